@@ -1,0 +1,106 @@
+"""What every benchmark shares: timing, the table on the terminal, the file in ``results/``.
+
+A claim is a ratio of two things measured in the same run. Times are medians, and are never tested.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from datetime import date
+from pathlib import Path
+
+import torch
+
+__all__ = ["Result", "gpu_ms", "host_ms"]
+
+RESULTS = Path(__file__).parent / "results"
+
+
+@dataclass(kw_only=True)
+class Result:
+    """One benchmark's outcome; ``columns`` and ``rows`` are the table, as it is printed and published."""
+
+    name: str
+    title: str
+    claim: str
+    columns: list[str]
+    rows: list[list[str | float]] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    def publish(self) -> None:
+        """Print the table and write ``results/<name>.json``."""
+        print(f"\n{self.title}\n{self.claim}\n")
+        texts = [self.columns, *([_text(cell) for cell in row] for row in self.rows)]
+        widths = [max(len(row[column]) for row in texts) for column in range(len(self.columns))]
+        for row in texts:
+            print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+        for note in self.notes:
+            print(f"- {note}")
+        RESULTS.mkdir(exist_ok=True)
+        record = asdict(self) | {
+            "machine": _machine(),
+            "date": date.today().isoformat(),
+            "versions": _versions(),
+            "command": f"make bench NAME={self.name.removesuffix('_cpu').removesuffix('_gpu')}",
+        }
+        path = RESULTS / f"{self.name}.json"
+        path.write_text(json.dumps(record, indent=2) + "\n")
+        print(f"\nwritten to {path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path}")
+
+
+def gpu_ms(work: Callable[[], object], repeats: int = 30, per_graph: int = 5) -> float:
+    """Median device time of one call, from replays of a CUDA graph: launches cost nothing, gaps do not show."""
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            work()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(per_graph):
+            work()
+    times = []
+    for _ in range(repeats):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) / per_graph)
+    return float(statistics.median(times))
+
+
+def host_ms(work: Callable[[], object], repeats: int = 15) -> float:
+    """Median wall time of one call, the device's work included."""
+    times = []
+    for _ in range(repeats + 2):
+        start = time.perf_counter()
+        work()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        times.append((time.perf_counter() - start) * 1e3)
+    return statistics.median(times[2:])
+
+
+def _text(cell: str | float) -> str:
+    return cell if isinstance(cell, str) else f"{cell:.4g}"
+
+
+def _machine() -> dict[str, str]:
+    found = {"system": f"{platform.system()} {platform.machine()}", "threads": str(torch.get_num_threads())}
+    if torch.cuda.is_available():
+        found["gpu"] = torch.cuda.get_device_name()
+    return found
+
+
+def _versions() -> dict[str, str]:
+    versions = {"python": platform.python_version(), "torch": torch.__version__}
+    if "triton" in sys.modules:
+        versions["triton"] = sys.modules["triton"].__version__
+    return versions

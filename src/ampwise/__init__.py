@@ -1,0 +1,79 @@
+"""Mixed-precision training for PyTorch that is correct by construction and explains itself when it breaks.
+
+The public names are those in ``__all__``. They are loaded on first use: ``import ampwise`` brings in neither
+torch nor anything else that is slow, so that reading and explaining source works on a machine without torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ampwise.census.algebra import Census as Census
+    from ampwise.census.count import Count as Count
+    from ampwise.census.device import DeviceCensus as DeviceCensus
+    from ampwise.census.measure import census as census
+    from ampwise.errors import AmpwiseError as AmpwiseError
+    from ampwise.errors import BadInput as BadInput
+    from ampwise.errors import MissingDependency as MissingDependency
+    from ampwise.errors import UnknownName as UnknownName
+    from ampwise.errors import UnsupportedTensor as UnsupportedTensor
+    from ampwise.finding import Finding as Finding
+    from ampwise.finding import Place as Place
+    from ampwise.finding import Rule as Rule
+    from ampwise.finding import Severity as Severity
+    from ampwise.formats import BlockFormat as BlockFormat
+    from ampwise.formats import Format as Format
+    from ampwise.formats import find_format as find_format
+    from ampwise.formats.cast import cast as cast
+    from ampwise.hardware import Gpu as Gpu
+    from ampwise.hardware import describe_machine as describe_machine
+    from ampwise.hardware import find_gpu as find_gpu
+    from ampwise.rules import find_rule as find_rule
+
+_HOMES = {
+    "AmpwiseError": "errors",
+    "BadInput": "errors",
+    "BlockFormat": "formats",
+    "Census": "census.algebra",
+    "Count": "census.count",
+    "DeviceCensus": "census.device",
+    "Finding": "finding",
+    "Format": "formats",
+    "Gpu": "hardware",
+    "MissingDependency": "errors",
+    "Place": "finding",
+    "Rule": "finding",
+    "Severity": "finding",
+    "UnknownName": "errors",
+    "UnsupportedTensor": "errors",
+    "cast": "formats.cast",
+    "census": "census.measure",
+    "describe_machine": "hardware",
+    "find_format": "formats",
+    "find_gpu": "hardware",
+    "find_rule": "rules",
+}
+
+__all__ = sorted(_HOMES)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'ampwise' has no attribute {name!r}")
+    try:
+        home = importlib.import_module(f"ampwise.{_HOMES[name]}")
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        from ampwise.errors import MissingDependency
+
+        raise MissingDependency(
+            f"ampwise.{name} needs torch, which is not installed. Get it with: pip install 'ampwise[torch]'"
+        ) from error
+    return getattr(home, name)
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -1,0 +1,213 @@
+"""Counting on a GPU: one Triton launch over all tensors, whatever their number and sizes.
+
+Each program takes one chunk of one tensor. ``reference.py`` defines what it must count; ``launch.py`` calls it.
+
+The histogram keeps up with memory because it is made in shared memory, with the instruction that NVIDIA GPUs
+have for adding one: lanes of a warp that hit the same counter are merged by the hardware. Triton has no words
+for that, so a few lines are PTX. Where there is no PTX (Triton's interpreter, AMD), ``tl.histogram`` counts.
+``benchmarks/results/census.json`` has what each way reached.
+
+Values that FP32 cannot treat alike (subnormals, whose exponent field is the same; infinities and NaN; squares
+out of range) show in the chunk's counts. Such a chunk is counted again, slowly and fully.
+"""
+
+# Constants of a Triton kernel are arguments in capitals, and its branches are taken when it is compiled.
+# ruff: noqa: N803, SIM108
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+__all__ = ["BLOCK", "CHUNK", "WARPS", "census_kernel"]
+
+BLOCK = 1024  # values at a time: two 16-byte loads of FP32 for each thread, one of BF16
+CHUNK = 65536  # values for each program: enough to make clearing and emptying its counters negligible
+WARPS = 4  # in agreement with the PTX below
+
+_INFINITY = tl.constexpr(0x7F800000)
+_MASK = tl.constexpr(0x7FFFFFFF)
+_FIELDS = tl.constexpr(256)  # exponent field of a magnitude's predecessor; zero wraps around to the last
+_WARPS = tl.constexpr(WARPS)
+_SUBNORMALS = tl.constexpr(24)  # binades of FP32's subnormals, smallest normal included
+_BINADES = tl.constexpr(512)  # all of FP32's, rounded up to a power of two, the last one for the uncounted
+_ROW_HEAD = tl.constexpr(5)  # columns before the binades; see layout.py
+
+# A table of 256 counters for each warp. The declaration must appear once, so it goes with a scalar.
+_DECLARE_COUNTERS = tl.constexpr(".shared .align 16 .b32 ampwise_counters[1024];\nmov.u32 $0, ampwise_counters;")
+
+
+@triton.jit
+def _counters(scalar):
+    """The address of the program's counters in shared memory."""
+    return tl.inline_asm_elementwise(_DECLARE_COUNTERS, "=r,r", [scalar], dtype=tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
+def _warp(any_tensor):
+    return tl.inline_asm_elementwise(
+        "mov.u32 $0, %tid.x;\nshr.u32 $0, $0, 5;", "=r,r", [any_tensor], dtype=tl.int32, is_pure=True, pack=1
+    )
+
+
+@triton.jit
+def _clear(addresses):
+    tl.inline_asm_elementwise(
+        "st.shared.u32 [$1], 0;\nmov.u32 $0, 0;", "=r,r", [addresses], dtype=tl.int32, is_pure=False, pack=1
+    )
+
+
+@triton.jit
+def _add_one(addresses):
+    tl.inline_asm_elementwise(
+        "red.shared.add.u32 [$1], 1;\nmov.u32 $0, 0;", "=r,r", [addresses], dtype=tl.int32, is_pure=False, pack=1
+    )
+
+
+@triton.jit
+def _read(addresses):
+    return tl.inline_asm_elementwise(
+        "ld.shared.u32 $0, [$1];", "=r,r", [addresses], dtype=tl.int32, is_pure=False, pack=1
+    )
+
+
+@triton.jit
+def _load_magnitudes(pointer, offsets, n, MASKED: tl.constexpr):
+    if MASKED:
+        values = tl.load(pointer + offsets, mask=offsets < n, other=0)
+    else:
+        values = tl.load(pointer + offsets)
+    if pointer.dtype.element_ty == tl.int16:  # BF16: the upper half of an FP32
+        bits = values.to(tl.int32) << 16
+    else:
+        bits = values.to(tl.float32).to(tl.int32, bitcast=True)
+    return bits & _MASK
+
+
+@triton.jit
+def _locate(addresses, sizes, first_chunks, owners, DTYPE: tl.constexpr, CHUNK: tl.constexpr):
+    """Which tensor this program's chunk belongs to, where the chunk starts, and how many values it has."""
+    chunk = tl.program_id(0)
+    owner = tl.load(owners + chunk)
+    start = (chunk - tl.load(first_chunks + owner)).to(tl.int64) * CHUNK
+    left = tl.load(sizes + owner) - start
+    pointer = tl.load(addresses + owner).to(tl.pointer_type(DTYPE)) + start
+    # The host copies tensors that are not so aligned; without this, loads would go one value at a time.
+    return owner, tl.multiple_of(pointer, 16), tl.minimum(left, CHUNK).to(tl.int32)
+
+
+@triton.jit
+def _add_block(pointer, offsets, n, squares, largest, smallest, counts, mine, MASKED: tl.constexpr, PTX: tl.constexpr):
+    bits = _load_magnitudes(pointer, offsets, n, MASKED)
+    values = bits.to(tl.float32, bitcast=True)
+    below = (bits - 1) & _MASK  # binades are closed above, and zero wraps around to the top
+    field = below >> 23
+    if PTX:
+        _add_one(mine + field * 4)
+    else:
+        counts += tl.histogram(field, _FIELDS)
+    return squares + values * values, tl.maximum(largest, bits), tl.minimum(smallest, below), counts
+
+
+@triton.jit
+def _count(pointer, n, BLOCK: tl.constexpr, PTX: tl.constexpr):
+    """The fast count: values by exponent field, and the chunk's extremes and sum of squares."""
+    offsets = tl.arange(0, BLOCK)
+    fields = tl.arange(0, _FIELDS)
+    squares = tl.zeros([BLOCK], tl.float32)
+    largest = tl.zeros([BLOCK], tl.int32)
+    smallest = tl.full([BLOCK], _MASK, tl.int32)
+    counts = tl.zeros([_FIELDS], tl.int32)
+    mine = offsets
+    if PTX:
+        shared = _counters(n)
+        _clear(shared + tl.arange(0, _WARPS * _FIELDS) * 4)
+        tl.debug_barrier()
+        mine = shared + _warp(offsets) * (_FIELDS * 4)
+    full = n // BLOCK * BLOCK
+    # Only the last block needs a mask: with one, loads cannot be 16 bytes wide.
+    for start in tl.range(0, full, BLOCK, loop_unroll_factor=2):
+        squares, largest, smallest, counts = _add_block(
+            pointer, start + offsets, n, squares, largest, smallest, counts, mine, False, PTX
+        )
+    if full < n:
+        squares, largest, smallest, counts = _add_block(
+            pointer, full + offsets, n, squares, largest, smallest, counts, mine, True, PTX
+        )
+    if PTX:
+        tl.debug_barrier()
+        for warp in tl.static_range(_WARPS):
+            counts += _read(shared + warp * (_FIELDS * 4) + fields * 4)
+    padding = (BLOCK - n % BLOCK) % BLOCK
+    counts -= tl.where(fields == _FIELDS - 1, padding, 0)
+    return counts, tl.sum(squares), tl.max(largest), tl.min(smallest)
+
+
+@triton.jit
+def _add_head(row, zeros, infs, nans, largest, smallest):
+    tl.atomic_add(row, zeros.to(tl.int64), mask=zeros > 0, sem="relaxed")
+    tl.atomic_add(row + 1, infs.to(tl.int64), mask=infs > 0, sem="relaxed")
+    tl.atomic_add(row + 2, nans.to(tl.int64), mask=nans > 0, sem="relaxed")
+    tl.atomic_max(row + 3, largest.to(tl.int64), sem="relaxed")
+    tl.atomic_max(row + 4, (smallest ^ _MASK).to(tl.int64), sem="relaxed")
+
+
+@triton.jit
+def _count_slowly(pointer, n, row, BLOCK: tl.constexpr):
+    """The full count of one chunk: subnormals by their highest bit, infinities and NaN apart, squares in FP64."""
+    counts = tl.zeros([_BINADES], tl.int32)
+    squares = tl.zeros([BLOCK], tl.float64)
+    largest = tl.zeros([BLOCK], tl.int32)
+    smallest = tl.full([BLOCK], _MASK, tl.int32)
+    zeros = tl.zeros([BLOCK], tl.int32)
+    infs = tl.zeros([BLOCK], tl.int32)
+    nans = tl.zeros([BLOCK], tl.int32)
+    for start in range(0, n, BLOCK):
+        offsets = start + tl.arange(0, BLOCK)
+        bits = _load_magnitudes(pointer, offsets, n, True)
+        finite = bits < _INFINITY
+        finite_bits = tl.where(finite, bits, 0)
+        values = finite_bits.to(tl.float32, bitcast=True).to(tl.float64)
+        squares += values * values
+        largest = tl.maximum(largest, finite_bits)
+        zeros += ((bits == 0) & (offsets < n)).to(tl.int32)
+        infs += (bits == _INFINITY).to(tl.int32)
+        nans += (bits > _INFINITY).to(tl.int32)
+        below = (bits - 1) & _MASK
+        counted = finite & (bits > 0)
+        smallest = tl.minimum(smallest, tl.where(counted, below, _MASK))
+        # A subnormal's binade is the bit length of its predecessor: the exponent of that integer as a float.
+        bit_length = tl.maximum((below.to(tl.float32).to(tl.int32, bitcast=True) >> 23) - 126, 0)
+        field = below >> 23
+        binade = tl.where(field > 0, field + _SUBNORMALS - 1, bit_length)
+        counts += tl.histogram(tl.where(counted, binade, _BINADES - 1), _BINADES)
+    binades = tl.arange(0, _BINADES)
+    kept = (counts > 0) & (binades < _BINADES - 1)
+    tl.atomic_add(row + _ROW_HEAD + binades, counts.to(tl.int64), mask=kept, sem="relaxed")
+    _add_head(row, tl.sum(zeros), tl.sum(infs), tl.sum(nans), tl.max(largest), tl.min(smallest))
+    return tl.sum(squares)
+
+
+@triton.jit
+def census_kernel(
+    addresses, sizes, first_chunks, owners, table, sums,
+    ROW: tl.constexpr, DTYPE: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, PTX: tl.constexpr,
+):  # fmt: skip
+    """Add each chunk's counts to its tensor's row of ``table`` (cleared before); its sum of squares to ``sums``."""
+    owner, pointer, n = _locate(addresses, sizes, first_chunks, owners, DTYPE, CHUNK)
+    counts, squares, largest, smallest = _count(pointer, n, BLOCK, PTX)
+    row = table + owner.to(tl.int64) * ROW
+    fields = tl.arange(0, _FIELDS)
+    subnormals = tl.sum(tl.where(fields == 0, counts, 0))
+    # Squares that FP32 rounds to infinity, or to nothing, are summed again in FP64.
+    representable = (squares < float("inf")) & ((squares > 1e-30) | (largest == 0))
+    if (subnormals == 0) & (largest < _INFINITY) & representable:
+        zeros = tl.sum(tl.where(fields == _FIELDS - 1, counts, 0))
+        counted = (counts > 0) & (fields < _FIELDS - 1)
+        binades = row + _ROW_HEAD + _SUBNORMALS - 1 + fields
+        tl.atomic_add(binades, counts.to(tl.int64), mask=counted, sem="relaxed")
+        none = zeros * 0
+        _add_head(row, zeros, none, none, largest, smallest)
+        tl.store(sums + tl.program_id(0), squares.to(tl.float64))
+    else:
+        tl.store(sums + tl.program_id(0), _count_slowly(pointer, n, row, BLOCK))

@@ -1,0 +1,144 @@
+"""The command line: one file a verb.
+
+A verb is a module of this package with a docstring (its help), ``add_arguments(parser)`` and ``run(args)``,
+which returns the exit code: 0 clean, 1 findings, 2 could not do what was asked. The list of verbs is the
+list of files. Verbs import what they need inside ``run``, so that ``ampwise rules`` never pays for torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import pkgutil
+import sys
+from collections.abc import Sequence
+from types import ModuleType
+from typing import Any, NoReturn
+
+from ampwise.errors import AmpwiseError, UnknownName, nearest
+
+__all__ = ["build_parser", "main", "verbs"]
+
+DESCRIPTION = "Mixed-precision training for PyTorch: checked, measured, explained."
+EPILOG = "`ampwise VERB --help` explains a verb, with examples."
+
+INTERRUPTED = 130  # 128 + SIGINT, and
+READER_GONE = 141  # 128 + SIGPIPE: what a shell reports for a program that the signal ended
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one verb; errors raised on purpose become one line and exit code 2, all others stay tracebacks."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    try:
+        return _run(words)
+    except AmpwiseError as error:
+        print(f"ampwise: error: {error}", file=sys.stderr)
+        return 2
+    except BrokenPipeError:
+        # `ampwise rules | head`: the reader has gone. Python would complain again when it flushes at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return READER_GONE
+    except KeyboardInterrupt:
+        print("ampwise: interrupted", file=sys.stderr)
+        return INTERRUPTED
+
+
+def verbs() -> list[str]:
+    """The verbs there are, by scanning this folder."""
+    return sorted(module.name for module in pkgutil.iter_modules(__path__) if not module.name.startswith("_"))
+
+
+def build_parser(words: Sequence[str] = ()) -> _Parser:
+    """The parser for a command line; when it names a verb, only that verb's file is loaded."""
+    parser = _Parser(prog="ampwise", description=DESCRIPTION, epilog=EPILOG)
+    parser.add_argument("--version", action=_Version)
+    named = next((word for word in words if not word.startswith("-")), None)
+    known = verbs()
+    if named is not None and named not in known:
+        raise UnknownName("verb", named, known, listing="`ampwise --help` lists the verbs.")
+    subparsers = parser.add_subparsers(metavar="VERB", title="verbs", parser_class=_Parser)
+    for name in known if named is None else [named]:
+        _add_verb(subparsers, importlib.import_module(f"{__name__}.{name}"))
+    return parser
+
+
+def _run(words: list[str]) -> int:
+    parser = build_parser(words)
+    try:
+        args, unknown = parser.parse_known_args(words)
+        if unknown:
+            getattr(args, "parser", parser).complain(unknown)
+        if not hasattr(args, "run"):
+            parser.print_help()
+            return 0
+        return int(args.run(args))
+    finally:
+        # Here and not at exit, where a reader who has gone could no longer be met quietly.
+        sys.stdout.flush()
+
+
+def _add_verb(subparsers: argparse._SubParsersAction[_Parser], verb: ModuleType) -> None:
+    text = (verb.__doc__ or "").strip()
+    name = verb.__name__.rpartition(".")[2]
+    # argparse reads % in a help line as a format.
+    summary = text.partition("\n")[0].rstrip(".").replace("%", "%%")
+    parser = subparsers.add_parser(name, help=summary, description=text)
+    verb.add_arguments(parser)
+    parser.set_defaults(run=verb.run, parser=parser)
+
+
+class _Parser(argparse.ArgumentParser):
+    """argparse, but a mistake is one line and the way to the help, and half an option's name is a mistake."""
+
+    def __init__(self, **options: Any) -> None:
+        # An abbreviation that works today is ambiguous after the next option is added.
+        plain = argparse.RawDescriptionHelpFormatter
+        super().__init__(**{"formatter_class": plain, "allow_abbrev": False, **options})
+
+    def format_help(self) -> str:
+        # Only now: argparse makes a formatter for each argument it is told of, and this one imports rich.
+        self.formatter_class = _formatter()
+        return super().format_help()
+
+    def error(self, message: str) -> NoReturn:
+        stop = "" if message.endswith((".", "?")) else "."
+        print(f"ampwise: error: {message}{stop} See `{self.prog} --help`.", file=sys.stderr)
+        raise SystemExit(2)
+
+    def complain(self, unknown: Sequence[str]) -> NoReturn:
+        """Name the first word that means nothing here; argparse would name the rest with it."""
+        word = unknown[0]
+        if not word.startswith("-"):
+            self.error(f"unexpected argument {word!r}")
+        option = word.partition("=")[0]
+        close = nearest(option, self._option_string_actions) if option.startswith("--") else []
+        self.error(f"unknown option {option!r}" + (f"; did you mean {' or '.join(close)}?" if close else ""))
+
+
+class _Version(argparse.Action):
+    """--version, looked up only when asked: the metadata costs more than a whole verb."""
+
+    def __init__(self, option_strings: Sequence[str], dest: str) -> None:
+        super().__init__(option_strings, dest, nargs=0, help="show the version and exit")
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        from ampwise.printers.tool import installed_version
+
+        print(f"ampwise {installed_version() or '(a source folder, not installed)'}")
+        parser.exit()
+
+
+def _formatter() -> type[argparse.HelpFormatter]:
+    try:
+        from rich_argparse import RawDescriptionRichHelpFormatter
+    except ImportError:  # an environment with torch but without our terminal libraries
+        return argparse.RawDescriptionHelpFormatter
+
+    class Formatter(RawDescriptionRichHelpFormatter):
+        """Coloured, but a [bracket] in a docstring is a bracket and not markup."""
+
+        text_markup = False
+        help_markup = False
+
+    return Formatter

@@ -1,0 +1,92 @@
+"""Explain a rule: what it means, why it matters, and how to mend it.
+
+Takes a rule's code or name, in any case; `ampwise rules` lists them.
+
+Examples:
+  ampwise explain AMP701
+  ampwise explain bf16-without-matrix-units
+  ampwise explain AMP701 --json | jq -r .fix
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import sys
+import textwrap
+
+from ampwise.finding import Rule
+
+__all__ = ["add_arguments", "run"]
+
+WIDEST = 90  # longer lines of prose are hard to read, most of all at night
+INDENT = "  "
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("rule", metavar="RULE", help="the code or the name of a rule")
+    parser.add_argument("--json", action="store_true", help="the rule as a JSON object")
+
+
+def run(args: argparse.Namespace) -> int:
+    from ampwise.printers.terminal import wants_colour, write
+    from ampwise.rules import find_rule
+
+    rule = find_rule(args.rule)
+    if args.json:
+        from ampwise.printers.strict_json import dumps
+
+        write(dumps(rule.as_dict()), sys.stdout)
+    else:
+        write(page(rule, wants_colour(sys.stdout)), sys.stdout)
+    return 0
+
+
+def page(rule: Rule, colour: bool = False) -> str:
+    """A rule as a screenful of text."""
+    from ampwise.printers.terminal import paint
+
+    off = "" if rule.on_by_default else ", off by default"
+    title = (
+        f"{paint(rule.code, rule.severity, colour)} {paint(rule.name, 'bold', colour)} ({rule.severity}{off})"
+    )
+    sections = {
+        "Why": _prose(rule.why),
+        "Fix": _prose(rule.fix),
+        "Bad": _code(rule.bad, colour),
+        "Good": _code(rule.good, colour),
+        "More": rule.url or "",
+    }
+    shown = [
+        f"{paint(heading, 'bold', colour)}\n{textwrap.indent(text, INDENT)}"
+        for heading, text in sections.items()
+        if text
+    ]
+    return "\n\n".join([f"{title}\n{_prose(rule.summary)}", *shown]) + "\n"
+
+
+def _prose(text: str) -> str:
+    """Paragraphs, each wrapped to the terminal; lines that are indented are kept as they are."""
+    width = min(shutil.get_terminal_size().columns, WIDEST) - len(INDENT)
+    paragraphs = textwrap.dedent(text).strip().split("\n\n")
+    return "\n\n".join(part if "\n " in part else textwrap.fill(part, width) for part in paragraphs)
+
+
+def _code(text: str, colour: bool) -> str:
+    code = textwrap.dedent(text).strip("\n")
+    return _highlighted(code) if colour else code
+
+
+def _highlighted(code: str) -> str:
+    """Coloured by rich, which is worth its import only when someone looks."""
+    import io
+
+    from rich.console import Console
+    from rich.syntax import Syntax
+
+    language = "console" if code.startswith("$ ") else "python"
+    text = Syntax(code, language, theme="ansi_dark", background_color="default").highlight(code)
+    text.rstrip()
+    buffer = io.StringIO()
+    Console(file=buffer, force_terminal=True, color_system="standard", width=1000).print(text, end="")
+    return buffer.getvalue()

@@ -1,0 +1,313 @@
+"""Compare number formats: range, precision, bits, and what they mean for training.
+
+Without a NAME: all of them. With NAMEs: those, side by side, in detail. A NAME may be what torch or anyone
+else calls a format: fp16, half, float16, torch.float16.
+
+Two numbers are called the smallest. Down to the smallest normal, values keep their precision; torch.finfo
+calls it tiny. From there down to the smallest subnormal they lose it bit by bit. Below half of that is zero.
+
+Examples:
+  ampwise formats
+  ampwise formats fp16 bf16
+  ampwise formats fp8 e5m2 mxfp8
+  ampwise formats fp16 --json | jq '.[0].smallest_subnormal'
+
+With --json: an array, one object a format. What a format does not have is null. Magnitudes at or below
+2**flush_exponent round to zero. Those above overflow_threshold leave the range; one equal to it does, too,
+if overflow_at_threshold.
+  kind "scalar"  {name, title, aliases, torch_dtype, bits, bytes_per_value, signed, exponent_bits,
+                  mantissa_bits, bias, codes, infinities, nans, max, smallest_normal, smallest_subnormal,
+                  epsilon, decimal_digits, flush_exponent, overflow_threshold, overflow_at_threshold,
+                  needs_loss_scale, since, training}
+  kind "block"   {name, title, aliases, element, scale, block_size, tensor_scale, bits_per_value,
+                  bytes_per_value, max, smallest, needs_loss_scale, since, training}
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    from ampwise.formats import BlockFormat, Format
+
+__all__ = ["add_arguments", "run"]
+
+# Letter, meaning and colour of the parts of a number, from its highest bit down.
+PARTS = (("S", "sign", "black on red"), ("E", "exponent", "black on green"), ("M", "mantissa", "black on cyan"))
+GAP = 2  # blanks between columns
+WIDTH_FOR_HARDWARE = 108  # of the table of numbers, with the hardware as its last column
+WIDEST_COLUMN = 28  # of a format's details; what is longer wraps
+
+NOTES = (
+    "Below the smallest normal a value loses precision; at or below half the smallest subnormal it is zero.",
+    "Needs scaling for gradients to survive: of the loss, or a scale a tensor or a block.",
+    "`ampwise formats NAME NAME` compares in detail.",
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("names", metavar="NAME", nargs="*", help="a format (default: an overview of all)")
+    parser.add_argument("--json", action="store_true", help="JSON, as described above")
+
+
+def run(args: argparse.Namespace) -> int:
+    from ampwise.formats import BLOCK_FORMATS, FORMATS, BlockFormat, find_format
+
+    named = [find_format(name) for name in args.names] or [*FORMATS.values(), *BLOCK_FORMATS.values()]
+    chosen = list({fmt.name: fmt for fmt in named}.values())  # "half" and "fp16" are one
+    if args.json:
+        from ampwise.printers.strict_json import dumps
+
+        sys.stdout.write(dumps([fmt.as_dict() for fmt in chosen]))
+        return 0
+    scalars = [fmt for fmt in chosen if not isinstance(fmt, BlockFormat)]
+    blocks = [fmt for fmt in chosen if isinstance(fmt, BlockFormat)]
+    show = _show_details if args.names else _show_overview
+    _print(lambda out: show(out, scalars, blocks))
+    return 0
+
+
+def _print(show: Callable[[Console], None]) -> None:
+    """Write what ``show`` prints, less the blanks with which rich fills each line of a table."""
+    from ampwise.printers.terminal import console, write
+
+    out = console()
+    with out.capture() as captured:
+        show(out)
+    write("".join(f"{line.rstrip()}\n" for line in captured.get().splitlines()), sys.stdout)
+
+
+# All formats: a drawing, a table of numbers, a table of block formats.
+
+
+def _show_overview(out: Console, scalars: Sequence[Format], blocks: Sequence[BlockFormat]) -> None:
+    out.print(_drawing(scalars, _in_colour(out)))
+    wide = out.width >= WIDTH_FOR_HARDWARE
+    numbers = [_numbers(scalars, with_hardware=True)] if wide else [_numbers(scalars), _hardware(scalars)]
+    for table in (*numbers, _blocks(blocks)):
+        out.print()
+        out.print(table)
+    out.print()
+    for line in NOTES:
+        out.print(line, style="dim")
+
+
+def _numbers(formats: Sequence[Format], *, with_hardware: bool = False) -> Table:
+    table = _table("format")
+    for heading in ("largest", "smallest\nnormal", "smallest\nsubnormal", "epsilon", "decimal\ndigits"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("needs\nscaling", no_wrap=True)
+    if with_hardware:
+        table.add_column("matrix units since", no_wrap=True)
+    for fmt in formats:
+        figures = (fmt.max, fmt.smallest_normal, fmt.smallest_subnormal, fmt.epsilon)
+        cells = [fmt.name, *map(number, figures), f"{fmt.decimal_digits:.1f}", _scaling(fmt)]
+        table.add_row(*cells, *([fmt.since] if with_hardware else []))
+    return table
+
+
+def _hardware(formats: Sequence[Format]) -> Table:
+    table = _table("format", "matrix units since")
+    for fmt in formats:
+        table.add_row(fmt.name, fmt.since)
+    return table
+
+
+def _blocks(formats: Sequence[BlockFormat]) -> Table:
+    table = _table("block format", "element", "scale")
+    table.add_column("block\nsize", justify="right", no_wrap=True)
+    table.add_column("bits per\nvalue", justify="right", no_wrap=True)
+    table.add_column("matrix units since")
+    for fmt in formats:
+        bits = f"{fmt.bits_per_value:g}"
+        table.add_row(fmt.name, fmt.element.name, _scale(fmt), str(fmt.block_size), bits, fmt.since)
+    return table
+
+
+def _scale(fmt: BlockFormat) -> str:
+    return f"{fmt.scale.name}{', fp32 a tensor' if fmt.tensor_scale else ''}"
+
+
+# Named formats: a drawing, then a column each, as many abreast as the terminal is wide.
+
+
+def _show_details(out: Console, scalars: Sequence[Format], blocks: Sequence[BlockFormat]) -> None:
+    from rich.text import Text
+
+    drawn = dict.fromkeys([*scalars, *(part for fmt in blocks for part in (fmt.element, fmt.scale))])
+    out.print(_drawing(list(drawn), _in_colour(out)))
+    details = [_scalar_details(fmt) for fmt in scalars], [_block_details(fmt) for fmt in blocks]
+    for columns in details:
+        for group in _abreast(columns, out.width):
+            out.print()
+            out.print(_side_by_side(group))
+    out.print()
+    meanings = [(fmt.title, fmt.training) for fmt in scalars] + [(fmt.title, fmt.training) for fmt in blocks]
+    for title, training in meanings:
+        out.print(Text.assemble((f"{title}: ", "bold"), training))
+
+
+def _scalar_details(fmt: Format) -> dict[str, str]:
+    subnormal = fmt.smallest_subnormal
+    return {
+        "": fmt.title,
+        "name": fmt.name,
+        "bits": f"{fmt.bits}{f', stored in {fmt.storage_bits}' if fmt.storage_bits else ''}",
+        "codes": f"{fmt.codes:,}" if fmt.bits <= 32 else f"2^{fmt.bits}",
+        "bias": str(fmt.bias),
+        "largest": number(fmt.max),
+        "smallest normal": with_power(fmt.smallest_normal),
+        "smallest subnormal": "none" if subnormal is None else with_power(subnormal),
+        "zero at or below": _flushes(fmt),
+        "overflows": _overflows(fmt),
+        "epsilon": with_power(fmt.epsilon),
+        "decimal digits": f"{fmt.decimal_digits:.1f}",
+        "infinities": "yes" if fmt.infinities else "no",
+        "NaNs": "yes" if fmt.nans else "no",
+        "needs scaling": _scaling(fmt),
+        "matrix units since": fmt.since,
+        "torch dtype": f"torch.{fmt.torch_dtype}" if fmt.torch_dtype else "none",
+        "aliases": ", ".join(fmt.aliases),
+    }
+
+
+def _flushes(fmt: Format) -> str:
+    if fmt.flush_exponent is None:
+        return "never: it has no zero"
+    threshold = math.ldexp(1.0, fmt.flush_exponent)
+    return with_power(threshold) if threshold else f"2^{fmt.flush_exponent}"  # FP64's is too small for a float
+
+
+def _overflows(fmt: Format) -> str:
+    if not (fmt.infinities or fmt.nans):
+        return f"never: stays at {number(fmt.max)}"
+    becomes = "infinity" if fmt.infinities else "NaN"
+    threshold = number(fmt.overflow_threshold)
+    if math.isinf(fmt.overflow_threshold) or threshold == number(fmt.max):
+        return f"past the largest: {becomes}"
+    return f"{'from' if fmt.overflow_at_threshold else 'above'} {threshold}: {becomes}"
+
+
+def _scaling(fmt: Format) -> str:
+    """What must be scaled for gradients to survive: the narrower the format, the fewer values share a scale."""
+    if not fmt.needs_loss_scale:
+        return "no"
+    return "loss" if fmt.bits >= 16 else "tensor" if fmt.bits >= 8 else "block"
+
+
+def _block_details(fmt: BlockFormat) -> dict[str, str]:
+    of_tensor = " × tensor's scale" if fmt.tensor_scale else ""
+    return {
+        "": fmt.title,
+        "name": fmt.name,
+        "element": f"{fmt.element.name}, {fmt.element.bits} bits",
+        "scale": _scale(fmt),
+        "block size": f"{fmt.block_size} values",
+        "bits per value": f"{fmt.bits_per_value:g}",
+        "largest": f"{number(fmt.max)}{of_tensor}",
+        "smallest": f"{number(fmt.smallest)}{of_tensor}",
+        "range in a block": f"{number(fmt.element.max / fmt.element.smallest)} to 1",
+        "needs scaling": "no: brings its own",
+        "matrix units since": fmt.since,
+        "aliases": ", ".join(fmt.aliases) or "none",
+    }
+
+
+def _abreast(columns: Sequence[dict[str, str]], width: int) -> Iterator[Sequence[dict[str, str]]]:
+    """Groups of columns that fit ``width`` together; a group of one need not."""
+    start = 0
+    while start < len(columns):
+        end = start + 1
+        while end < len(columns) and _width(columns[start : end + 1]) <= width:
+            end += 1
+        yield columns[start:end]
+        start = end
+
+
+def _width(columns: Sequence[dict[str, str]]) -> int:
+    labels = max(map(len, columns[0]))
+    return labels + sum(GAP + min(WIDEST_COLUMN, max(map(len, facts.values()))) for facts in columns)
+
+
+def _side_by_side(columns: Sequence[dict[str, str]]) -> Table:
+    table = _table("")
+    table.show_header = False
+    table.columns[0].style = "dim"
+    for _ in columns:
+        table.add_column(max_width=WIDEST_COLUMN)
+    for label in columns[0]:
+        table.add_row(label, *(facts[label] for facts in columns), style="" if label else "bold")
+    return table
+
+
+# Bits, drawn.
+
+
+def _drawing(formats: Sequence[Format], colour: bool) -> Table:
+    from rich.text import Text
+
+    table = _table("format")
+    legend = Text("  ").join(Text.assemble((letter, style), f" {part}") for letter, part, style in PARTS)
+    table.add_column(Text.assemble(legend, "  bits"), no_wrap=True)
+    for fmt in formats:
+        table.add_row(fmt.name, Text.assemble(layout(fmt, colour), f"  {fmt.bits}"))
+    return table
+
+
+def layout(fmt: Format, colour: bool) -> Text:
+    """The bits of a format, a letter each: coloured blocks, or words.
+
+    >>> from ampwise.formats import find_format
+    >>> str(layout(find_format("fp16"), colour=False))
+    'S EEEEE MMMMMMMMMM'
+    """
+    from rich.text import Text
+
+    counts = (int(fmt.signed), fmt.exponent_bits, fmt.mantissa_bits)
+    drawn = [Text(letter * count, style) for (letter, _, style), count in zip(PARTS, counts, strict=True) if count]
+    return Text("" if colour else " ").join(drawn)
+
+
+def _in_colour(out: Console) -> bool:
+    return out.color_system is not None
+
+
+def _table(*headings: str) -> Table:
+    from rich.table import Table
+
+    table = Table(box=None, padding=(0, GAP, 0, 0), pad_edge=False, header_style="dim")
+    for heading in headings:
+        table.add_column(heading, no_wrap=True)
+    return table
+
+
+# Numbers, for people.
+
+
+def number(value: float | None) -> str:
+    """A few digits: all of them where they are few, else three.
+
+    >>> number(65504.0), number(6.103515625e-05), number(0.0625), number(3.3895313892515355e38), number(None)
+    ('65504', '6.10e-05', '0.0625', '3.39e+38', '-')
+    """
+    if value is None:
+        return "-"
+    short = f"{value:g}"
+    return short if float(short) == value and len(short) <= 7 and "e" not in short else f"{value:.2e}"
+
+
+def with_power(value: float) -> str:
+    """A power of two, both ways.
+
+    >>> with_power(2.0**-14), with_power(0.5)
+    ('6.10e-05 = 2^-14', '0.5 = 2^-1')
+    """
+    return f"{number(value)} = 2^{math.frexp(value)[1] - 1}"

@@ -1,0 +1,295 @@
+"""Say what this machine, or a GPU of the catalog, runs fast.
+
+Without a NAME it describes this machine: torch, its devices, its TF32 switches, and what is wrong with them.
+With a NAME it shows what the catalog knows about a device: by id, by name, or as torch calls it.
+Peaks are dense. A number marked ~ is approximate: its sources disagree, or none states it exactly.
+
+Examples:
+  ampwise gpu
+  ampwise gpu --want fp8 && torchrun train.py
+  ampwise gpu h200
+  ampwise gpu "NVIDIA A100-SXM4-80GB" --json | jq .peak_flops.bf16
+
+The exit code is 1 when a device here is known to lack a format named by --want, else 0.
+
+With --json, units are bytes, bytes/s and FLOP/s, and what is not known is null:
+  ampwise gpu --json         {"machine": {python, platform, cpu, driver, torch, torch_problem},
+                              "findings": [{code, name, severity, message, place, evidence, fix}]}
+  ampwise gpu NAME --json    {id, name, vendor, arch, capability, memory_bytes, memory_bytes_per_s,
+                              matrix_formats, peak_flops, approximate, note, sources}
+  ampwise gpu --list --json  an array of the latter
+Numbers under "approximate" are left out everywhere else.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+    from ampwise.finding import Finding
+    from ampwise.hardware import Cpu, DeviceKind, Gpu, Machine, MachineUse, TorchFacts
+
+__all__ = ["add_arguments", "run"]
+
+# The formats one chooses among for training: each is shown, whether a device has it or not.
+COMMON = ("fp32", "tf32", "fp16", "bf16", "fp8", "mxfp8", "mxfp4", "nvfp4")
+TO_WANT = COMMON[1:]
+ANSWERS = {True: "yes", False: "no", None: "not known"}
+TFLOPS, GIB, GB = 1e12, 2**30, 1e9
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "name", metavar="NAME", nargs="?", help="a device of the catalog (default: this machine)"
+    )
+    parser.add_argument("--list", action="store_true", help="the devices of the catalog")
+    parser.add_argument(
+        "--want",
+        metavar="FORMAT",
+        action="append",
+        default=[],
+        help=f"exit with 1 if a GPU here lacks matrix units for it: {', '.join(TO_WANT)}; may be repeated",
+    )
+    parser.add_argument("--json", action="store_true", help="JSON, as described above")
+
+
+def run(args: argparse.Namespace) -> int:
+    wanted = _wanted(args)
+    if args.list:
+        return _run_list(args.json)
+    if args.name is not None:
+        return _run_device(args.name, args.json)
+    return _run_machine(wanted, args.json)
+
+
+def _wanted(args: argparse.Namespace) -> tuple[str, ...]:
+    from ampwise.errors import BadInput, UnknownName
+
+    if args.list and args.name is not None:
+        raise BadInput(f"gpu {args.name} --list: give a NAME or --list, not both")
+    if args.want and (args.list or args.name is not None):
+        raise BadInput("gpu --want: it asks about this machine; give it without a NAME and without --list")
+    for fmt in args.want:
+        if fmt.lower() not in TO_WANT:
+            listing = f"--want takes {', '.join(TO_WANT)}."
+            raise UnknownName("matrix format", fmt, TO_WANT, listing=listing)
+    return tuple(dict.fromkeys(fmt.lower() for fmt in args.want))
+
+
+def _run_list(as_json: bool) -> int:
+    from ampwise.hardware import gpus
+
+    if as_json:
+        _write_json([gpu.as_dict() for gpu in gpus()])
+    else:
+        _print(lambda out: _show_list(out, gpus()))
+    return 0
+
+
+def _run_device(name: str, as_json: bool) -> int:
+    from ampwise.hardware import gpu_named
+
+    gpu = gpu_named(name)
+    if as_json:
+        _write_json(gpu.as_dict())
+    else:
+        _print(lambda out: _show_device(out, gpu))
+    return 0
+
+
+def _run_machine(wanted: tuple[str, ...], as_json: bool) -> int:
+    from ampwise.hardware import MachineUse, describe_machine
+
+    use = MachineUse(machine=describe_machine(), wanted=wanted)
+    findings = _check(use)
+    if as_json:
+        shown = [finding.as_dict() for finding in findings]
+        _write_json({"machine": use.machine.as_dict(), "findings": shown})
+    else:
+        _print(lambda out: _show_machine(out, use.machine, findings))
+    return 1 if any(_breaks_a_wish(finding) for finding in findings) else 0
+
+
+def _check(use: MachineUse) -> list[Finding]:
+    from ampwise.rules import rules_about
+
+    found = (finding for rule in rules_about("hardware") for finding in rule.check(use))
+    return sorted(found, key=lambda finding: (finding.severity.rank, finding.rule.code))
+
+
+def _breaks_a_wish(finding: Finding) -> bool:
+    """Advice about a machine is no reason for a script to stop; a format it asked for and cannot have is."""
+    from ampwise.rules.hardware import format_without_matrix_units
+
+    return finding.rule == format_without_matrix_units.RULE
+
+
+def _write_json(value: object) -> None:
+    from ampwise.printers.strict_json import dumps
+
+    sys.stdout.write(dumps(value))
+
+
+def _print(show: Callable[[Console], None]) -> None:
+    """Write what ``show`` prints, less the blanks with which rich fills each line of a table."""
+    from ampwise.printers.terminal import console, write
+
+    out = console()
+    with out.capture() as captured:
+        show(out)
+    write("".join(f"{line.rstrip()}\n" for line in captured.get().splitlines()), sys.stdout)
+
+
+def _show_machine(out: Console, machine: Machine, findings: Sequence[Finding]) -> None:
+    facts = {
+        "python": f"{machine.python} on {machine.platform}",
+        "CPU": _cpu(machine.cpu),
+        "torch": _torch(machine),
+    }
+    if machine.torch is not None and machine.devices:
+        facts["FP32"] = _fp32(machine.torch)
+    out.print(_facts(facts))
+    for kind in machine.device_kinds:
+        out.print()
+        _show_kind(out, kind)
+    if findings:
+        out.print()
+    for finding in findings:
+        _say(out, f"{finding.rule.code} {finding.rule.name}: {finding.message}")
+        _say(out, f"  fix: {finding.fix}")
+
+
+def _torch(machine: Machine) -> str:
+    if machine.torch is None:
+        why = f"does not load: {machine.torch_problem}" if machine.torch_problem else "not installed"
+        return f"{why}; so nothing is known about a GPU here"
+    torch = machine.torch
+    built = (
+        f"CUDA {torch.cuda}" if torch.cuda else f"ROCm {torch.hip}" if torch.hip else "no CUDA in this build"
+    )
+    driver = f", NVIDIA driver {machine.driver}" if machine.driver else ""
+    return f"{torch.version} ({built}{driver}){_without_devices(torch)}"
+
+
+def _without_devices(torch: TorchFacts) -> str:
+    if torch.devices:
+        return ""
+    if torch.mps:
+        return "; Apple's GPU, through MPS, which does not say which one it is"
+    return "; no GPU that torch can use: it computes on the CPU"
+
+
+def _cpu(cpu: Cpu) -> str:
+    from ampwise.hardware.cpu import FEATURES
+
+    model = cpu.model or "of unknown model"
+    if cpu.features is None:
+        return f"{model}; what it has for BF16 and FP16 is not known"
+    shown = ", ".join(f"{feature} ({FEATURES[feature]})" for feature in cpu.features)
+    return f"{model}; {shown or 'no instructions for BF16 or FP16'}"
+
+
+def _fp32(torch: TorchFacts) -> str:
+    uses = {True: "TF32", False: "full FP32"}
+    return (
+        f"matrix products in {uses[torch.fp32.matmul_tf32]}, convolutions in "
+        f"{uses[torch.fp32.convolution_tf32]} (as torch starts; a script may change it)"
+    )
+
+
+def _show_kind(out: Console, kind: DeviceKind) -> None:
+    device = kind.first
+    label = "compute capability " if device.compute_capability else ""
+    _say(out, f"{kind.torch_names}  {kind.title}", style="bold")
+    known = (
+        f"in the catalog as {device.gpu.id}" if device.gpu else "not in the catalog, so no peaks are known"
+    )
+    _say(out, f"{label}{device.capability}, {device.memory_bytes / GIB:.1f} GiB, {known}")
+    answers = {fmt: device.has_matrix_units(fmt) for fmt in COMMON}
+    if device.gpu is None:
+        answers.pop("fp32")  # the capability says nothing about it, and nobody asks
+    out.print(_formats(answers, device.gpu))
+
+
+def _show_device(out: Console, gpu: Gpu) -> None:
+    _say(out, f"{gpu.name}  ({gpu.id})", style="bold")
+    label = "compute capability " if gpu.compute_capability else ""
+    memory, bandwidth = gpu.figure("memory_bytes"), gpu.figure("memory_bytes_per_s")
+    facts = {
+        "architecture": f"{gpu.arch}, {label}{gpu.capability}",
+        "memory": f"{memory.show(GIB, 0)} GiB" if memory else "not known",
+        "bandwidth": f"{bandwidth.show(GB, 0)} GB/s" if bandwidth else "not known",
+    }
+    if gpu.note:
+        facts["note"] = gpu.note
+    out.print(_facts(facts))
+    out.print()
+    answers = {fmt: gpu.has_matrix_units(fmt) for fmt in (*COMMON, *_uncommon(gpu))}
+    out.print(_formats(answers, gpu))
+    out.print()
+    for url in gpu.sources:
+        _say(out, f"source  {url}", style="dim")
+
+
+def _uncommon(gpu: Gpu) -> list[str]:
+    return [fmt for fmt in gpu.matrix_formats or () if fmt not in COMMON]
+
+
+def _formats(answers: dict[str, bool | None], gpu: Gpu | None) -> Table:
+    """A row a format: whether matrix units take it and, for a device of the catalog, how fast."""
+    table = _table("format", "matrix units")
+    for heading in ("dense peak, TFLOP/s", "ridge, FLOP/byte") if gpu else ():
+        table.add_column(heading, justify="right")
+    for fmt, answer in answers.items():
+        cells = [fmt, ANSWERS[answer]]
+        if gpu is not None:
+            peak, ridge = gpu.figure(fmt), gpu.ridge_figure(fmt)
+            cells += [peak.show(TFLOPS) if peak else "-", ridge.show(digits=0) if ridge else "-"]
+        table.add_row(*cells, style="dim" if answer is False else "")
+    return table
+
+
+def _show_list(out: Console, gpus: Iterable[Gpu]) -> None:
+    table = _table("id", "capability")
+    table.add_column("matrix units")  # these two may wrap; an id is there to be copied
+    table.add_column("name")
+    for gpu in gpus:
+        formats = gpu.matrix_formats
+        shown = "not known" if formats is None else " ".join(fmt for fmt in COMMON if fmt in formats)
+        table.add_row(gpu.id, gpu.capability, shown or "none", gpu.name)
+    out.print(table)
+
+
+def _say(out: Console, text: str, style: str = "") -> None:
+    """A line that stays one line, so that it can be searched for and a URL clicked."""
+    from ampwise.printers.terminal import printable
+
+    out.print(printable(text), style=style, markup=False, soft_wrap=True)
+
+
+def _facts(facts: dict[str, str]) -> Table:
+    from rich.table import Table
+    from rich.text import Text
+
+    from ampwise.printers.terminal import printable
+
+    grid = Table.grid(padding=(0, 2, 0, 0))
+    grid.add_column(style="dim", no_wrap=True)
+    for label, fact in facts.items():
+        grid.add_row(label, Text(printable(fact)))  # Text: a driver's words are not markup
+    return grid
+
+
+def _table(*headings: str) -> Table:
+    from rich.table import Table
+
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
+    for heading in headings:
+        table.add_column(heading, no_wrap=True)
+    return table

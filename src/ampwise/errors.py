@@ -1,0 +1,56 @@
+"""The exceptions, as one tree.
+
+    AmpwiseError
+    ├── UnknownName          a format, rule or device nobody has heard of (also a LookupError)
+    ├── BadInput             an argument that makes no sense (also a ValueError)
+    ├── UnsupportedTensor    a tensor that cannot be measured or cast (also a TypeError)
+    └── MissingDependency    an optional package is needed and absent (also an ImportError)
+
+Every message says what was asked, what is possible, and what to do. The command line prints it as one line
+and exits with 2.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+__all__ = ["AmpwiseError", "BadInput", "MissingDependency", "UnknownName", "UnsupportedTensor"]
+
+
+class AmpwiseError(Exception):
+    """The root: catch this to catch whatever ampwise raises on purpose."""
+
+
+class UnknownName(AmpwiseError, LookupError):
+    """A name that is in no catalog, with the nearest ones that are."""
+
+    def __init__(self, kind: str, name: str, known: Iterable[str], *, listing: str) -> None:
+        self.kind, self.name = kind, name
+        self.nearest = nearest(name, known)
+        guess = f"Did you mean {' or '.join(self.nearest)}? " if self.nearest else ""
+        super().__init__(f"unknown {kind} {name!r}. {guess}{listing}")
+
+
+class BadInput(AmpwiseError, ValueError):
+    """An argument that cannot be worked with."""
+
+
+class UnsupportedTensor(AmpwiseError, TypeError):
+    """A tensor of a kind that has no values to look at, or none that make sense here."""
+
+
+class MissingDependency(AmpwiseError, ImportError):
+    """An optional package is needed for what was asked."""
+
+
+def nearest(name: str, known: Iterable[str], limit: int = 3) -> list[str]:
+    """The known names most like ``name``, best first, ignoring case.
+
+    >>> nearest("fp61", ["fp16", "bf16", "e4m3fn"])
+    ['fp16', 'bf16']
+    """
+    by_lower = {candidate.lower(): candidate for candidate in known}
+    close = difflib.get_close_matches(name.lower(), by_lower, n=limit, cutoff=0.5)
+    containing = [lower for lower in by_lower if name and name.lower() in lower and lower not in close]
+    return [by_lower[lower] for lower in (close + containing)[:limit]]

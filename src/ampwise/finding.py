@@ -1,0 +1,163 @@
+"""Rule and Finding: the one thing every part of ampwise emits.
+
+A rule says what is wrong in general, a finding says where it is wrong here. The linter, the runtime watch,
+the hardware checks and the tracer all yield findings; the printers in ``ampwise.printers`` are their readers.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from enum import StrEnum
+from types import MappingProxyType
+from typing import Any
+
+__all__ = ["Finding", "Place", "Rule", "Severity"]
+
+
+class Severity(StrEnum):
+    """How much a finding matters, worst first."""
+
+    ERROR = "error"  # training is corrupted
+    WARNING = "warning"  # something is lost: speed, memory, state
+    INFO = "info"  # advice
+
+    @property
+    def rank(self) -> int:
+        """0 for the worst, so that sorting puts errors first."""
+        return list(Severity).index(self)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Where something was found; every part is optional, because a gradient has no line and a line no step.
+
+    >>> print(Place(file="train.py", line=12, column=5))
+    train.py:12:5
+    >>> print(Place(parameter="blocks.0.mlp.weight", step=400, rank=1))
+    blocks.0.mlp.weight at step 400 on rank 1
+
+    Lines and columns count from 1, columns in characters (``ast`` counts from 0, in UTF-8 bytes), and
+    ``end_column`` is the first column after the span: what editors, ruff and SARIF do.
+    """
+
+    file: str | None = None
+    line: int | None = None
+    column: int | None = None
+    end_line: int | None = None
+    end_column: int | None = None
+    module: str | None = None
+    parameter: str | None = None
+    device: str | None = None
+    step: int | None = None
+    rank: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("line", "column", "end_line", "end_column"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"Place({name}={value}): lines and columns count from 1")
+        if self.line is None and (self.column, self.end_line, self.end_column) != (None, None, None):
+            raise ValueError("Place: a column or an end without a line is no place; give the line too")
+        if (self.end_line is None) != (self.end_column is None):
+            raise ValueError("Place: end_line and end_column come together")
+        if self._end < self._start:
+            raise ValueError(f"Place: the end {self._end} lies before the start {self._start}")
+
+    @property
+    def _start(self) -> tuple[int, int]:
+        return (self.line or 1, self.column or 1)
+
+    @property
+    def _end(self) -> tuple[int, int]:
+        return self._start if self.end_line is None else (self.end_line, self.end_column or 1)
+
+    def __str__(self) -> str:
+        source = ":".join(str(part) for part in (self.file, self.line, self.column) if part is not None)
+        named = [part for part in (source, self.parameter or self.module, self.device) if part]
+        text = " ".join(named) or ("" if self.step is not None or self.rank is not None else "(nowhere)")
+        if self.step is not None:
+            text += f" at step {self.step}"
+        if self.rank is not None:
+            text += f" on rank {self.rank}"
+        return text.strip()
+
+    def as_dict(self) -> dict[str, Any]:
+        """The parts that are known, for JSON."""
+        known = ((part.name, getattr(self, part.name)) for part in fields(self))
+        return {name: value for name, value in known if value is not None}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rule:
+    """What is wrong in general, why it matters, and how to mend it.
+
+    ``bad`` and ``good`` are short examples shown by ``ampwise explain`` and in the docs: Python, or commands
+    when they start with ``$ ``. Codes that start with AMP are ampwise's own; a plugin brings its own letters.
+    """
+
+    code: str
+    name: str
+    severity: Severity
+    summary: str
+    why: str
+    fix: str
+    bad: str
+    good: str
+    on_by_default: bool = True  # False: looked for only when selected
+    url: str | None = None  # where more is written, for rules that have such a page
+
+    def __post_init__(self) -> None:
+        if not re.fullmatch(r"[A-Z]{2,10}[0-9]{3}", self.code):
+            raise ValueError(f"rule code {self.code!r} is not capital letters and three digits, as AMP101 is")
+        if not re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)*", self.name):
+            raise ValueError(f"rule {self.code}: name {self.name!r} is not kebab-case, as clip-scaled-grads is")
+        if not isinstance(self.severity, Severity):
+            raise ValueError(f"rule {self.code}: severity {self.severity!r} is not a Severity")
+        for text in ("summary", "why", "fix", "bad", "good"):
+            if not getattr(self, text).strip():
+                raise ValueError(f"rule {self.code}: {text} is empty")
+
+    def at(
+        self, place: Place, message: str, *, evidence: Mapping[str, Any] | None = None, fix: str | None = None
+    ) -> Finding:
+        """A finding of this rule; ``fix`` mends this very place; without it the rule's own advice holds."""
+        return Finding(
+            rule=self,
+            place=place,
+            message=message,
+            evidence=MappingProxyType(dict(evidence or {})),
+            fix=fix or self.fix,
+        )
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain data for JSON."""
+        return {part.name: getattr(self, part.name) for part in fields(self)} | {"severity": str(self.severity)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """A rule, a place, a message, the evidence, the fix."""
+
+    rule: Rule
+    place: Place
+    message: str
+    evidence: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
+    fix: str
+
+    @property
+    def severity(self) -> Severity:
+        return self.rule.severity
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain data for JSON and records."""
+        return {
+            "code": self.rule.code,
+            "name": self.rule.name,
+            "severity": str(self.severity),
+            "message": self.message,
+            "place": self.place.as_dict(),
+            "evidence": dict(self.evidence),
+            "fix": self.fix,
+        }

@@ -1,0 +1,221 @@
+"""Rounding a tensor's values to any format, on any device, in the tensor's own dtype.
+
+The rounding works on the bits of FP32 (or FP64) as integers, so it gives the same result on every device and
+needs no hardware support for the format.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from ampwise.errors import BadInput, UnsupportedTensor
+from ampwise.formats.catalog import find_format
+from ampwise.formats.format import BlockFormat, Format
+
+__all__ = ["Rounding", "cast"]
+
+Rounding = Literal["nearest", "stochastic"]
+
+
+def cast(
+    tensor: Tensor,
+    fmt: str | Format | BlockFormat | torch.dtype,
+    rounding: Rounding = "nearest",
+    *,
+    saturate: bool = False,
+    generator: torch.Generator | None = None,
+) -> Tensor:
+    """The values ``tensor`` would have after a trip through ``fmt``, in its own dtype.
+
+    ``nearest`` rounds ties to even; in E8M0, which has only powers of two, ties go up. ``stochastic`` rounds up
+    with the probability of the distance, so that the mean is kept; ``generator`` makes it repeatable. Beyond
+    the format's largest value: infinity, or NaN where there is no infinity; with ``saturate`` the largest value
+    (formats with neither always saturate). NaN stays NaN, so that it is never hidden, even in formats that
+    could not hold it. Block formats choose their scales from the values, block by block along the last
+    dimension.
+
+    >>> cast(torch.tensor([1e-8, 0.1, 70000.0]), "fp16")
+    tensor([0.0000, 0.1000,    inf])
+    >>> cast(torch.tensor([3.3, 1000.0]), "e4m3fn", saturate=True)
+    tensor([  3.2500, 448.0000])
+    """
+    found = find_format(fmt)
+    if rounding not in ("nearest", "stochastic"):
+        raise BadInput(f"cast(rounding={rounding!r}): choose 'nearest' or 'stochastic'.")
+    _refuse_what_has_no_values(tensor)
+    wide = tensor.detach().to(_working_dtype(tensor, found)).resolve_neg()
+    if isinstance(found, BlockFormat):
+        rounded = _cast_blocks(wide, found, rounding, generator)
+    else:
+        rounded = _cast_scalar(wide, found, rounding, saturate, generator)
+    return rounded.to(tensor.dtype)
+
+
+def _refuse_what_has_no_values(tensor: Tensor) -> None:
+    if not tensor.is_floating_point():
+        hint = "torch.view_as_real(tensor)" if tensor.is_complex() else "tensor.float()"
+        raise UnsupportedTensor(
+            f"cast() rounds floating-point tensors; this one is {tensor.dtype}. Convert it first: {hint}."
+        )
+    if tensor.layout != torch.strided:
+        raise UnsupportedTensor(f"cast() rounds dense tensors; this one is {tensor.layout}. Cast tensor.values().")
+    if tensor.dtype == getattr(torch, "float4_e2m1fn_x2", None):
+        raise UnsupportedTensor(f"cast() cannot unpack {tensor.dtype}, two values a byte. Unpack it first.")
+
+
+def _working_dtype(tensor: Tensor, fmt: Format | BlockFormat) -> torch.dtype:
+    # FP32 holds 2**-127, E8M0's lowest value, only as a subnormal, whose bits say nothing of its exponent.
+    below_fp32 = isinstance(fmt, Format) and fmt.lowest_exponent < _LAYOUTS[torch.float32].lowest_exponent
+    return torch.float64 if below_fp32 or tensor.dtype == torch.float64 else torch.float32
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Layout:
+    """Where the parts of a working dtype's bits are."""
+
+    integer: torch.dtype
+    mantissa_bits: int
+    bias: int
+
+    @property
+    def magnitude_mask(self) -> int:
+        return (1 << (63 if self.integer == torch.int64 else 31)) - 1
+
+    @property
+    def lowest_exponent(self) -> int:
+        return 1 - self.bias
+
+    @property
+    def implicit_bit(self) -> int:
+        return 1 << self.mantissa_bits
+
+
+_LAYOUTS = {
+    torch.float32: _Layout(integer=torch.int32, mantissa_bits=23, bias=127),
+    torch.float64: _Layout(integer=torch.int64, mantissa_bits=52, bias=1023),
+}
+
+
+def _cast_scalar(
+    wide: Tensor, fmt: Format, rounding: Rounding, saturate: bool, generator: torch.Generator | None
+) -> Tensor:
+    layout = _LAYOUTS[wide.dtype]
+    bits = wide.view(layout.integer)
+    magnitude_bits = bits & layout.magnitude_mask
+    finite = torch.isfinite(wide)
+    # Infinities and NaN would overflow the integer arithmetic; they are put back below.
+    rounded = _round_magnitude(magnitude_bits.where(finite, 0), layout, fmt, rounding, generator)
+    rounded = rounded.view(wide.dtype)
+    if not fmt.subnormals:
+        rounded = rounded.clamp(min=fmt.smallest_normal)
+    rounded = rounded.masked_fill(~finite, math.inf)
+    rounded = rounded.masked_fill(rounded > fmt.max, _beyond(fmt, saturate))
+    rounded = rounded.masked_fill(torch.isnan(wide), math.nan)
+    return _with_sign(rounded, bits < 0, magnitude_bits == 0, fmt)
+
+
+def _beyond(fmt: Format, saturate: bool) -> float:
+    """What a value too large for ``fmt`` becomes."""
+    if saturate or not (fmt.infinities or fmt.nans):
+        return fmt.max
+    return math.inf if fmt.infinities else math.nan
+
+
+def _with_sign(magnitude: Tensor, negative: Tensor, zero: Tensor, fmt: Format) -> Tensor:
+    if not fmt.signed:
+        # A scale has neither sign nor zero: what it cannot hold is NaN, as in ml_dtypes.
+        return magnitude.masked_fill(negative | zero, math.nan)
+    signed = torch.where(negative, -magnitude, magnitude)
+    return signed + 0.0 if fmt.nan_at_negative_zero else signed  # -0.0 + 0.0 is +0.0
+
+
+def _round_magnitude(
+    bits: Tensor, layout: _Layout, fmt: Format, rounding: Rounding, generator: torch.Generator | None
+) -> Tensor:
+    """Round the bits of a magnitude to ``fmt``'s grid, as if its exponent range had no upper end.
+
+    A value is ``significand * 2**(exponent - mantissa_bits)``; ``drop`` of the significand's low bits lie below
+    the grid: more of them the further the value is under the format's smallest normal.
+    """
+    field = bits >> layout.mantissa_bits
+    # Subnormals of the working dtype share the exponent of its smallest normal, without the implicit bit.
+    exponent = field.clamp(min=1) - layout.bias
+    significand = (bits & (layout.implicit_bit - 1)) + (field > 0).to(bits.dtype) * layout.implicit_bit
+    drop = (fmt.lowest_exponent - exponent).clamp(min=0) + (layout.mantissa_bits - fmt.mantissa_bits)
+    drop = drop.clamp(min=0)  # the working dtype is no wider than the format: nothing to round
+    inside = drop.clamp(max=layout.mantissa_bits)
+    unit = torch.ones_like(bits) << inside
+    if rounding == "nearest":
+        is_odd = (significand >> inside) & 1
+        up = (unit >> 1) - 1 + is_odd
+        below_grid = (drop == layout.mantissa_bits + 1) & (significand > layout.implicit_bit)
+    else:
+        up = _random_below(unit, generator)
+        below_grid = _chance_below_grid(bits, layout, fmt, generator)
+    # Adding may carry into the exponent, which is just what rounding up to the next power of two means.
+    on_grid = torch.where(inside > 0, (bits + up) & ~(unit - 1), bits)
+    lowest_bits = _bits_of(fmt.smallest, layout)
+    return torch.where(drop <= layout.mantissa_bits, on_grid, below_grid.to(bits.dtype) * lowest_bits)
+
+
+def _random_below(unit: Tensor, generator: torch.Generator | None) -> Tensor:
+    """Uniform integers in [0, unit), for powers of two."""
+    high = 2**31 - 1 if unit.dtype == torch.int32 else 2**63 - 1
+    random = torch.randint(0, high, unit.shape, dtype=unit.dtype, device=unit.device, generator=generator)
+    return random & (unit - 1)
+
+
+def _chance_below_grid(bits: Tensor, layout: _Layout, fmt: Format, generator: torch.Generator | None) -> Tensor:
+    """Below the smallest value: up to it with a probability of magnitude over smallest, else down to zero."""
+    wide = torch.float32 if layout.integer == torch.int32 else torch.float64
+    _, exponent = math.frexp(fmt.smallest)
+    # In two halves: 2**133 is beyond FP32, though the quotient is not.
+    share = bits.view(wide) * 2.0 ** (-(exponent - 1) // 2) * 2.0 ** (-(exponent - 1) - (-(exponent - 1) // 2))
+    # FP64, as FP32's random numbers are multiples of 2**-24: a share of 2**-40 would be met 2**16 times too often.
+    return torch.rand(bits.shape, dtype=torch.float64, device=bits.device, generator=generator) < share
+
+
+def _bits_of(power_of_two: float, layout: _Layout) -> int:
+    """The bits of a power of two in the working dtype, subnormal ones included."""
+    _, exponent = math.frexp(power_of_two)
+    field = exponent - 1 + layout.bias
+    return field << layout.mantissa_bits if field > 0 else 1 << (layout.mantissa_bits + field - 1)
+
+
+def _cast_blocks(wide: Tensor, fmt: BlockFormat, rounding: Rounding, generator: torch.Generator | None) -> Tensor:
+    """Round block by block: choose each block's scale from its largest magnitude, round the quotients.
+
+    A non-finite value makes its whole block NaN: the shared scale can no longer be right.
+    """
+    if wide.numel() == 0:
+        return wide.clone()
+    rows = wide.reshape(-1, wide.shape[-1] if wide.dim() else 1).double()
+    padding = -rows.shape[1] % fmt.block_size
+    blocks = torch.nn.functional.pad(rows, (0, padding)).unflatten(1, (-1, fmt.block_size))
+    scales = _block_scales(blocks, fmt)
+    elements = _cast_scalar(blocks / scales, fmt.element, rounding, True, generator)
+    values = (elements * scales).masked_fill(~blocks.isfinite().all(-1, keepdim=True), math.nan)
+    return values.flatten(1)[:, : rows.shape[1]].reshape(wide.shape).to(wide.dtype)
+
+
+def _block_scales(blocks: Tensor, fmt: BlockFormat) -> Tensor:
+    largest = blocks.abs().amax(-1, keepdim=True)
+    if fmt.tensor_scale:
+        # NVFP4: an FP32 scale puts the largest block scale at the scale format's maximum; the block's own
+        # scale is rounded to nearest.
+        finite = largest.masked_fill(~largest.isfinite(), 0.0)
+        whole = (finite.amax() / (fmt.element.max * fmt.scale.max)).float().double()
+        whole = torch.where(whole > 0, whole, 1.0).clamp(max=torch.finfo(torch.float32).max)
+        scales = _cast_scalar(largest / fmt.element.max / whole, fmt.scale, "nearest", True, None)
+        return torch.where(scales > 0, scales, fmt.scale.smallest) * whole
+    # OCP MX: the power of two that puts the largest magnitude into the element's top binade.
+    _, exponent = torch.frexp(largest)
+    _, top = math.frexp(fmt.element.max)
+    lowest, highest = (math.frexp(end)[1] - 1 for end in (fmt.scale.smallest, fmt.scale.max))
+    shared = torch.where(largest > 0, exponent - top, lowest).clamp(lowest, highest)
+    return torch.ldexp(torch.ones_like(largest), shared)

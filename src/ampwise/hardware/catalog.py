@@ -1,0 +1,244 @@
+"""The catalog of devices: what is published about each, and how sure that is.
+
+The numbers are in ``gpus.toml``. A number that no page states exactly is kept apart, in ``Gpu.approximate``:
+code that reads ``peak_flops`` or ``memory_bytes`` sees only what is known, and ``None`` otherwise.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from types import MappingProxyType
+from typing import Any
+
+from ampwise.errors import UnknownName
+
+__all__ = [
+    "Figure",
+    "Gpu",
+    "compute_capability",
+    "find_gpu",
+    "gpu_named",
+    "gpus",
+    "nvidia_tensor_cores",
+]
+
+# They say who sells a device, not which one it is; drivers add and drop them ("Tesla T4", "NVIDIA A10").
+BRANDS = frozenset({"nvidia", "tesla", "geforce", "amd", "instinct", "intel", "habana", "google"})
+
+GIB = 2**30  # what vendors call a GB of device memory: torch reports 139.8 GiB for a "141 GB" H200
+GB_PER_S = 1e9
+TFLOPS = 1e12
+
+# How the keys of gpus.toml become fields of Gpu, and in which unit; every other key there is a format.
+UNITS = {"memory_gb": ("memory_bytes", GIB), "bandwidth_gbs": ("memory_bytes_per_s", GB_PER_S)}
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """A number, and whether it is only about right; printed with ``~`` if so."""
+
+    value: float
+    approximate: bool
+
+    def show(self, unit: float = 1.0, digits: int = 1) -> str:
+        """The number in a unit.
+
+        >>> Figure(70e12, approximate=True).show(1e12)
+        '~70.0'
+        """
+        return f"{'~' if self.approximate else ''}{self.value / unit:.{digits}f}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gpu:
+    """One device of the catalog.
+
+    ``approximate`` holds, by field or format name, the numbers to show with a ``~`` and never to build a
+    verdict on. ``matrix_formats`` is None where nobody has established what the matrix units take.
+
+    >>> h200 = gpu_named("h200")
+    >>> h200.has_matrix_units("fp8"), h200.has_matrix_units("nvfp4")
+    (True, False)
+    >>> round(h200.ridge("bf16"))
+    206
+    """
+
+    id: str
+    name: str
+    vendor: str
+    arch: str
+    capability: str  # as the vendor writes it: "9.0", "gfx942"; "mps", "xla" and "hpu" name the backend
+    torch_names: tuple[str, ...]
+    memory_bytes: int | None
+    memory_bytes_per_s: float | None
+    matrix_formats: tuple[str, ...] | None
+    peak_flops: Mapping[str, float]
+    approximate: Mapping[str, float]
+    note: str
+    sources: tuple[str, ...]
+
+    @property
+    def compute_capability(self) -> tuple[int, int] | None:
+        """NVIDIA's, as two numbers that compare; None for everyone else's devices."""
+        return compute_capability(self.capability)
+
+    def figure(self, name: str) -> Figure | None:
+        """The peak of a format, or "memory_bytes" or "memory_bytes_per_s", marked when approximate.
+
+        >>> gpu_named("a10g").figure("bf16").show(1e12)
+        '~70.0'
+        """
+        if name in self.approximate:
+            return Figure(self.approximate[name], approximate=True)
+        known = getattr(self, name) if name.startswith("memory_") else self.peak_flops.get(name)
+        return None if known is None else Figure(known, approximate=False)
+
+    def has_matrix_units(self, fmt: str) -> bool | None:
+        """Whether matrix products of this format run on matrix units; None when that is not known."""
+        return None if self.matrix_formats is None else fmt in self.matrix_formats
+
+    def ridge_figure(self, fmt: str) -> Figure | None:
+        """FLOPs per byte of memory traffic below which memory is the limit; approximate if either part is."""
+        peak, bandwidth = self.figure(fmt), self.figure("memory_bytes_per_s")
+        if peak is None or bandwidth is None:
+            return None
+        return Figure(peak.value / bandwidth.value, peak.approximate or bandwidth.approximate)
+
+    def ridge(self, fmt: str) -> float | None:
+        """The ridge point in FLOP/byte; None unless peak and bandwidth are both known."""
+        figure = self.ridge_figure(fmt)
+        return None if figure is None or figure.approximate else figure.value
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain data for JSON."""
+        return {
+            "id": self.id,
+            "name": self.name,
+            "vendor": self.vendor,
+            "arch": self.arch,
+            "capability": self.capability,
+            "memory_bytes": self.memory_bytes,
+            "memory_bytes_per_s": self.memory_bytes_per_s,
+            "matrix_formats": None if self.matrix_formats is None else list(self.matrix_formats),
+            "peak_flops": dict(self.peak_flops),
+            "approximate": dict(self.approximate),
+            "note": self.note,
+            "sources": list(self.sources),
+        }
+
+
+@cache
+def gpus() -> tuple[Gpu, ...]:
+    """Every device of the catalog, in the catalog's order."""
+    document = _document()
+    return tuple(_read_device(table, document["sources"]) for table in document["device"])
+
+
+def find_gpu(device_name: str) -> Gpu | None:
+    """The device that torch calls by this name; None for any other, however similar.
+
+    The whole name has to agree, case, punctuation and brand words aside.
+
+    >>> find_gpu("NVIDIA GeForce RTX 4090").id
+    'rtx4090'
+    >>> find_gpu("NVIDIA GeForce RTX 4090 Laptop GPU") is None
+    True
+    """
+    return _by_torch_name().get(_words(device_name))
+
+
+def gpu_named(name: str) -> Gpu:
+    """The device with this id, name or torch name; UnknownName, with the nearest ids, if there is none.
+
+    >>> gpu_named("NVIDIA A100-SXM4-80GB").id
+    'a100-sxm-80'
+    """
+    words = _words(name)
+    for gpu in gpus():
+        if words in (_words(gpu.id), _words(gpu.name)):
+            return gpu
+    found = find_gpu(name)
+    if found is None:
+        raise UnknownName("device", name, _candidates(words), listing="`ampwise gpu --list` shows them all.")
+    return found
+
+
+def compute_capability(text: str) -> tuple[int, int] | None:
+    """NVIDIA's compute capability as two numbers; None for anything else.
+
+    >>> compute_capability("10.0"), compute_capability("gfx942")
+    ((10, 0), None)
+    """
+    match = re.fullmatch(r"(\d+)\.(\d+)", text)
+    return (int(match[1]), int(match[2])) if match else None
+
+
+def nvidia_tensor_cores(fmt: str, capability: tuple[int, int]) -> bool | None:
+    """What a compute capability alone says about tensor cores for a format; None when it does not settle it.
+
+    >>> nvidia_tensor_cores("bf16", (7, 0)), nvidia_tensor_cores("bf16", (8, 6))
+    (False, True)
+    >>> nvidia_tensor_cores("fp16", (7, 5)) is None  # RTX 20 has them, GTX 16 does not
+    True
+    """
+    limits = _document()["nvidia_tensor_cores"].get(fmt, {})
+    absent_below = compute_capability(limits.get("absent_below", ""))
+    present_from = compute_capability(limits.get("present_from", ""))
+    if absent_below is not None and capability < absent_below:
+        return False
+    return True if present_from is not None and capability >= present_from else None
+
+
+@cache
+def _document() -> dict[str, Any]:
+    import tomllib
+    from importlib.resources import files
+
+    return tomllib.loads(files("ampwise.hardware").joinpath("gpus.toml").read_text(encoding="utf-8"))
+
+
+@cache
+def _by_torch_name() -> dict[tuple[str, ...], Gpu]:
+    return {_words(name): gpu for gpu in gpus() for name in gpu.torch_names}
+
+
+def _candidates(words: tuple[str, ...]) -> list[str]:
+    """The ids worth suggesting: by letters alone, "v100" is as near to "a10" as to "v100-sxm2-16"."""
+    sharing = [gpu.id for gpu in gpus() if set(words) & {*_words(gpu.id), *_words(gpu.name)}]
+    return sharing or [gpu.id for gpu in gpus()]
+
+
+def _words(name: str) -> tuple[str, ...]:
+    words = re.findall(r"[a-z0-9]+", name.lower())
+    return tuple(word for word in words if word not in BRANDS)
+
+
+def _read_device(table: Mapping[str, Any], urls: Mapping[str, str]) -> Gpu:
+    known = _in_base_units(
+        {key: table[key] for key in UNITS if key in table} | table.get("tflops", {})  # the certain ones
+    )
+    memory = known.pop("memory_bytes", None)
+    formats = table.get("matrix_formats")
+    return Gpu(
+        id=table["id"],
+        name=table["name"],
+        vendor=table["vendor"],
+        arch=table["arch"],
+        capability=table["capability"],
+        torch_names=tuple(table["torch_names"]),
+        memory_bytes=None if memory is None else int(memory),
+        memory_bytes_per_s=known.pop("memory_bytes_per_s", None),
+        matrix_formats=None if formats is None else tuple(formats),
+        peak_flops=MappingProxyType(known),
+        approximate=MappingProxyType(_in_base_units(table.get("approximate", {}))),
+        note=table.get("note", ""),
+        sources=tuple(urls[key] for key in table["sources"]),
+    )
+
+
+def _in_base_units(numbers: Mapping[str, float]) -> dict[str, float]:
+    units = ((*UNITS.get(key, (key, TFLOPS)), value) for key, value in numbers.items())
+    return {name: float(round(value * unit)) for name, unit, value in units}  # 66.9 * 1e12 has a stray 0.01

@@ -1,0 +1,109 @@
+"""The CPU: its model, and the instructions that matter for mixed precision."""
+
+from __future__ import annotations
+
+import platform
+import subprocess
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+__all__ = ["FEATURES", "Cpu", "describe_cpu", "parse_cpuinfo", "parse_sysctl"]
+
+# The flags of /proc/cpuinfo that matter, in the order in which they are shown.
+FEATURES = {
+    "amx_bf16": "BF16 matrix tiles",
+    "amx_fp16": "FP16 matrix tiles",
+    "avx512_bf16": "BF16 dot products",
+    "avx512_fp16": "FP16 vector arithmetic",
+    "bf16": "BF16 dot and matrix products",
+    "svebf16": "BF16 products on SVE vectors",
+    "asimdhp": "FP16 vector arithmetic",
+    "fphp": "FP16 scalar arithmetic",
+    "sve": "scalable vectors",
+    "sme": "matrix tiles",
+}
+
+# What macOS calls the same things.
+SYSCTL_FEATURES = {
+    "hw.optional.arm.FEAT_BF16": "bf16",
+    "hw.optional.arm.FEAT_FP16": "asimdhp",
+    "hw.optional.arm.FEAT_SME": "sme",
+}
+SYSCTL_MODEL = "machdep.cpu.brand_string"
+SYSCTL_TIMEOUT_S = 5.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cpu:
+    """A CPU; ``features`` are keys of FEATURES, and None when this system does not tell."""
+
+    model: str | None
+    features: tuple[str, ...] | None
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain data for JSON."""
+        return {"model": self.model, "features": None if self.features is None else list(self.features)}
+
+
+def describe_cpu() -> Cpu:
+    """This machine's CPU, from the files or the command where the system keeps it."""
+    if sys.platform == "darwin":
+        return parse_sysctl(_sysctl())
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.is_file():
+        return parse_cpuinfo(cpuinfo.read_text(encoding="utf-8", errors="replace"))
+    return Cpu(model=platform.processor() or None, features=None)
+
+
+def parse_cpuinfo(text: str) -> Cpu:
+    """The first processor of a Linux /proc/cpuinfo, x86 or ARM.
+
+    >>> parse_cpuinfo("model name : Xeon\\nflags : fpu avx512_bf16 amx_bf16 amx_tile")
+    Cpu(model='Xeon', features=('amx_bf16', 'avx512_bf16'))
+    """
+    first = _fields(text.strip().split("\n\n")[0])
+    flags = first.get("flags", first.get("Features"))
+    return Cpu(model=_model(first), features=None if flags is None else _relevant(flags.split()))
+
+
+def parse_sysctl(text: str) -> Cpu:
+    """A Mac's CPU from the lines of ``sysctl machdep.cpu.brand_string hw.optional``.
+
+    >>> parse_sysctl("machdep.cpu.brand_string: Apple M2\\nhw.optional.arm.FEAT_BF16: 1")
+    Cpu(model='Apple M2', features=('bf16',))
+    """
+    values = _fields(text)
+    told = SYSCTL_FEATURES.keys() & values.keys()
+    present = [SYSCTL_FEATURES[key] for key in told if values[key] == "1"]
+    return Cpu(model=values.get(SYSCTL_MODEL), features=_relevant(present) if told else None)
+
+
+def _fields(text: str) -> dict[str, str]:
+    pairs = (line.partition(":") for line in text.splitlines())
+    return {key.strip(): value.strip() for key, colon, value in pairs if colon}
+
+
+def _model(fields: dict[str, str]) -> str | None:
+    if "model name" in fields:
+        return fields["model name"]
+    # Linux on ARM gives numbers only; they are what one looks up.
+    implementer, part = fields.get("CPU implementer"), fields.get("CPU part")
+    return f"ARM implementer {implementer}, part {part}" if implementer and part else None
+
+
+def _relevant(flags: Iterable[str]) -> tuple[str, ...]:
+    present = frozenset(flags)
+    return tuple(feature for feature in FEATURES if feature in present)
+
+
+def _sysctl() -> str:
+    command = ["sysctl", SYSCTL_MODEL, "hw.optional"]
+    try:
+        # Exits with 1 when one of the keys is missing, and still prints the others.
+        done = subprocess.run(command, capture_output=True, text=True, timeout=SYSCTL_TIMEOUT_S, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout

@@ -1,0 +1,115 @@
+"""SARIF 2.1.0, which code-scanning dashboards read: https://docs.oasis-open.org/sarif/sarif/v2.1.0/"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import PurePath
+from typing import Any
+from urllib.parse import quote
+
+from ampwise.finding import Finding, Place, Rule, Severity
+from ampwise.printers.identity import fingerprints, project_path
+from ampwise.printers.strict_json import dumps
+from ampwise.printers.tool import NAME, installed_version
+
+__all__ = ["render"]
+
+SCHEMA = "https://json.schemastore.org/sarif-2.1.0.json"
+LEVELS = {Severity.ERROR: "error", Severity.WARNING: "warning", Severity.INFO: "note"}
+
+
+def render(findings: Sequence[Finding], *, colour: bool = False) -> str:
+    rules = sorted(
+        {finding.rule.code: finding.rule for finding in findings}.values(), key=lambda rule: rule.code
+    )
+    index = {rule.code: number for number, rule in enumerate(rules)}
+    marked = zip(findings, fingerprints(findings), strict=True)
+    run = {
+        "tool": {"driver": _driver(rules)},
+        "columnKind": "unicodeCodePoints",
+        "results": [_result(finding, index[finding.rule.code], mark) for finding, mark in marked],
+    }
+    return dumps({"$schema": SCHEMA, "version": "2.1.0", "runs": [run]})
+
+
+def _driver(rules: Sequence[Rule]) -> dict[str, Any]:
+    return _known({"name": NAME, "version": installed_version(), "rules": [_rule(rule) for rule in rules]})
+
+
+def _rule(rule: Rule) -> dict[str, Any]:
+    return _known(
+        {
+            "id": rule.code,
+            "name": rule.name,
+            "shortDescription": {"text": rule.summary},
+            "fullDescription": {"text": rule.why},
+            "help": {"text": rule.fix},
+            "helpUri": rule.url,
+            "defaultConfiguration": {"level": LEVELS[rule.severity], "enabled": rule.on_by_default},
+        }
+    )
+
+
+def _result(finding: Finding, rule_index: int, fingerprint: str) -> dict[str, Any]:
+    location = _location(finding.place)
+    return {
+        "ruleId": finding.rule.code,
+        "ruleIndex": rule_index,
+        "level": LEVELS[finding.severity],
+        "message": {"text": finding.message or finding.rule.summary},
+        "locations": [location] if location else [],
+        "partialFingerprints": {"ampwise/v1": fingerprint},
+        "properties": {"fix": finding.fix, "evidence": finding.evidence, "place": finding.place.as_dict()},
+    }
+
+
+def _location(place: Place) -> dict[str, Any]:
+    return _known({"physicalLocation": _physical(place), "logicalLocations": _logical(place)})
+
+
+def _physical(place: Place) -> dict[str, Any] | None:
+    if place.file is None:
+        return None
+    return _known({"artifactLocation": _artifact(place.file), "region": _region(place)})
+
+
+def _artifact(file: str) -> dict[str, str]:
+    path = project_path(file)
+    if PurePath(path).is_absolute():  # outside the checkout
+        return {"uri": "file://" + _quoted(path if path.startswith("/") else f"/{path}")}  # /C:/ on Windows
+    return {"uri": _quoted(path), "uriBaseId": "%SRCROOT%"}
+
+
+def _quoted(path: str) -> str:
+    try:
+        return quote(path, errors="surrogateescape")  # the very bytes of a name that is not UTF-8
+    except UnicodeEncodeError:  # half a surrogate pair, which only Windows allows in a name
+        return quote(path, errors="backslashreplace")
+
+
+def _region(place: Place) -> dict[str, Any] | None:
+    if place.line is None:
+        return None
+    return _known(
+        {
+            "startLine": place.line,
+            "startColumn": place.column,
+            "endLine": place.end_line,
+            "endColumn": place.end_column,
+        }
+    )
+
+
+def _logical(place: Place) -> list[dict[str, str]] | None:
+    """The parts of a model or machine a finding is about; a gradient has a name and no line."""
+    named = {"parameter": place.parameter, "module": place.module, "resource": place.device}
+    return [
+        {"name": name.rpartition(".")[2] or name, "fullyQualifiedName": name, "kind": kind}
+        for kind, name in named.items()
+        if name
+    ] or None
+
+
+def _known(properties: dict[str, Any]) -> dict[str, Any]:
+    """Without what is unknown: SARIF has no nulls."""
+    return {name: value for name, value in properties.items() if value is not None}

@@ -1,0 +1,56 @@
+"""JSON that every parser reads.
+
+Evidence may hold anything. JSON has no NaN and no infinity, so they become the strings "NaN", "Infinity" and
+"-Infinity", which float() takes back; a null would say "unknown", and a NaN is known all too well. What JSON
+has no form for at all becomes its text.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import numbers
+from collections.abc import Mapping
+from typing import Any
+
+__all__ = ["dumps"]
+
+DEEPEST = 50  # evidence nested deeper is a mistake, or holds itself
+
+
+def dumps(value: Any, *, indent: int | None = 2) -> str:
+    """``value`` as strict JSON, ending in a newline.
+
+    >>> print(dumps({"norm": float("inf"), "shape": (2, 3)}, indent=None), end="")
+    {"norm": "Infinity", "shape": [2, 3]}
+    """
+    return json.dumps(_plain(value), indent=indent, allow_nan=False) + "\n"
+
+
+def _plain(value: Any, depth: int = 0) -> Any:
+    if value is None or isinstance(value, bool):
+        return value
+    if isinstance(value, str):
+        return _valid(value)
+    if isinstance(value, numbers.Integral):  # numpy's integers too
+        return int(value)
+    if isinstance(value, numbers.Real):
+        return _number(float(value))
+    if depth < DEEPEST and isinstance(value, Mapping):
+        return {_valid(str(key)): _plain(part, depth + 1) for key, part in value.items()}
+    if depth < DEEPEST and isinstance(value, (list, tuple)):
+        return [_plain(part, depth + 1) for part in value]
+    return _valid(str(value))
+
+
+def _number(value: float) -> float | str:
+    if math.isnan(value):
+        return "NaN"
+    if math.isinf(value):
+        return "Infinity" if value > 0 else "-Infinity"
+    return value
+
+
+def _valid(text: str) -> str:
+    # A file name that is not UTF-8 comes with half surrogate pairs, which strict parsers refuse.
+    return text.encode("utf-8", "backslashreplace").decode("utf-8")

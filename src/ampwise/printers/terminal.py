@@ -1,0 +1,84 @@
+"""The terminal: one place that decides about colour, width, and what may be written to it."""
+
+from __future__ import annotations
+
+import os
+import sys
+import unicodedata
+from typing import TYPE_CHECKING, TextIO
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+__all__ = ["console", "paint", "printable", "wants_colour", "write"]
+
+PIPE_WIDTH = 110  # where nobody told us the width: a file, a pipe, a CI log
+
+STYLES = {
+    "error": "1;31",
+    "warning": "1;33",
+    "info": "1;36",
+    "ok": "32",
+    "bold": "1",
+    "dim": "2",
+    "code": "1;31",
+    "gutter": "1;34",
+    "help": "1;32",
+}
+
+
+def console(file: TextIO | None = None) -> Console:
+    """A rich console: colour only on a terminal and never under NO_COLOR, no highlighting of its own."""
+    from rich.console import Console
+
+    stream = sys.stdout if file is None else file
+    width = None if stream.isatty() or "COLUMNS" in os.environ else PIPE_WIDTH
+    return Console(
+        file=stream,
+        width=width,
+        highlight=False,
+        soft_wrap=False,
+        color_system="auto" if wants_colour(stream) else None,
+    )
+
+
+def wants_colour(stream: TextIO) -> bool:
+    """Whether to colour: NO_COLOR says no, FORCE_COLOR yes, else only a terminal that is not a dumb one."""
+    if os.environ.get("NO_COLOR"):
+        return False
+    if os.environ.get("FORCE_COLOR"):
+        return True
+    return stream.isatty() and os.environ.get("TERM") != "dumb"
+
+
+def paint(text: str, style: str, colour: bool) -> str:
+    """``text`` in one of STYLES, or as it is."""
+    return f"\x1b[{STYLES[style]}m{text}\x1b[0m" if colour and text else text
+
+
+def printable(text: str) -> str:
+    r"""``text`` with whatever could move the cursor, hide or reorder characters made visible.
+
+    Messages and file names come from other people's scripts, and a log is read by a person who trusts it.
+
+    >>> print(printable("loss\x1b[2Jgone\nnext"))
+    loss\x1b[2Jgone\nnext
+    """
+    if text.isprintable():
+        return text
+    return "".join(char if _is_harmless(char) else _escaped(char) for char in text)
+
+
+def write(text: str, stream: TextIO) -> None:
+    """Write ``text``, with escapes for what the stream's encoding has no bytes for."""
+    encoding = getattr(stream, "encoding", None) or "utf-8"
+    stream.write(text.encode(encoding, "backslashreplace").decode(encoding))
+
+
+def _is_harmless(char: str) -> bool:
+    # Zs: the no-break and the ideographic space are ordinary in text, though Python calls them unprintable.
+    return char.isprintable() or unicodedata.category(char) == "Zs"
+
+
+def _escaped(char: str) -> str:
+    return char.encode("unicode_escape").decode("ascii")

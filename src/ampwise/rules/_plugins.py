@@ -1,0 +1,102 @@
+"""Rules of other packages. Whatever is wrong with one is told in a line and never stops ampwise."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import pkgutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+from ampwise.finding import Rule
+
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
+
+GROUP = "ampwise.rules"
+OWN_LETTERS = "AMP"
+
+
+def entry_points(room: str | None = None) -> list[EntryPoint]:
+    """The plugins' entry points, of one room or of all, in an order that is the same on each machine."""
+    return [entry for entry in _all_entry_points() if room in (None, entry.name)]
+
+
+def modules(entry_point: EntryPoint) -> Iterator[ModuleType]:
+    """The sound rule modules behind an entry point."""
+    top = _load(entry_point.module)
+    for module in _with_submodules(top) if top else ():
+        if not hasattr(module, "RULE"):
+            continue
+        trouble = _trouble(module)
+        if trouble:
+            warn(f"left out {module.__name__}: {trouble}")
+        else:
+            yield module
+
+
+def warn(message: str) -> None:
+    """A line on stderr; not ``warnings``, because under ``-W error`` that would stop a run for a plugin."""
+    print(f"ampwise: warning: plugin {message}", file=sys.stderr)
+
+
+def mentioned(folders: list[str]) -> bool:
+    """Whether a package installed in ``folders`` declares entry points for us."""
+    for folder in folders:
+        for pattern in ("*.dist-info/entry_points.txt", "*.egg-info/entry_points.txt"):
+            # "" on sys.path is the current folder, which is also what Path("") means.
+            if any(_holds(path, GROUP) for path in Path(folder).glob(pattern)):
+                return True
+    return False
+
+
+@functools.cache
+def _all_entry_points() -> tuple[EntryPoint, ...]:
+    # importlib.metadata takes longer to import than all of ours together, and mostly for nothing.
+    if not mentioned(sys.path):
+        return ()
+    from importlib import metadata
+
+    found = metadata.entry_points(group=GROUP)
+    return tuple(sorted(found, key=lambda entry: (entry.name, entry.value)))
+
+
+def _holds(path: Path, text: str) -> bool:
+    try:
+        return text in path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return False
+
+
+def _load(name: str) -> ModuleType | None:
+    try:
+        return importlib.import_module(name)
+    except (Exception, SystemExit) as error:  # a stranger's module: anything may come out of it
+        warn(f"left out {name}: importing it failed with {type(error).__name__}: {_first_line(error)}")
+        return None
+
+
+def _with_submodules(module: ModuleType) -> Iterator[ModuleType]:
+    yield module
+    for found in pkgutil.iter_modules(getattr(module, "__path__", [])):
+        below = _load(f"{module.__name__}.{found.name}")
+        if below:
+            yield from _with_submodules(below)
+
+
+def _trouble(module: ModuleType) -> str | None:
+    rule = module.RULE
+    if not isinstance(rule, Rule):
+        return "its RULE is not an ampwise.finding.Rule"
+    if not callable(getattr(module, "check", None)):
+        return "it has a RULE and no check function"
+    if rule.code.rstrip("0123456789") == OWN_LETTERS:
+        return f"its code {rule.code} starts with AMP, which is kept for ampwise's own rules"
+    return None
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).splitlines() or ["(no message)"])[0]

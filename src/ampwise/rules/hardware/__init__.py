@@ -1,0 +1,1 @@
+"""Rules about a machine: each ``check`` takes a ``MachineUse``."""

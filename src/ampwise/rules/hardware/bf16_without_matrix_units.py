@@ -1,0 +1,51 @@
+"""BF16 that a device only emulates."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ampwise.finding import Finding, Place, Rule, Severity
+from ampwise.hardware.device import Device
+from ampwise.hardware.machine import MachineUse
+
+__all__ = ["RULE", "check"]
+
+RULE = Rule(
+    code="AMP701",
+    name="bf16-without-matrix-units",
+    severity=Severity.WARNING,
+    summary="The GPU has no BF16 matrix units, yet torch says that it supports BF16.",
+    why=(
+        "NVIDIA GPUs before Ampere (V100, T4, RTX 20) have no BF16 tensor cores. torch emulates the type "
+        "there, and `torch.cuda.is_bf16_supported()` answers True because a BF16 tensor can be created. A "
+        "script that trusts it trains in BF16, and slowly."
+    ),
+    fix=(
+        "Use FP16 with a GradScaler on this GPU, and ask "
+        "`torch.cuda.is_bf16_supported(including_emulation=False)`."
+    ),
+    bad="dtype = torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float16",
+    good=(
+        "native = torch.cuda.is_bf16_supported(including_emulation=False)\n"
+        "dtype = torch.bfloat16 if native else torch.float16"
+    ),
+)
+
+
+def check(use: MachineUse) -> Iterator[Finding]:
+    for kind in use.machine.device_kinds:
+        device = kind.first
+        if device.bf16_claimed and not device.bf16_native:
+            yield RULE.at(
+                Place(device=kind.torch_names),
+                f"{kind.title} (compute capability {device.capability}) has no BF16 tensor cores: "
+                "`torch.cuda.is_bf16_supported()` says True, but BF16 is emulated and slow",
+                evidence={"device": device.name, "capability": device.capability},
+                fix=_fix(device),
+            )
+
+
+def _fix(device: Device) -> str | None:
+    if device.has_matrix_units("fp16") is False:
+        return "Train in FP32, or in FP16 for its memory alone: this GPU has no tensor cores for either."
+    return None

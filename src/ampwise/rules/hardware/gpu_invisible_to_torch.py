@@ -1,0 +1,54 @@
+"""An NVIDIA driver beside a torch that sees no device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ampwise.finding import Finding, Place, Rule, Severity
+from ampwise.hardware.machine import MachineUse
+from ampwise.hardware.torch_facts import TorchFacts
+
+__all__ = ["RULE", "check"]
+
+RULE = Rule(
+    code="AMP704",
+    name="gpu-invisible-to-torch",
+    severity=Severity.WARNING,
+    summary="An NVIDIA driver is running, but torch sees no GPU.",
+    why=(
+        "`torch.cuda.is_available()` is False without an error when torch was built without CUDA, when the "
+        "driver is older than torch's CUDA needs, or when the environment hides the devices. A script that "
+        "falls back to the CPU then trains there, slowly, and says nothing."
+    ),
+    fix="Install a torch built for this driver's CUDA, or show the devices to this process.",
+    bad="$ pip install torch --index-url https://download.pytorch.org/whl/cpu",
+    good="$ pip install torch",
+)
+
+
+def check(use: MachineUse) -> Iterator[Finding]:
+    torch = use.machine.torch
+    if use.machine.driver is None or torch is None or torch.devices:
+        return
+    cause, fix = _diagnosis(torch)
+    yield RULE.at(
+        Place(device="cuda"),
+        f"NVIDIA driver {use.machine.driver} is running, but torch {torch.version} {cause}",
+        evidence={"driver": use.machine.driver, "torch": torch.version, "cuda": torch.cuda},
+        fix=fix,
+    )
+
+
+def _diagnosis(torch: TorchFacts) -> tuple[str, str]:
+    if torch.cuda is None:
+        built = f"is built for ROCm {torch.hip}" if torch.hip else "is built without CUDA"
+        return built, "Install a build with CUDA; https://pytorch.org/get-started/locally/ gives the command."
+    if torch.problem:
+        return (
+            f"cannot use it: {torch.problem}",
+            "Most often the driver is older than this CUDA: update it, or install a build for an older one.",
+        )
+    return (
+        f"(CUDA {torch.cuda}) sees no device",
+        "See whether CUDA_VISIBLE_DEVICES hides them, and whether the container was started with its GPUs.",
+    )

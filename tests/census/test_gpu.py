@@ -1,0 +1,101 @@
+"""Counting on a real GPU: the compiled kernel, with and without its PTX, against the reference."""
+
+import math
+
+import pytest
+import torch
+
+from ampwise import census
+
+from .conftest import hard_cases
+
+pytestmark = pytest.mark.gpu
+
+CASES = hard_cases()
+
+
+def test_the_compiled_kernel_counts_what_the_reference_counts():
+    counted = census({name: tensor.cuda() for name, tensor in CASES.items()})
+    for name, tensor in CASES.items():
+        expected = census(tensor)
+        assert counted[name] == expected, name
+        assert counted[name].sum_squares == pytest.approx(expected.sum_squares, rel=2e-6), name
+
+
+@pytest.mark.parametrize("ptx", [True, False], ids=["ptx", "portable"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_rows_are_equal_to_the_last_count(ptx, dtype):
+    from ampwise.census.launch import Batch, count_into_, new_buffer
+    from ampwise.census.layout import SINGLE
+    from ampwise.census.reference import count_in_torch
+
+    torch.manual_seed(0)
+    tensors = [(torch.randn(n, device="cuda") * 10.0**-i).to(dtype) for i, n in enumerate([7, 65536, 1_000_003])]
+    batch = Batch(tensors)
+    batch.has_ptx = ptx
+    buffer = new_buffer(batch)
+    count_into_(buffer, batch)
+    rows = buffer[: 3 * SINGLE.columns].view(3, -1)
+    for row, tensor in zip(rows, tensors, strict=True):
+        assert torch.equal(row, count_in_torch(tensor.float())[0])
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float64, torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz]
+)
+def test_dtypes_without_a_kernel_of_their_own(dtype):
+    values = (torch.randn(1000) * 3).to(dtype)
+    assert census(values.cuda()) == census(values)
+
+
+def test_views_and_misaligned_tensors():
+    base = torch.randn(64, 65, device="cuda")
+    for view in (base.t(), base[1:, 3:], base[:, ::2], base.view(-1)[1:], base[0, 0].expand(9)):
+        assert census(view) == census(view.cpu())
+
+
+def test_measuring_does_not_wait_and_results_are_fetched_in_one_copy():
+    tensors = {str(i): torch.randn(1000, device="cuda") for i in range(20)}
+    census(tensors).fetch()  # compiled, and the plan is cached
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        counted = census(tensors)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        assert counted.total().count == 20_000
+    copies = [event for event in profile.events() if "DtoH" in event.name]
+    assert len(copies) == 1
+
+
+def test_many_tensors_are_one_launch():
+    tensors = {str(i): torch.randn(1000 + i, device="cuda") for i in range(50)}
+    census(tensors).fetch()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        census(tensors).fetch()
+    launches = [event for event in profile.events() if "census_kernel" in event.name]
+    assert len(launches) == 1
+
+
+def test_the_sum_is_the_same_in_every_run():
+    tensors = {"x": torch.randn(3_000_000, device="cuda")}
+    sums = {census(tensors)["x"].sum_squares for _ in range(5)}
+    assert len(sums) == 1
+
+
+def test_gradients_with_a_nan_somewhere():
+    tensors = {"good": torch.randn(200_000, device="cuda"), "bad": torch.randn(200_000, device="cuda")}
+    tensors["bad"][150_001] = math.nan
+    tensors["bad"][3] = -math.inf
+    counted = census(tensors)
+    assert counted["good"].finite
+    assert (counted["bad"].nans, counted["bad"].infs, counted["bad"].count) == (1, 1, 200_000)
+
+
+def test_results_survive_reuse_of_the_gradients_memory():
+    tensor = torch.full((1_000_000,), 2.0, device="cuda")
+    counted = census({"x": tensor})
+    del tensor
+    torch.full((1_000_000,), 64.0, device="cuda")
+    assert counted["x"].amax == 2.0

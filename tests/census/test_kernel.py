@@ -1,0 +1,52 @@
+"""The Triton kernel, in Triton's interpreter on a CPU; test_gpu.py runs the same cases for real."""
+
+import pytest
+import torch
+
+triton = pytest.importorskip("triton")
+
+from ampwise import census  # noqa: E402
+from ampwise.census.launch import Batch, launch_census, new_buffer, read_census  # noqa: E402
+
+from .conftest import hard_cases  # noqa: E402
+
+# Triton's interpreter computes with numpy, which warns where a GPU would not.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),
+    pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU the kernel is compiled, not interpreted"),
+]
+
+CASES = {name: tensor.reshape(-1) for name, tensor in hard_cases().items() if tensor.dtype != torch.float64}
+SMALL = {name: tensor for name, tensor in CASES.items() if tensor.numel() < 20_000}
+
+
+def test_the_kernel_counts_what_the_reference_counts():
+    counted = launch_census(list(SMALL.values()))()
+    for (name, tensor), found in zip(SMALL.items(), counted, strict=True):
+        expected = census(tensor)
+        assert found == expected, name
+        assert found.sum_squares == pytest.approx(expected.sum_squares, rel=2e-6), name
+
+
+def test_a_tensor_of_several_chunks():
+    tensor = CASES["two chunks"]
+    assert launch_census([tensor])() == [census(tensor)]
+
+
+def test_order_is_kept_across_dtypes_and_empties():
+    tensors = [torch.ones(3), torch.ones(5).half(), torch.zeros(0), torch.ones(7).bfloat16(), torch.ones(9)]
+    assert [found.count for found in launch_census(tensors)()] == [3, 5, 0, 7, 9]
+
+
+def test_an_unaligned_view_is_copied_and_an_unread_result_holds_no_gradients():
+    tensor = torch.randn(100)[1:]
+    batch = Batch([tensor])
+    assert all(kept.data_ptr() % 16 == 0 for kept in batch.kept)
+    fetch = launch_census([tensor])
+    assert fetch() == [census(tensor)]
+    assert not fetch.__closure__[0].cell_contents.kept
+
+
+def test_reading_an_empty_buffer():
+    batch = Batch([torch.zeros(0), torch.zeros(0)])
+    assert [found.count for found in read_census(new_buffer(batch), batch)] == [0, 0]

@@ -1,0 +1,155 @@
+"""Measuring on the CPU: the C loop against torch operations, and any tensor a user may bring."""
+
+import math
+
+import pytest
+import torch
+
+from ampwise import Census, DeviceCensus, census
+from ampwise.census import cpu
+from ampwise.census.reference import count_in_torch
+from ampwise.errors import UnsupportedTensor
+
+from .conftest import hard_cases, wild_floats
+
+CASES = hard_cases()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_c_loop_counts_what_the_reference_counts(name, monkeypatch):
+    assert cpu._native is not None, "the C loop was not built"
+    flat = CASES[name].reshape(-1)
+    row, sum_squares = cpu.count_on_cpu(flat)
+    expected, expected_sum = count_in_torch(flat.float())
+    assert torch.equal(row, expected)
+    assert sum_squares == pytest.approx(expected_sum.item(), rel=2e-6)
+    monkeypatch.setattr(cpu, "_native", None)
+    without, _ = cpu.count_on_cpu(flat)
+    assert torch.equal(without, expected)
+
+
+def test_threads_and_ragged_ends_do_not_change_the_count(monkeypatch):
+    values = torch.cat([wild_floats(9000), torch.randn(4096 * 3 + 5)])
+    expected, _ = count_in_torch(values)
+    monkeypatch.setattr(cpu, "SHARE", 1000)
+    for threads in (1, 2, 3, 7):
+        monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
+        assert torch.equal(cpu.count_on_cpu(values)[0], expected)
+
+
+def test_the_reference_counts_what_python_counts():
+    values = wild_floats(500).tolist()
+    expected: dict[int, int] = {}
+    for value in values:
+        if math.isfinite(value) and value:
+            mantissa, exponent = math.frexp(abs(value))
+            binade = exponent - 2 if mantissa == 0.5 else exponent - 1
+            expected[binade] = expected.get(binade, 0) + 1
+    assert census(torch.tensor(values, dtype=torch.float32)).binades == expected
+    assert census(torch.tensor(values, dtype=torch.float64)).binades == expected
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2,
+     torch.float8_e4m3fnuz, torch.float8_e5m2fnuz],
+)  # fmt: skip
+def test_every_dtype_is_counted_as_its_exact_values(dtype):
+    values = (torch.randn(400) * 3).to(dtype)
+    assert census(values) == census(values.double())
+
+
+def test_float64_reaches_beyond_float32():
+    counted = census(torch.tensor([5e-324, 1e-300, 1.7e308, 0.0, math.nan], dtype=torch.float64))
+    assert min(counted.binades) == -1075
+    assert max(counted.binades) == 1023
+    assert (counted.amin, counted.amax, counted.zeros, counted.nans) == (5e-324, 1.7e308, 1, 1)
+
+
+BASE = torch.arange(24.0).reshape(2, 3, 4) - 5
+
+
+@pytest.mark.parametrize(
+    "view",
+    [
+        BASE.t() if BASE.dim() == 2 else BASE.permute(2, 0, 1),
+        BASE[:, ::2],
+        BASE[:, 1:, 1:3],
+        BASE.expand(5, 2, 3, 4),
+        BASE[0, 0, 0].expand(7),
+        BASE.contiguous()[1, 2, 3],
+        torch.randn(2, 3, 4, 4).to(memory_format=torch.channels_last),
+        torch.empty_strided((3, 0), (0, 1)),
+        torch._neg_view(BASE),
+        torch.nn.Parameter(BASE.clone()),
+    ],
+    ids=["permuted", "strided", "sliced", "expanded", "broadcast", "0-d", "channels-last", "empty", "neg", "param"],
+)
+def test_any_strides(view):
+    assert census(view) == census(view.detach().clone().contiguous().reshape(-1))
+
+
+def test_the_tensor_is_left_alone():
+    tensor = torch.randn(100, requires_grad=True)
+    before, version = tensor.detach().clone(), tensor._version
+    census(tensor)
+    assert torch.equal(tensor, before)
+    assert tensor._version == version
+
+
+def test_many_tensors_by_name():
+    tensors = {"weight": torch.randn(30, 4), "bias": torch.zeros(4), "wide": torch.randn(5).double()}
+    counted = census(tensors)
+    assert isinstance(counted, DeviceCensus)
+    assert list(counted) == list(tensors)
+    assert len(counted) == 3
+    assert "3 tensors, on the device" in repr(counted)
+    assert {name: counted[name] for name in counted} == {name: census(t) for name, t in tensors.items()}
+    assert "fetched" in repr(counted)
+    assert counted.total() == sum(counted.values(), Census())
+    assert census({}).total() == Census()
+
+
+def test_of_a_dtensor_the_local_shard(tmp_path):
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    store = dist.FileStore(str(tmp_path / "store"), 1)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        whole = torch.randn(8, 4)
+        assert census(distribute_tensor(whole, mesh, [Shard(0)])) == census(whole)
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        (torch.ones(2, dtype=torch.int64), "this is torch.int64"),
+        (torch.ones(2, dtype=torch.complex64), r"torch.complex64. Count torch.view_as_real\(tensor\)"),
+        (torch.ones(2, device="meta"), "meta device: it has a shape and no values"),
+        (torch.eye(3).to_sparse(), "zeros are not stored. Count tensor.values"),
+        ([1.0], "this is list"),
+    ],
+)
+def test_what_cannot_be_counted(bad, message):
+    with pytest.raises(UnsupportedTensor, match=message):
+        census(bad)
+
+
+def test_a_missing_gradient_is_named():
+    with pytest.raises(UnsupportedTensor, match=r"'head.bias' is NoneType\. Leave out parameters without"):
+        census({"head.bias": None})
+
+
+def test_the_room_and_the_verb_are_one_name():
+    import ampwise
+    import ampwise.census.algebra
+
+    assert ampwise.census(torch.ones(2)).count == 2
+    assert ampwise.census.algebra.Census is Census
+    with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
+        _ = ampwise.census.nonsense

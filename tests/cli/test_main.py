@@ -1,0 +1,144 @@
+"""The frame around the verbs, run as a person runs it."""
+
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from ampwise.cli import verbs
+
+VERBS = {
+    "sleep": "print('ready', flush=True); import time; time.sleep(60)",
+    "crash": "raise RuntimeError('a bug')",
+    "refuse": "from ampwise.errors import BadInput; raise BadInput('asked for 3, possible are 1 and 2')",
+    "flood": "print('x\\n' * 10**6); return 0",
+    "drip": "print('x'); return 0",
+    "three": "return 3",
+}
+VERB_FILE = '''"""Odd [brackets] and 100% of {{braces}}.
+
+Examples:
+  ampwise {name} [--opt] "a[0]"
+"""
+def add_arguments(parser):
+    parser.add_argument("--opt", action="store_true", help="a [bracketed] help")
+def run(args):
+    {body}
+'''
+RUNNER = "import sys, ampwise.cli as c; c.__path__.append(sys.argv[1]); sys.exit(c.main(sys.argv[2:]))"
+PLAIN = {**os.environ, "NO_COLOR": "1", "COLUMNS": "100"}
+PLAIN.pop("PYTHONUNBUFFERED", None)  # it would hide what is flushed too late
+
+
+def ampwise(*words, **options):
+    command = [sys.executable, "-m", "ampwise", *words]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, env=PLAIN, **options)
+
+
+@pytest.fixture(scope="module")
+def with_test_verbs(tmp_path_factory):
+    """The command that runs ampwise with a few verbs added that misbehave on demand."""
+    folder = tmp_path_factory.mktemp("verbs")
+    for name, body in VERBS.items():
+        (folder / f"{name}.py").write_text(VERB_FILE.format(name=name, body=body))
+    return [sys.executable, "-c", RUNNER, str(folder)]
+
+
+def run(command, *words):
+    return subprocess.run([*command, *words], capture_output=True, text=True, timeout=60, env=PLAIN)
+
+
+def test_bare_prints_help_and_is_content():
+    done = ampwise()
+    assert (done.returncode, done.stderr) == (0, "")
+    assert all(verb in done.stdout for verb in verbs())
+    assert ampwise("--help").stdout == done.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (["explan", "x"], "unknown verb 'explan'. Did you mean explain? `ampwise --help` lists the verbs."),
+        (["--bogus"], "unknown option '--bogus'. See `ampwise --help`."),
+        (["rules", "--jsn"], "unknown option '--jsn'; did you mean --json? See `ampwise rules --help`."),
+        (["rules", "--js"], "unknown option '--js'; did you mean --json? See `ampwise rules --help`."),
+        (["rules", "--colour=no"], "unknown option '--colour'. See `ampwise rules --help`."),
+        (["rules", "-z"], "unknown option '-z'. See `ampwise rules --help`."),
+        (["rules", "more"], "unexpected argument 'more'. See `ampwise rules --help`."),
+        (["explain"], "the following arguments are required: RULE. See `ampwise explain --help`."),
+    ],
+)
+def test_a_mistake_is_one_line_and_exit_2(words, line):
+    done = ampwise(*words)
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", f"ampwise: error: {line}\n")
+
+
+@pytest.mark.parametrize("verb", verbs())
+def test_every_verb_explains_itself_with_an_example(verb):
+    done = ampwise(verb, "--help")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert f"  ampwise {verb}" in done.stdout
+
+
+def test_version():
+    done = ampwise("--version")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("ampwise ")
+
+
+def test_brackets_and_percents_in_help_are_kept(with_test_verbs):
+    one = run(with_test_verbs, "three", "--help").stdout
+    assert "Odd [brackets] and 100% of {braces}." in one
+    assert '  ampwise three [--opt] "a[0]"' in one
+    assert "a [bracketed] help" in one
+    assert "Odd [brackets] and 100% of {braces}" in run(with_test_verbs).stdout
+
+
+def test_a_verb_decides_its_exit_code(with_test_verbs):
+    assert run(with_test_verbs, "three").returncode == 3
+
+
+def test_an_error_on_purpose_is_one_line(with_test_verbs):
+    done = run(with_test_verbs, "refuse")
+    assert (done.returncode, done.stderr) == (2, "ampwise: error: asked for 3, possible are 1 and 2\n")
+
+
+def test_a_bug_is_a_traceback(with_test_verbs):
+    done = run(with_test_verbs, "crash")
+    assert done.returncode == 1
+    assert done.stderr.startswith("Traceback")
+    assert done.stderr.endswith("RuntimeError: a bug\n")
+
+
+def test_ctrl_c_is_a_line_and_130(with_test_verbs):
+    process = subprocess.Popen(
+        [*with_test_verbs, "sleep"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stdout.readline() == "ready\n"
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=30)
+    assert (process.returncode, err) == (130, "ampwise: interrupted\n")
+
+
+@pytest.mark.parametrize("verb", ["flood", "drip", "--help"])
+def test_a_reader_who_leaves_is_met_quietly(with_test_verbs, verb):
+    reader, writer = os.pipe()
+    process = subprocess.Popen(
+        [*with_test_verbs, verb], stdout=writer, stderr=subprocess.PIPE, text=True, env=PLAIN
+    )
+    os.close(writer)
+    os.close(reader)
+    _, err = process.communicate(timeout=30)
+    assert (process.returncode, err) == (141, "")
+
+
+def test_the_frame_is_light():
+    heavy = ["torch", "numpy", "pydantic", "rich", "rich_argparse", "importlib.metadata"]
+    code = (
+        "import sys, ampwise.cli as c; c.main(['rules']); c.main(['explain', 'AMP701']);"
+        f"print([name for name in {heavy} if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "[]"

@@ -1,0 +1,49 @@
+"""`ampwise rules`: all of them, by room."""
+
+import json
+import sys
+
+from ampwise.cli import main
+from ampwise.cli.rules import table
+from ampwise.finding import Rule, Severity
+from ampwise.rules import RegisteredRule, registered
+
+
+def entry(code, name, room, **more):
+    texts = {"summary": f"About {name}", "why": "w", "fix": "f", "bad": "b", "good": "g"}
+    rule = Rule(code=code, name=name, severity=Severity.WARNING, **texts, **more)
+    return RegisteredRule(rule=rule, room=room, module=sys)
+
+
+def test_the_table():
+    entries = [
+        entry("AMP101", "clip-scaled-grads", "source"),
+        entry("AMP900", "old", "hardware", on_by_default=False),
+        entry("AMP102", "twice", "source"),
+    ]
+    assert table(entries) == (
+        "source\n"
+        "  AMP101  clip-scaled-grads  warning  About clip-scaled-grads\n"
+        "  AMP102  twice              warning  About twice\n"
+        "\n"
+        "hardware\n"
+        "  AMP900  old                warning  About old (off by default)\n"
+        "\n"
+        "3 rules; `ampwise explain CODE` explains one.\n"
+    )
+
+
+def test_every_rule_is_listed(capsys):
+    assert main(["rules"]) == 0
+    out = capsys.readouterr().out
+    assert all(entry.rule.code in out and entry.rule.name in out for entry in registered())
+
+
+def test_json(capsys):
+    assert main(["rules", "--json"]) == 0
+    rules = json.loads(capsys.readouterr().out)
+    assert rules == [{**entry.rule.as_dict(), "room": entry.room} for entry in registered()]
+
+
+def test_no_rules():
+    assert table([]) == "No rules.\n"

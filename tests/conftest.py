@@ -1,0 +1,24 @@
+"""Where there is no GPU, tests marked ``gpu`` skip and Triton's kernels run in its interpreter."""
+
+import os
+
+import pytest
+
+try:
+    import torch
+
+    HAS_CUDA = torch.cuda.is_available()
+except ImportError:
+    HAS_CUDA = False
+
+if not HAS_CUDA:
+    # Read by Triton when a kernel is defined, so before any test imports one.
+    os.environ["TRITON_INTERPRET"] = "1"
+
+
+def pytest_collection_modifyitems(items):
+    if not HAS_CUDA:
+        skip = pytest.mark.skip(reason="needs a CUDA device")
+        for item in items:
+            if "gpu" in item.keywords:
+                item.add_marker(skip)

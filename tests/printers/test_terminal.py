@@ -1,0 +1,73 @@
+"""What may reach a terminal, and when it is coloured."""
+
+import io
+
+import pytest
+
+from ampwise.printers.terminal import console, paint, printable, wants_colour
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("plain größer 日本 💥", "plain größer 日本 💥"),
+        ("no\u00a0break", "no\u00a0break"),
+        ("\x1b[31mred", r"\x1b[31mred"),
+        ("a\r\nb\tc", r"a\r\nb\tc"),
+        ("\x9b2J", r"\x9b2J"),
+        ("\u202egnp.exe", r"\u202egnp.exe"),
+        ("\u2028", r"\u2028"),
+        ("\udcff", r"\udcff"),
+        ("[red]not markup[/red]", "[red]not markup[/red]"),
+    ],
+)
+def test_printable_shows_what_would_act(text, shown):
+    assert printable(text) == shown
+
+
+@pytest.mark.parametrize(
+    ("environment", "stream", "expected"),
+    [
+        ({}, Terminal(), True),
+        ({}, io.StringIO(), False),
+        ({"NO_COLOR": "1"}, Terminal(), False),
+        ({"NO_COLOR": ""}, Terminal(), True),  # https://no-color.org: an empty one says nothing
+        ({"FORCE_COLOR": "1"}, io.StringIO(), True),
+        ({"NO_COLOR": "1", "FORCE_COLOR": "1"}, Terminal(), False),
+        ({"TERM": "dumb"}, Terminal(), False),
+    ],
+)
+def test_colour(monkeypatch, environment, stream, expected):
+    monkeypatch.setenv("TERM", "xterm")
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert wants_colour(stream) is expected
+
+
+def test_paint_leaves_text_alone_without_colour():
+    assert paint("x", "error", False) == "x"
+    assert paint("", "error", True) == ""
+    assert paint("x", "error", True) == "\x1b[1;31mx\x1b[0m"
+
+
+def test_the_console_is_plain_and_wide_in_a_pipe(monkeypatch):
+    monkeypatch.delenv("COLUMNS", raising=False)
+    stream = io.StringIO()
+    console(stream).print("[bold]x[/bold] 123")
+    assert stream.getvalue() == "x 123\n"
+    assert console(stream).width == 110
+
+
+def test_the_console_honours_no_color(monkeypatch):
+    monkeypatch.setenv("TERM", "xterm")
+    coloured, plain = Terminal(), Terminal()
+    console(coloured).print("[bold red]x[/]")
+    monkeypatch.setenv("NO_COLOR", "1")
+    console(plain).print("[bold red]x[/]")
+    assert "\x1b[" in coloured.getvalue()
+    assert plain.getvalue() == "x\n"

@@ -1,0 +1,141 @@
+"""The generated pages: complete, stable, and checked against what lies on disk."""
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from ampwise.cli import verbs
+from ampwise.errors import BadInput
+from ampwise.finding import Rule, Severity
+from ampwise.rules import RegisteredRule, built_in
+
+SCRIPT = Path(__file__).parents[2] / "tools" / "generate_docs.py"
+
+RESULT = {
+    "name": "census",
+    "title": "Census of a gradient",
+    "claim": "One read of the tensor.",
+    "machine": {"gpu": "NVIDIA H200", "cpu": "16 cores"},
+    "date": "2026-01-02",
+    "versions": {"torch": "2.13.0"},
+    "command": "make bench NAME=census",
+    "columns": ["size", "a|b"],
+    "rows": [["1 MiB", 0.25], ["2 MiB", None]],
+    "notes": ["Median of 20."],
+}
+
+
+@pytest.fixture(scope="module")
+def docs():
+    spec = importlib.util.spec_from_file_location("generate_docs", SCRIPT)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def results(tmp_path):
+    folder = tmp_path / "benchmarks" / "results"
+    folder.mkdir(parents=True)
+    return folder
+
+
+def entry(**change):
+    texts = {"summary": "Sums | up", "why": "Because.", "fix": "Mend it.", "bad": "x = 1", "good": "$ ls"}
+    rule = Rule(**{"code": "AMP101", "name": "some-rule", "severity": Severity.ERROR, **texts, **change})
+    return RegisteredRule(rule=rule, room="source", module=sys)
+
+
+def test_written_pages_pass_the_check(docs, tmp_path, capsys):
+    assert docs.main([], tmp_path) == 0
+    assert "wrote docs/rules/index.md" in capsys.readouterr().out
+    assert docs.main(["--check"], tmp_path) == 0
+    assert docs.main([], tmp_path) == 0
+    assert capsys.readouterr() == ("", ""), "a second run has nothing to do"
+
+
+def test_the_check_names_what_is_stale_missing_or_left_over(docs, tmp_path, capsys):
+    docs.main([], tmp_path)
+    capsys.readouterr()
+    (tmp_path / "docs/cli.md").write_text("old")
+    (tmp_path / "docs/benchmarks.md").unlink()
+    (tmp_path / "docs/rules/AMP999-gone.md").write_text("gone")
+    (tmp_path / "docs/by-hand.md").write_text("kept")
+    assert docs.main(["--check"], tmp_path) == 1
+    assert capsys.readouterr().err.splitlines() == [
+        "docs/benchmarks.md: missing; run `make docs`",
+        "docs/cli.md: stale; run `make docs`",
+        "docs/rules/AMP999-gone.md: left over; run `make docs`",
+    ]
+    assert (tmp_path / "docs/cli.md").read_text() == "old", "a check writes nothing"
+    docs.main([], tmp_path)
+    assert docs.main(["--check"], tmp_path) == 0
+    assert not (tmp_path / "docs/rules/AMP999-gone.md").exists()
+    assert (tmp_path / "docs/by-hand.md").read_text() == "kept"
+
+
+def test_every_rule_has_a_page_and_a_row(docs):
+    pages = docs.rule_pages(built_in())
+    assert len(pages) == len(built_in()) + 1
+    for rule in (entry.rule for entry in built_in()):
+        assert f"[{rule.code}]({rule.code}-{rule.name}.md)" in pages["docs/rules/index.md"]
+
+
+def test_a_rule_page(docs):
+    page = docs.rule_pages([entry(on_by_default=False)])["docs/rules/AMP101-some-rule.md"]
+    assert page == docs.NOTICE + (
+        "\n\n# AMP101 some-rule\n\n**error, off by default** · source · [all rules](index.md)\n\n"
+        "Sums | up\n\n"
+        "## Why\n\nBecause.\n\n## Fix\n\nMend it.\n\n"
+        "## Bad\n\n```python\nx = 1\n```\n\n## Good\n\n```console\n$ ls\n```\n"
+    )
+
+
+def test_a_bar_does_not_break_a_table(docs):
+    index = docs.rule_pages([entry()])["docs/rules/index.md"]
+    assert "| [AMP101](AMP101-some-rule.md) | `some-rule` | error | Sums \\| up |" in index
+
+
+def test_every_verb_is_documented(docs):
+    (page,) = docs.cli_page().values()
+    assert all(f"## ampwise {verb}\n" in page for verb in verbs())
+    assert "  RULE        the code or the name of a rule\n" in page
+
+
+def test_no_results_is_said(docs, tmp_path):
+    (page,) = docs.benchmark_page(tmp_path / "gone").values()
+    assert "No results yet." in page
+
+
+def test_a_result_shows_table_machine_date_versions_and_command(docs, results):
+    (results / "census.json").write_text(json.dumps(RESULT))
+    (page,) = docs.benchmark_page(results).values()
+    assert page == docs.NOTICE + (
+        "\n\n# Benchmarks\n\n## Census of a gradient\n\nOne read of the tensor.\n\n"
+        "| size | a\\|b |\n| --- | --- |\n| 1 MiB | 0.25 |\n| 2 MiB | – |\n\n"
+        "- Machine: gpu NVIDIA H200, cpu 16 cores\n- Date: 2026-01-02\n- Versions: torch 2.13.0\n"
+        "- Command: `make bench NAME=census`\n\n- Median of 20.\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "not JSON"),
+        ("[]", "a result has no name, title, claim"),
+        (json.dumps({key: RESULT[key] for key in RESULT if key != "date"}), "a result has no date;"),
+        (
+            json.dumps({**RESULT, "rows": [["1 MiB"]]}),
+            "row ['1 MiB'] does not fit the columns ['size', 'a|b']",
+        ),
+    ],
+)
+def test_a_broken_result_is_refused_by_name(docs, results, text, message):
+    (results / "census.json").write_text(text)
+    with pytest.raises(BadInput) as caught:
+        docs.benchmark_page(results)
+    assert "census.json: " in str(caught.value)
+    assert message in str(caught.value)
