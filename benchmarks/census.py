@@ -54,11 +54,11 @@ def _awkward() -> dict[str, Tensor]:
     """Data that could slow a histogram down, or send it the slow way round."""
     n = 1 << 28
     bits = torch.randint(-(2**31), 2**31, (n,), device="cuda", dtype=torch.int64).to(torch.int32)
-    fields = (bits & 0x7F000000) | 0x00800000
+    fields = (bits & 0x7E000000) | 0x00800000  # no subnormals, no infinities
     return {
         "all values equal": torch.full((n,), 0.3, device="cuda"),
         "all zeros": torch.zeros(n, device="cuda"),
-        "127 exponents, even": fields.view(torch.float32),
+        "63 exponents, even": fields.view(torch.float32),
         "1 NaN per 1M values": torch.randn(n, device="cuda").index_fill_(
             0, torch.arange(0, n, 1 << 20, device="cuda"), float("nan")
         ),

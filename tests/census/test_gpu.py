@@ -9,7 +9,11 @@ from ampwise import census
 
 from .conftest import hard_cases
 
-pytestmark = pytest.mark.gpu
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.filterwarnings("ignore:.*Profiler clears events"),
+    pytest.mark.filterwarnings("ignore:Synchronization debug mode"),
+]
 
 CASES = hard_cases()
 

@@ -245,3 +245,10 @@ def test_mistakes_are_one_line(capsys, words, message):
     assert told.out == ""
     assert told.err.startswith(f"ampwise: error: {message}")
     assert told.err.count("\n") == 1
+
+
+def test_findings_alone_in_a_format_other_tools_read(capsys):
+    assert main(["gpu", "--output-format", "json"]) == 0
+    assert isinstance(json.loads(capsys.readouterr().out), list)
+    assert main(["gpu", "h200", "--output-format", "json"]) == 2
+    assert "gpu --output-format: it asks about this machine" in capsys.readouterr().err

@@ -27,6 +27,8 @@ def flat_values(tensor: Any, name: str | None = None) -> Tensor:
         raise UnsupportedTensor(f"{what} is {tensor.layout}, whose zeros are not stored. Count tensor.values().")
     local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
     plain = local.detach().resolve_neg()
+    if plain.is_contiguous():
+        return plain.view(-1)
     if _covers_its_memory(plain):
         # The order of values does not matter, so a transposed or channels-last tensor need not be copied.
         return plain.as_strided((plain.numel(),), (1,), plain.storage_offset())

@@ -22,7 +22,8 @@ import triton.language as tl
 __all__ = ["BLOCK", "CHUNK", "WARPS", "census_kernel"]
 
 BLOCK = 1024  # values at a time: two 16-byte loads of FP32 for each thread, one of BF16
-CHUNK = 65536  # values for each program: enough to make clearing and emptying its counters negligible
+SLOW_BLOCK = 256  # fewer at a time where more is kept of each: registers decide how many programs run at once
+CHUNK = 32768  # values for each program: enough to make clearing and emptying its counters negligible
 WARPS = 4  # in agreement with the PTX below
 
 _INFINITY = tl.constexpr(0x7F800000)
@@ -72,6 +73,15 @@ def _read(addresses):
 
 
 @triton.jit
+def _cleared_counters(scalar):
+    """The program's counters in shared memory, all zero."""
+    counters = _counters(scalar)
+    _clear(counters + tl.arange(0, _WARPS * _FIELDS) * 4)
+    tl.debug_barrier()
+    return counters
+
+
+@triton.jit
 def _load_magnitudes(pointer, offsets, n, MASKED: tl.constexpr):
     if MASKED:
         values = tl.load(pointer + offsets, mask=offsets < n, other=0)
@@ -110,7 +120,7 @@ def _add_block(pointer, offsets, n, squares, largest, smallest, counts, mine, MA
 
 
 @triton.jit
-def _count(pointer, n, BLOCK: tl.constexpr, PTX: tl.constexpr):
+def _count(pointer, n, shared, BLOCK: tl.constexpr, PTX: tl.constexpr):
     """The fast count: values by exponent field, and the chunk's extremes and sum of squares."""
     offsets = tl.arange(0, BLOCK)
     fields = tl.arange(0, _FIELDS)
@@ -120,9 +130,6 @@ def _count(pointer, n, BLOCK: tl.constexpr, PTX: tl.constexpr):
     counts = tl.zeros([_FIELDS], tl.int32)
     mine = offsets
     if PTX:
-        shared = _counters(n)
-        _clear(shared + tl.arange(0, _WARPS * _FIELDS) * 4)
-        tl.debug_barrier()
         mine = shared + _warp(offsets) * (_FIELDS * 4)
     full = n // BLOCK * BLOCK
     # Only the last block needs a mask: with one, loads cannot be 16 bytes wide.
@@ -153,9 +160,13 @@ def _add_head(row, zeros, infs, nans, largest, smallest):
 
 
 @triton.jit
-def _count_slowly(pointer, n, row, BLOCK: tl.constexpr):
+def _count_slowly(pointer, n, row, shared, BLOCK: tl.constexpr, PTX: tl.constexpr):
     """The full count of one chunk: subnormals by their highest bit, infinities and NaN apart, squares in FP64."""
     counts = tl.zeros([_BINADES], tl.int32)
+    if PTX:
+        tl.debug_barrier()  # everyone has read the counters of the fast count
+        _clear(shared + tl.arange(0, _BINADES) * 4)
+        tl.debug_barrier()
     squares = tl.zeros([BLOCK], tl.float64)
     largest = tl.zeros([BLOCK], tl.int32)
     smallest = tl.full([BLOCK], _MASK, tl.int32)
@@ -180,8 +191,15 @@ def _count_slowly(pointer, n, row, BLOCK: tl.constexpr):
         bit_length = tl.maximum((below.to(tl.float32).to(tl.int32, bitcast=True) >> 23) - 126, 0)
         field = below >> 23
         binade = tl.where(field > 0, field + _SUBNORMALS - 1, bit_length)
-        counts += tl.histogram(tl.where(counted, binade, _BINADES - 1), _BINADES)
+        binade = tl.where(counted, binade, _BINADES - 1)
+        if PTX:
+            _add_one(shared + binade * 4)
+        else:
+            counts += tl.histogram(binade, _BINADES)
     binades = tl.arange(0, _BINADES)
+    if PTX:
+        tl.debug_barrier()
+        counts = _read(shared + binades * 4)
     kept = (counts > 0) & (binades < _BINADES - 1)
     tl.atomic_add(row + _ROW_HEAD + binades, counts.to(tl.int64), mask=kept, sem="relaxed")
     _add_head(row, tl.sum(zeros), tl.sum(infs), tl.sum(nans), tl.max(largest), tl.min(smallest))
@@ -191,11 +209,15 @@ def _count_slowly(pointer, n, row, BLOCK: tl.constexpr):
 @triton.jit
 def census_kernel(
     addresses, sizes, first_chunks, owners, table, sums,
-    ROW: tl.constexpr, DTYPE: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, PTX: tl.constexpr,
+    ROW: tl.constexpr, DTYPE: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, SLOW_BLOCK: tl.constexpr,
+    PTX: tl.constexpr,
 ):  # fmt: skip
     """Add each chunk's counts to its tensor's row of ``table`` (cleared before); its sum of squares to ``sums``."""
     owner, pointer, n = _locate(addresses, sizes, first_chunks, owners, DTYPE, CHUNK)
-    counts, squares, largest, smallest = _count(pointer, n, BLOCK, PTX)
+    shared = n
+    if PTX:
+        shared = _cleared_counters(n)
+    counts, squares, largest, smallest = _count(pointer, n, shared, BLOCK, PTX)
     row = table + owner.to(tl.int64) * ROW
     fields = tl.arange(0, _FIELDS)
     subnormals = tl.sum(tl.where(fields == 0, counts, 0))
@@ -210,4 +232,4 @@ def census_kernel(
         _add_head(row, zeros, none, none, largest, smallest)
         tl.store(sums + tl.program_id(0), squares.to(tl.float64))
     else:
-        tl.store(sums + tl.program_id(0), _count_slowly(pointer, n, row, BLOCK))
+        tl.store(sums + tl.program_id(0), _count_slowly(pointer, n, row, shared, SLOW_BLOCK, PTX))

@@ -116,7 +116,8 @@ def count_into_(buffer: Tensor, batch: Batch) -> None:
         with torch.cuda.device(batch.device) if batch.device.type == "cuda" else nullcontext():
             kernel.census_kernel[(group.chunks,)](
                 *group.arguments, table, sums, ROW=SINGLE.columns, DTYPE=KERNEL_DTYPES[group.dtype],
-                CHUNK=kernel.CHUNK, BLOCK=kernel.BLOCK, PTX=batch.has_ptx, num_warps=kernel.WARPS,
+                CHUNK=kernel.CHUNK, BLOCK=kernel.BLOCK, SLOW_BLOCK=kernel.SLOW_BLOCK, PTX=batch.has_ptx,
+                num_warps=kernel.WARPS,
             )  # fmt: skip
         table, sums = table[len(group.positions) * SINGLE.columns :], sums[group.chunks :]
 

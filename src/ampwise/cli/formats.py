@@ -43,7 +43,7 @@ __all__ = ["add_arguments", "run"]
 # Letter, meaning and colour of the parts of a number, from its highest bit down.
 PARTS = (("S", "sign", "black on red"), ("E", "exponent", "black on green"), ("M", "mantissa", "black on cyan"))
 GAP = 2  # blanks between columns
-WIDTH_FOR_HARDWARE = 108  # of the table of numbers, with the hardware as its last column
+WIDTH_FOR_HARDWARE = 105  # of the table of numbers, with the hardware as its last column
 WIDEST_COLUMN = 28  # of a format's details; what is longer wraps
 
 NOTES = (

@@ -28,6 +28,8 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
+from ampwise.printers import output_formats, print_findings
+
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
@@ -56,7 +58,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=[],
         help=f"exit with 1 if a GPU here lacks matrix units for it: {', '.join(TO_WANT)}; may be repeated",
     )
-    parser.add_argument("--json", action="store_true", help="JSON, as described above")
+    group = parser.add_mutually_exclusive_group()
+    group.add_argument("--json", action="store_true", help="JSON, as described above")
+    group.add_argument(
+        "--output-format",
+        metavar="FORMAT",
+        choices=output_formats(),
+        help=f"only what is wrong with this machine, as other tools read it: {', '.join(output_formats())}",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -65,7 +74,7 @@ def run(args: argparse.Namespace) -> int:
         return _run_list(args.json)
     if args.name is not None:
         return _run_device(args.name, args.json)
-    return _run_machine(wanted, args.json)
+    return _run_machine(wanted, args.output_format, args.json)
 
 
 def _wanted(args: argparse.Namespace) -> tuple[str, ...]:
@@ -73,8 +82,11 @@ def _wanted(args: argparse.Namespace) -> tuple[str, ...]:
 
     if args.list and args.name is not None:
         raise BadInput(f"gpu {args.name} --list: give a NAME or --list, not both")
-    if args.want and (args.list or args.name is not None):
-        raise BadInput("gpu --want: it asks about this machine; give it without a NAME and without --list")
+    about_a_device = args.list or args.name is not None
+    for option in ("want", "output_format"):
+        if getattr(args, option) and about_a_device:
+            flag = "--" + option.replace("_", "-")
+            raise BadInput(f"gpu {flag}: it asks about this machine; give it without a NAME and without --list")
     for fmt in args.want:
         if fmt.lower() not in TO_WANT:
             listing = f"--want takes {', '.join(TO_WANT)}."
@@ -103,12 +115,14 @@ def _run_device(name: str, as_json: bool) -> int:
     return 0
 
 
-def _run_machine(wanted: tuple[str, ...], as_json: bool) -> int:
+def _run_machine(wanted: tuple[str, ...], output_format: str | None, as_json: bool) -> int:
     from ampwise.hardware import MachineUse, describe_machine
 
     use = MachineUse(machine=describe_machine(), wanted=wanted)
     findings = _check(use)
-    if as_json:
+    if output_format:
+        print_findings(findings, output_format)
+    elif as_json:
         shown = [finding.as_dict() for finding in findings]
         _write_json({"machine": use.machine.as_dict(), "findings": shown})
     else:

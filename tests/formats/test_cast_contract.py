@@ -1,0 +1,125 @@
+"""What cast promises beside the numbers: shapes, dtypes, the input left alone, and its refusals."""
+
+import pytest
+import torch
+
+from ampwise import BadInput, UnknownName, UnsupportedTensor, cast
+from ampwise.formats import BLOCK_FORMATS, FORMATS
+
+each_format = pytest.mark.parametrize("name", [*FORMATS, *BLOCK_FORMATS])
+each_rounding = pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
+
+
+@each_format
+@each_rounding
+@pytest.mark.parametrize("shape", [(), (0,), (0, 5), (3, 0), (1,), (2, 3, 5)])
+def test_shape_and_dtype_are_kept(name, rounding, shape):
+    for dtype in (torch.float32, torch.float64, torch.float16, torch.bfloat16):
+        result = cast(torch.ones(shape, dtype=dtype), name, rounding)
+        assert (result.shape, result.dtype) == (shape, dtype)
+        assert (result == 1).all() or name == "nvfp4"
+
+
+@each_format
+@each_rounding
+def test_the_input_is_left_alone(name, rounding):
+    values = torch.randn(5, 37, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    before = values.detach().clone()
+    result = cast(values, name, rounding)
+    assert not result.requires_grad
+    result.fill_(0.5)
+    assert torch.equal(values, before)
+    assert values.requires_grad
+
+
+@each_format
+def test_strides_do_not_matter(name):
+    values = torch.randn(6, 8, 10, generator=torch.Generator().manual_seed(0)).abs()
+    for view in (values.permute(2, 0, 1), values[:, ::2, 1::3], values[..., :1].expand(6, 8, 40)):
+        assert torch.equal(cast(view, name), cast(view.contiguous(), name))
+
+
+def test_a_lazily_negated_tensor_is_negated():
+    lazy = torch.tensor([1 + 2.1j]).conj().imag
+    assert lazy.is_neg()
+    assert cast(lazy, "e2m1").tolist() == [-2.0]
+
+
+@pytest.mark.parametrize(
+    ("name", "open_end", "largest"),
+    [
+        ("fp16", torch.inf, 65504.0),
+        ("bf16", torch.inf, FORMATS["bf16"].max),
+        ("e5m2", torch.inf, 57344.0),
+        ("e4m3fn", torch.nan, 448.0),
+        ("e4m3fnuz", torch.nan, 240.0),
+        ("e2m1", 6.0, 6.0),
+    ],
+)
+def test_beyond_the_largest_value(name, open_end, largest):
+    values = torch.tensor([torch.inf, -torch.inf, 3.4e38, -3.4e38])
+    signs = torch.tensor([1.0, -1.0, 1.0, -1.0])
+    torch.testing.assert_close(cast(values, name), signs * open_end, rtol=0, atol=0, equal_nan=True)
+    assert torch.equal(cast(values, name, saturate=True), signs * largest)
+    assert cast(torch.tensor(torch.nan), name, saturate=True).isnan()
+
+
+def test_a_format_may_be_given_in_any_way():
+    values = torch.tensor([0.1, 1e-8])
+    expected = values.half().float()
+    for fmt in ("fp16", "half", torch.float16, FORMATS["fp16"]):
+        assert torch.equal(cast(values, fmt), expected)
+
+
+@pytest.mark.parametrize(("value", "kept"), [(1.2e-7, 2**-23), (1e-7, 2**-23), (3e-8, 2**-24), (2.98e-8, 0.0)])
+def test_what_fp16_really_loses(value, kept):
+    """1e-7 is often said to become zero in FP16."""
+    assert cast(torch.tensor(value), "fp16").item() == kept
+
+
+@pytest.mark.parametrize(
+    ("tensor", "text"),
+    [
+        (
+            torch.arange(3),
+            "cast() rounds floating-point tensors; this one is torch.int64. Convert it first: tensor.float().",
+        ),
+        (
+            torch.tensor([True]),
+            "cast() rounds floating-point tensors; this one is torch.bool. Convert it first: tensor.float().",
+        ),
+        (
+            torch.tensor([1j]),
+            "cast() rounds floating-point tensors; this one is torch.complex64. "
+            "Convert it first: torch.view_as_real(tensor).",
+        ),
+        (
+            torch.ones(2, 2).to_sparse(),
+            "cast() rounds dense tensors; this one is torch.sparse_coo. Cast tensor.values().",
+        ),
+    ],
+    ids=["int64", "bool", "complex", "sparse"],
+)
+def test_tensors_it_refuses(tensor, text):
+    with pytest.raises(UnsupportedTensor) as caught:
+        cast(tensor, "fp16")
+    assert str(caught.value) == text
+
+
+def test_packed_fp4_is_refused():
+    dtype = getattr(torch, "float4_e2m1fn_x2", None)
+    if dtype is None:
+        pytest.skip("this torch has no packed FP4")
+    with pytest.raises(UnsupportedTensor, match=r"^cast\(\) cannot unpack torch\.float4_e2m1fn_x2, two values a byte"):
+        cast(torch.empty(2, dtype=dtype), "fp16")
+
+
+def test_a_rounding_it_does_not_know():
+    with pytest.raises(BadInput) as caught:
+        cast(torch.ones(1), "fp16", "up")
+    assert str(caught.value) == "cast(rounding='up'): choose 'nearest' or 'stochastic'."
+
+
+def test_a_format_it_does_not_know():
+    with pytest.raises(UnknownName, match=r"^unknown format 'fp17'\. Did you mean fp16 or "):
+        cast(torch.ones(1), "fp17")
