@@ -5,10 +5,8 @@ step, update, with the schedule held when the step was skipped. Between unscale 
 by powers of two (`ampwise.census`), layer by layer. Censuses add up, so those of all steps become one for each
 layer, and from it follows what any format would flush to zero at any loss scale: no second run, no second look.
 
-    python examples/char_gpt.py                        about a minute on two slow cores
-    python examples/char_gpt.py --steps 20             a quick look
+    python examples/char_gpt.py --steps 20             a quick look; without --steps, a minute on two slow cores
     python examples/char_gpt.py --scale-exponent 24    start too high: watch the scaler back off
-    python examples/char_gpt.py --json counts.json     every number, exact
 """
 
 from __future__ import annotations
@@ -18,8 +16,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
-from functools import partial
-from itertools import count, islice
 from math import log2
 from pathlib import Path
 
@@ -40,28 +36,22 @@ TEXT = Path(__file__).with_name("text.txt")
 LAYERS, WIDTH, HEADS, CONTEXT, BATCH = 4, 128, 4, 128, 8
 LEARNING_RATE, WARMUP_STEPS, MAX_NORM = 2e-3, 20, 1.0
 FORMATS = [find_scalar_format(name) for name in ("fp16", "bf16", "e4m3", "e5m2")]
+WHOLE = "whole model"
 COLUMNS = 110  # of the terminal, with all formats side by side
-PLAIN_LINE_EVERY_S = 5.0
-ZEROED = (
-    "has rounded these gradients to FP16 once already; what that zeroed is counted under zeros. Set against FP32 "
-    "arithmetic on one batch, it zeroed {now}% at the present scale and would zero {none}% without one."
-)
-NOT_SAID = "how a run in these formats would go: weights and activations would be rounded too."
 Batch = tuple[Tensor, Tensor]
-Layers = dict[str, Census]
-causal_attention = partial(F.scaled_dot_product_attention, is_causal=True)
+Rows = dict[str, Census]
 
 
-def as_matrix_units_do(operation: Callable[..., Tensor], *operands: Tensor) -> Tensor:
+def as_matrix_units_do(operation: Callable[..., Tensor], *operands: Tensor, **options: bool) -> Tensor:
     """``operation`` as autocast runs it on a GPU: FP16 operands, sums in FP32, an FP16 result.
 
-    Left to itself, CPU autocast would multiply in FP16 too, on many CPUs a hundred times slower than in FP32.
-    The casts round where a GPU rounds, and in the backward pass too, so gradients underflow and overflow alike.
+    Left to itself, CPU autocast would sum in FP16 routines that on many CPUs are a hundred times slower. The casts
+    round operands, results and, in the backward pass, gradients: these underflow and overflow as on a GPU.
     """
     if not torch.is_autocast_enabled("cpu"):
-        return operation(*operands)
+        return operation(*operands, **options)
     with torch.autocast("cpu", enabled=False):
-        return operation(*(operand.half().float() for operand in operands)).half()
+        return operation(*(operand.half().float() for operand in operands), **options).half()
 
 
 class Linear(nn.Linear):
@@ -69,31 +59,20 @@ class Linear(nn.Linear):
         return as_matrix_units_do(F.linear, x, self.weight)
 
 
-class Attention(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inputs = Linear(WIDTH, 3 * WIDTH, bias=False)
-        self.output = Linear(WIDTH, WIDTH, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        batch, length, _ = x.shape
-        heads = self.inputs(x).view(batch, length, 3, HEADS, WIDTH // HEADS).permute(2, 0, 3, 1, 4)
-        mixed = as_matrix_units_do(causal_attention, *heads)
-        return self.output(mixed.transpose(1, 2).reshape(batch, length, WIDTH))  # type: ignore[no-any-return]
-
-
 class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.norms = nn.ModuleList([nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)])
-        self.attention = Attention()
-        # ReLU, because GELU in FP16 would take a quarter of the step on a CPU.
-        wider, back = Linear(WIDTH, 4 * WIDTH, bias=False), Linear(4 * WIDTH, WIDTH, bias=False)
-        self.mlp = nn.Sequential(wider, nn.ReLU(), back)
+        self.attention = nn.ModuleList([Linear(WIDTH, 3 * WIDTH, bias=False), Linear(WIDTH, WIDTH, bias=False)])
+        self.mlp = nn.ModuleList([Linear(WIDTH, 4 * WIDTH, bias=False), Linear(4 * WIDTH, WIDTH, bias=False)])
 
     def forward(self, x: Tensor) -> Tensor:
-        x = x + self.attention(self.norms[0](x))
-        return x + self.mlp(self.norms[1](x))  # type: ignore[no-any-return]
+        split, join = self.attention
+        heads = split(self.norms[0](x)).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
+        mixed = as_matrix_units_do(F.scaled_dot_product_attention, *heads, is_causal=True)
+        x = x + join(mixed.transpose(1, 2).flatten(-2))
+        widen, narrow = self.mlp
+        return x + narrow(F.relu(widen(self.norms[1](x))))  # type: ignore[no-any-return] # FP16 GELU is slow on CPUs
 
 
 class CharGPT(nn.Module):
@@ -101,24 +80,23 @@ class CharGPT(nn.Module):
         super().__init__()
         self.embedding = nn.ModuleList([nn.Embedding(letters, WIDTH), nn.Embedding(CONTEXT, WIDTH)])
         self.blocks = nn.ModuleList(Block() for _ in range(LAYERS))
-        self.norm = nn.LayerNorm(WIDTH)
+        self.final_norm = nn.LayerNorm(WIDTH)
         self.head = Linear(WIDTH, letters, bias=False)
-        for parameter in self.parameters():
-            if parameter.ndim == 2:
-                nn.init.normal_(parameter, std=0.02)
+        for matrix in (parameter for parameter in self.parameters() if parameter.ndim == 2):
+            nn.init.normal_(matrix, std=0.02)
 
     def forward(self, letters: Tensor) -> Tensor:
         tokens, places = self.embedding
         x = tokens(letters) + places(torch.arange(letters.shape[1]))
         for block in self.blocks:
             x = block(x)
-        return self.head(self.norm(x))  # type: ignore[no-any-return]
+        return self.head(self.final_norm(x))  # type: ignore[no-any-return]
 
 
-def layer_of(parameter: str) -> str:
+def row_of(parameter: str) -> str:
     """The row a parameter is counted in: ``blocks.2.mlp.0.weight`` is part of ``block 3 mlp``."""
     first, second, third, *_ = [*parameter.split("."), ""]
-    return f"block {int(second) + 1} {third}" if first == "blocks" else first
+    return f"block {int(second) + 1} {third}" if first == "blocks" else first.replace("_", " ")
 
 
 def batches(text: str, seed: int = 0) -> Iterator[Batch]:
@@ -131,10 +109,6 @@ def batches(text: str, seed: int = 0) -> Iterator[Batch]:
         yield picked[:, :-1], picked[:, 1:]
 
 
-def warm_up_and_decay(steps_done: int) -> float:
-    return min((steps_done + 1) / WARMUP_STEPS, (WARMUP_STEPS / (steps_done + 1)) ** 0.5)
-
-
 def loss_of(model: nn.Module, batch: Batch, *, half: bool) -> Tensor:
     letters, nexts = batch
     with torch.autocast("cpu", dtype=torch.float16, enabled=half):
@@ -142,24 +116,21 @@ def loss_of(model: nn.Module, batch: Batch, *, half: bool) -> Tensor:
         return F.cross_entropy(logits.flatten(0, 1), nexts.flatten())
 
 
-def census_by_layer(model: nn.Module) -> Layers:
-    """What the gradients hold now, merged into the rows of the table."""
-    layers: Layers = {}
-    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    for name, counted in ampwise.census(gradients).items():
-        layers[layer_of(name)] = layers.get(layer_of(name), Census()) + counted
-    return layers
+def census_by_row(model: nn.Module) -> Rows:
+    """What the gradients hold now: by layer, and in the whole model."""
+    counted = ampwise.census({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
+    return {**counted.grouped(row_of), WHOLE: counted.total()}
 
 
 class Training:
-    """A model on its way, and what has been seen of it; ``layers`` in true units, the scale taken out."""
+    """A model on its way, and what was seen of it: ``rows`` in true units, the loss scale taken out."""
 
     def __init__(self, model: nn.Module, scale_exponent: int) -> None:
         self.model = model
         self.optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
-        self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, warm_up_and_decay)
+        self.scheduler = torch.optim.lr_scheduler.LinearLR(self.optimizer, 0.05, total_iters=WARMUP_STEPS)
         self.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**scale_exponent)
-        self.layers = {layer_of(name): Census() for name, _ in model.named_parameters()}
+        self.rows: Rows = {}
         self.losses: list[float] = []
         self.skipped = 0
 
@@ -167,13 +138,17 @@ class Training:
     def scale_exponent(self) -> int:
         return round(log2(self.scaler.get_scale()))  # exact: it starts at a power of two and moves by them
 
+    def __str__(self) -> str:
+        state = f"steps {len(self.losses)}, skipped {self.skipped}, loss scale {self.scaler.get_scale():.0f}"
+        return f"{state}, loss {self.losses[0]:.2f} → {self.losses[-1]:.2f}"
+
     def step(self, batch: Batch) -> None:
-        """One step under a loss scale. Copy this."""
+        """One step under a loss scale. Copy this; know that on a GPU get_scale() waits for it."""
         loss = loss_of(self.model, batch, half=True)
         self.optimizer.zero_grad(set_to_none=True)
         self.scaler.scale(loss).backward()  # outside autocast: each operation's backward keeps its dtype
         self.scaler.unscale_(self.optimizer)
-        counted = census_by_layer(self.model)  # in true units, and before clipping changes them
+        counted = census_by_row(self.model)  # in true units, and before clipping changes them
         nn.utils.clip_grad_norm_(self.model.parameters(), MAX_NORM)
         scale = self.scaler.get_scale()
         self.scaler.step(self.optimizer)
@@ -183,47 +158,43 @@ class Training:
             self.skipped += 1  # the weights did not move, so the schedule must not; nor are infs gradients to count
             return
         self.scheduler.step()
-        self.layers = {name: census + counted[name] for name, census in self.layers.items()}
+        self.rows = {name: census + self.rows.get(name, Census()) for name, census in counted.items()}
 
     def zeroed_by_autocast(self, batch: Batch, scale_exponent: int) -> str:
-        """The share of one batch's gradients that FP32 arithmetic finds and FP16 autocast makes zero, in %."""
+        """The share of one batch's gradients that FP32 arithmetic finds and FP16 autocast makes zero."""
         parameters = list(self.model.parameters())
         wide = torch.autograd.grad(loss_of(self.model, batch, half=False), parameters)
         scaled_loss = loss_of(self.model, batch, half=True) * 2.0**scale_exponent
         narrow = torch.autograd.grad(scaled_loss, parameters)
+        if not all(n.isfinite().all() for n in narrow):
+            return "unknown, for it overflows"
         zeroed = sum(int(((w != 0) & (n == 0)).sum()) for w, n in zip(wide, narrow, strict=True))
-        return percent(zeroed, sum(int(w.count_nonzero()) for w in wide))
+        return percent(zeroed, sum(int(w.count_nonzero()) for w in wide)) + "%"
 
 
 def train(training: Training, data: Iterator[Batch], err: Console, *, seconds: float, steps: int | None) -> None:
     """Step until the seconds or the steps are used up, or Ctrl-C. News goes to ``err``, live on a terminal."""
-    start, next_line_s = time.monotonic(), 0.0
+    start, next_line_s = time.monotonic(), 0.0  # plain lines, where nobody watches, come every five seconds
     live = err.status("starting") if err.file.isatty() else None
     try:
         with live or nullcontext():
-            for number in islice(count(1), steps):
+            while steps is None or len(training.losses) < steps:
                 training.step(next(data))
                 spent_s = time.monotonic() - start
-                state = f"loss {training.losses[-1]:.2f}   loss scale 2^{training.scale_exponent}"
-                news = f"{spent_s:3.0f} s   step {number:3}   {state}   skipped {training.skipped}"
                 if live:
-                    live.update(news)
+                    live.update(f"{spent_s:.0f} s   {training}")
                 elif spent_s >= next_line_s:
-                    err.print(news)
-                    next_line_s = spent_s + PLAIN_LINE_EVERY_S
+                    err.print(f"{spent_s:3.0f} s   {training}")
+                    next_line_s = spent_s + 5
                 if spent_s >= seconds:
                     return
     except KeyboardInterrupt:
         err.print("Stopped early. What was seen until then:")
 
 
-def scales_for(fmt: Format, layers: Layers, present: int) -> dict[str, int]:
+def scales_for(fmt: Format, rows: Rows, present: int) -> dict[str, int]:
     """The loss scales to compare, as exponents: each one for the whole model, as a loss scaler has it."""
-    return {"none": 0, "now": present, "best": merged(layers).best_scale(fmt)}
-
-
-def merged(layers: Layers) -> Census:
-    return sum(layers.values(), Census())
+    return {"none": 0, "now": present, "best": rows[WHOLE].best_scale(fmt)}
 
 
 def percent(part: int, whole: int) -> str:
@@ -231,9 +202,8 @@ def percent(part: int, whole: int) -> str:
     share = 100 * part / max(1, whole)
     if part in (0, whole):
         return f"{share:.0f}"
-    if share < 0.01:
-        return "<0.01"
-    return ">99.9" if share >= 99.95 else f"{share:.{2 if share < 9.995 else 1}f}"
+    text = "<0.01" if share < 0.01 else f"{share:.2f}" if share < 9.995 else f"{share:.1f}"
+    return ">99.9" if text == "100.0" else text
 
 
 def cell(census: Census, fmt: Format, exponent: int) -> Text:
@@ -245,104 +215,97 @@ def cell(census: Census, fmt: Format, exponent: int) -> Text:
     return Text(percent(flushed, census.nonzeros), red if flushed else "dim")
 
 
-def table(layers: Layers, present: int, formats: Sequence[Format]) -> Table:
+def table(rows: Rows, present: int, formats: Sequence[Format]) -> Table:
     grid = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)
     for heading in ("\n\nlayer", "\ngradients\ncounted", "\nzeros\n%"):
         grid.add_column(heading, no_wrap=True, justify="left" if "layer" in heading else "right")
-    scales = [(fmt, which, k) for fmt in formats for which, k in scales_for(fmt, layers, present).items()]
+    scales = [(fmt, which, k) for fmt in formats for which, k in scales_for(fmt, rows, present).items()]
     for fmt, which, exponent in scales:
         title = fmt.title.removeprefix("FP8 ") if which == "now" else ""
-        gap = 6 if which == "none" else 5  # a little air between the formats
-        grid.add_column(f"{title}\n{which}\n2^{exponent}", justify="right", min_width=gap)
-    for name, census in {**layers, "whole model": merged(layers)}.items():
+        width = 6 if which == "none" else 5  # a little air between the formats
+        grid.add_column(f"{title}\n{which}\n2^{exponent}", justify="right", min_width=width)
+    for name, census in rows.items():
         counted, zeros = f"{census.count / 1000:.0f}k", percent(census.zeros, census.count)
         cells = [cell(census, fmt, exponent) for fmt, _, exponent in scales]
-        grid.add_row(name, counted, Text(zeros, "dim"), *cells, style="bold" if name == "whole model" else "")
+        grid.add_row(name, counted, Text(zeros, "dim"), *cells, style="bold" if name == WHOLE else "")
     return grid
 
 
-def fate(census: Census, fmt: Format, exponent: int) -> str:
-    told = str(cell(census, fmt, exponent))
-    return {"over": "overflows", "0": "loses nothing"}.get(told, f"loses {told}%")
-
-
-def verdict(layers: Layers, present: int) -> Iterator[tuple[str, str]]:
+def verdict(rows: Rows, present: int) -> Iterator[tuple[str, str]]:
     """The table in words: a heading, and what there is to say."""
-    whole = merged(layers)
+
+    def fate(census: Census, fmt: Format, exponent: int) -> str:
+        told = str(cell(census, fmt, exponent))
+        return {"over": "overflows", "0": "loses nothing"}.get(told, f"loses {told}%")
+
+    whole, layers = rows[WHOLE], [census for name, census in rows.items() if name != WHOLE]
     for fmt in FORMATS:
-        none, now, best = (fate(whole, fmt, k) for k in scales_for(fmt, layers, present).values())
+        none, now, best = (fate(whole, fmt, k) for k in scales_for(fmt, rows, present).values())
         if {none, now, best} == {"loses nothing"}:
             yield fmt.title, "loses nothing, with or without a scale."
             continue
-        own = percent(sum(c.flushed(fmt, c.best_scale(fmt)) for c in layers.values()), whole.nonzeros)
-        finer = "" if best == "loses nothing" else f" With a scale of its own for each layer: {own}%."
-        at_best = f"{best} at its best scale, 2^{whole.best_scale(fmt)}.{finer}"
-        yield fmt.title, f"{none} without a scale, {now} at the present one, {at_best}"
+        own = percent(sum(layer.flushed(fmt, layer.best_scale(fmt)) for layer in layers), whole.nonzeros)
+        finer = f" (with a scale for each layer: {own}%)" if best != "loses nothing" else ""
+        at_best = f"{best} at its best, 2^{whole.best_scale(fmt)}{finer}"
+        yield fmt.title, f"{none} without a scale, {now} at the present 2^{present}, {at_best}."
     fmt = max(FORMATS, key=lambda fmt: whole.flushed(fmt, whole.best_scale(fmt)))
-    k = whole.best_scale(fmt)
-    worst = max(layers, key=lambda name: layers[name].flushed(fmt, k) / max(1, layers[name].nonzeros))
-    yield "Hit hardest", f"{worst}: in {fmt.title} it {fate(layers[worst], fmt, k)} even at 2^{k}."
+    k = scales_for(fmt, rows, present)["best"]
+    worst = max(rows, key=lambda name: rows[name].flushed(fmt, k) / max(1, rows[name].nonzeros))
+    yield "Hit hardest", f"{worst}: in {fmt.title} it {fate(rows[worst], fmt, k)} even at 2^{k}."
 
 
-def show(training: Training, zeroed: str, out: Console) -> None:
-    present, losses = training.scale_exponent, training.losses
+def show(training: Training, batch: Batch, out: Console) -> None:
+    rows, present = training.rows, training.scale_exponent
     out.print(
-        f"\n{len(losses)} steps, {training.skipped} skipped. Loss {losses[0]:.2f} → {losses[-1]:.2f}. "
-        f"Loss scale {2**present} (2^{present}).\n\n"
-        "What would be lost if these gradients were stored in another format: the share flushed to zero, in % of a\n"
-        "layer's non-zero gradients over all steps, without a loss scale, at the one there is now, and at the best."
+        f"\n[bold]{training}[/]\n\nWhat would be lost if these gradients were stored in another format: the share "
+        "flushed to zero, in % of a\nlayer's non-zero gradients over all steps, without a loss scale, at the one "
+        "there is now, and at the best.\nOne scale for the whole model; [magenta]over[/]: a value would overflow.\n"
     )
     for formats in (FORMATS,) if out.width >= COLUMNS else (FORMATS[:2], FORMATS[2:]):
-        out.print("", table(training.layers, present, formats), sep="\n")
+        out.print(table(rows, present, formats), "", sep="\n")
+    now, none = (training.zeroed_by_autocast(batch, k) for k in (present, 0))
+    remarks = {
+        "Autocast": "has rounded these gradients to FP16 once already: what that zeroed is among the zeros. Its "
+        f"share of one batch, against FP32 arithmetic: {now} at the present scale; {none} without one.",
+        "Not said": "how training in these formats would go: it would round weights and activations too.",
+    }
     words = Table.grid(padding=(0, 2, 0, 0))
-    for heading, sentence in [*verdict(training.layers, present), ("Autocast", zeroed), ("Not said", NOT_SAID)]:
+    for heading, sentence in [*verdict(rows, present), *remarks.items()]:
         words.add_row(Text(heading, "bold", no_wrap=True), sentence)
-    out.print("", words, sep="\n")
+    out.print(words)
 
 
 def as_json(training: Training) -> str:
     """Every number of the table, exact; ``overflowed`` is known within bounds, both included."""
-    layers = {**training.layers, "whole model": merged(training.layers)}
+    rows, present = training.rows, training.scale_exponent
     lost = [
         {"layer": name, "format": fmt.name, "scale": which, "exponent": k, "flushed": census.flushed(fmt, k)}
         | {"overflowed": [census.overflowed(fmt, k).low, census.overflowed(fmt, k).high]}
         for fmt in FORMATS
-        for which, k in scales_for(fmt, training.layers, training.scale_exponent).items()
-        for name, census in layers.items()
+        for which, k in scales_for(fmt, rows, present).items()
+        for name, census in rows.items()
     ]
-    censuses = {name: census.as_dict() for name, census in layers.items()}
-    run = {"losses": training.losses, "skipped": training.skipped, "scale_exponent": training.scale_exponent}
-    return strict_json.dumps({**run, "lost": lost, "census": censuses})
-
-
-def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    story, _, examples = str(__doc__).partition("\n\n")
-    shape = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=story, epilog=examples, formatter_class=shape)
-    parser.add_argument("--seconds", type=float, default=50.0, help="how long to train (default: 50)")
-    parser.add_argument("--steps", type=int, help="stop after this many steps")
-    parser.add_argument("--scale-exponent", type=int, default=16, help="the loss scale starts at 2^this (default: 16)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write every number there, exact")
-    args = parser.parse_args(argv)
-    if args.steps is not None and args.steps < 1:
-        parser.error("--steps: at least one")
-    if not 0 <= args.scale_exponent <= 100:
-        parser.error("--scale-exponent: from 0 to 100")
-    return args
+    run = {"losses": training.losses, "skipped": training.skipped, "scale_exponent": present}
+    return strict_json.dumps({**run, "lost": lost, "census": {name: row.as_dict() for name, row in rows.items()}})
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    args = arguments(argv)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=50.0, help="how long to train (default: 50)")
+    parser.add_argument("--steps", type=int, help="stop after this many steps")
+    parser.add_argument("--scale-exponent", type=int, default=16, help="start at a loss scale of 2^this (default: 16)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write every number there, exact")
+    args = parser.parse_args(argv)
+    if not 0 <= args.scale_exponent <= 100:
+        parser.error("--scale-exponent: from 0 to 100")
     torch.manual_seed(0)
     text = TEXT.read_text(encoding="utf-8")
-    data = batches(text)
-    training = Training(CharGPT(len(set(text))), args.scale_exponent)
+    data, training = batches(text), Training(CharGPT(len(set(text))), args.scale_exponent)
     train(training, data, console(sys.stderr), seconds=args.seconds, steps=args.steps)
-    if not training.losses:
-        return 130  # Ctrl-C before the first step
-    batch = next(data)
-    now, none = (training.zeroed_by_autocast(batch, k) for k in (training.scale_exponent, 0))
-    show(training, ZEROED.format(now=now, none=none), console())
+    if not training.rows:
+        print("Nothing to show: no step was completed without overflow. Train longer.", file=sys.stderr)
+        return 1
+    show(training, next(data), console())
     if args.json:
         args.json.write_text(as_json(training), encoding="utf-8")
     return 0

@@ -162,9 +162,7 @@ def _result(result: Mapping[str, Any]) -> Iterator[str]:
         "Date": result["date"],
         "Versions": _pairs(result["versions"]),
     }
-    yield "\n".join(
-        [*(f"- {name}: {value}" for name, value in facts.items()), f"- Command: `{result['command']}`"]
-    )
+    yield "\n".join([*(f"- {name}: {value}" for name, value in facts.items()), f"- Command: `{result['command']}`"])
     if result["notes"]:
         yield "\n".join(f"- {note}" for note in result["notes"])
 
@@ -213,11 +211,7 @@ def _value(action: argparse.Action) -> str:
 
 def _entry(name: str, text: str, width: int) -> str:
     lines = textwrap.wrap(" ".join(text.split()), 96 - width) or [""]
-    first = (
-        [f"  {name}", f"  {'':{width}}  {lines[0]}"]
-        if len(name) > width
-        else [f"  {name:{width}}  {lines[0]}"]
-    )
+    first = [f"  {name}", f"  {'':{width}}  {lines[0]}"] if len(name) > width else [f"  {name:{width}}  {lines[0]}"]
     return "\n".join(line.rstrip() for line in [*first, *(f"  {'':{width}}  {line}" for line in lines[1:])])
 
 

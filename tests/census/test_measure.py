@@ -110,17 +110,25 @@ def test_many_tensors_by_name():
     assert census({}).total() == Census()
 
 
+def test_merged_by_group():
+    counted = census({"a.weight": torch.ones(3), "b.weight": torch.ones(4), "a.bias": torch.zeros(2)})
+    assert counted.grouped(lambda name: name[0]) == {
+        "a": census(torch.tensor([1, 1, 1, 0, 0.0])),
+        "b": counted["b.weight"],
+    }
+
+
 def test_of_a_dtensor_the_local_shard(tmp_path):
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import Shard, distribute_tensor
+    from torch.distributed.tensor import DTensor, Shard
 
     store = dist.FileStore(str(tmp_path / "store"), 1)
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:
         mesh = init_device_mesh("cpu", (1,))
         whole = torch.randn(8, 4)
-        assert census(distribute_tensor(whole, mesh, [Shard(0)])) == census(whole)
+        assert census(DTensor.from_local(whole, mesh, [Shard(0)])) == census(whole)
     finally:
         dist.destroy_process_group()
 

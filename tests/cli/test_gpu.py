@@ -87,8 +87,7 @@ def test_a_machine_with_gpus(on, capsys):
         "python  3.12.1 on Linux-6.8",
         "CPU     a Xeon; amx_bf16 (BF16 matrix tiles)",
         "torch   2.13.0 (CUDA 12.8, NVIDIA driver 570.86.15)",
-        "FP32    matrix products in full FP32, convolutions in TF32 (as torch starts; a script may change "
-        "it)",
+        "FP32    matrix products in full FP32, convolutions in TF32 (as torch starts; a script may change it)",
         "",
         "cuda:0,1  2 × NVIDIA H200",
         "compute capability 9.0, 139.0 GiB, in the catalog as h200",
@@ -104,8 +103,7 @@ def test_a_machine_with_gpus(on, capsys):
         "",
         "AMP703 tf32-disabled-on-device: FP32 matrix products on 2 × NVIDIA H200 do not use its TF32 tensor "
         "cores: dense peak 67 instead of 495 TFLOP/s",
-        '  fix: Write `torch.set_float32_matmul_precision("high")` before training, if 10 mantissa bits are '
-        "enough.",
+        '  fix: Write `torch.set_float32_matmul_precision("high")` before training, if 10 mantissa bits are enough.',
     ]
 
 
@@ -142,9 +140,7 @@ def test_machine_as_json(on, capsys):
 
 
 def test_without_torch_it_says_so_and_succeeds():
-    done = subprocess.run(
-        [sys.executable, "-c", WITHOUT_TORCH, "gpu"], capture_output=True, text=True, check=False
-    )
+    done = subprocess.run([sys.executable, "-c", WITHOUT_TORCH, "gpu"], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "torch   not installed; so nothing is known about a GPU here" in done.stdout
 
@@ -211,9 +207,7 @@ def test_list_shows_every_id_whole(capsys, monkeypatch):
 
 def test_list_as_json(capsys):
     assert main(["gpu", "--list", "--json"]) == 0
-    assert [gpu["id"] for gpu in json.loads(capsys.readouterr().out)] == [
-        gpu.id for gpu in ampwise.hardware.gpus()
-    ]
+    assert [gpu["id"] for gpu in json.loads(capsys.readouterr().out)] == [gpu.id for gpu in ampwise.hardware.gpus()]
 
 
 @pytest.mark.parametrize(

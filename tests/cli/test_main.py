@@ -113,9 +113,7 @@ def test_a_bug_is_a_traceback(with_test_verbs):
 
 
 def test_ctrl_c_is_a_line_and_130(with_test_verbs):
-    process = subprocess.Popen(
-        [*with_test_verbs, "sleep"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
+    process = subprocess.Popen([*with_test_verbs, "sleep"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert process.stdout.readline() == "ready\n"
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=30)
@@ -125,9 +123,7 @@ def test_ctrl_c_is_a_line_and_130(with_test_verbs):
 @pytest.mark.parametrize("verb", ["flood", "drip", "--help"])
 def test_a_reader_who_leaves_is_met_quietly(with_test_verbs, verb):
     reader, writer = os.pipe()
-    process = subprocess.Popen(
-        [*with_test_verbs, verb], stdout=writer, stderr=subprocess.PIPE, text=True, env=PLAIN
-    )
+    process = subprocess.Popen([*with_test_verbs, verb], stdout=writer, stderr=subprocess.PIPE, text=True, env=PLAIN)
     os.close(writer)
     os.close(reader)
     _, err = process.communicate(timeout=30)

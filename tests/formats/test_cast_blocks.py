@@ -2,6 +2,7 @@
 
 import math
 from bisect import bisect_right
+from fractions import Fraction
 from itertools import pairwise
 
 import numpy as np
@@ -55,7 +56,7 @@ def nearest(value: float, name: str) -> float:
 def floor_log2(value: float) -> int:
     numerator, denominator = value.as_integer_ratio()
     guess = numerator.bit_length() - denominator.bit_length()
-    return guess if numerator >= denominator * 2.0**guess else guess - 1
+    return guess if Fraction(value) >= Fraction(2) ** guess else guess - 1
 
 
 def mx_scale(block: list[float], element: str) -> float:

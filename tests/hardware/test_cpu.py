@@ -77,9 +77,7 @@ def test_an_intel_mac_does_not_tell():
     )
 
 
-@pytest.mark.parametrize(
-    "error", [FileNotFoundError("sysctl"), subprocess.TimeoutExpired("sysctl", 5)], ids=type
-)
+@pytest.mark.parametrize("error", [FileNotFoundError("sysctl"), subprocess.TimeoutExpired("sysctl", 5)], ids=type)
 def test_a_mac_whose_sysctl_fails_is_unknown(monkeypatch, error):
     def fail(*args, **kwargs):
         raise error

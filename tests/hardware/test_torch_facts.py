@@ -28,9 +28,7 @@ class FakeCuda:
 
     def get_device_properties(self, index):
         name, major, minor = self.devices[index]
-        return SimpleNamespace(
-            name=name, major=major, minor=minor, total_memory=index + 1, gcnArchName=self.arch
-        )
+        return SimpleNamespace(name=name, major=major, minor=minor, total_memory=index + 1, gcnArchName=self.arch)
 
     @contextlib.contextmanager
     def device(self, index):
@@ -141,9 +139,7 @@ def test_switches_are_read_however_they_were_set(setting, matmul, convolution):
     torch = pytest.importorskip("torch")
     if "fp32_precision" in setting and not hasattr(torch.backends.cudnn, "conv"):
         pytest.skip("this torch has only the old names")
-    done = subprocess.run(
-        [sys.executable, "-c", SET_THEN_READ, setting], capture_output=True, text=True, check=False
-    )
+    done = subprocess.run([sys.executable, "-c", SET_THEN_READ, setting], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     read = json.loads(done.stdout)
     assert (read["matmul_tf32"], read["convolution_tf32"]) == (matmul, convolution)

@@ -15,20 +15,12 @@ from ampwise.printers.outputs import json as json_output
 # All of Unicode, lone surrogates too: a file name that is not UTF-8 has them.
 texts = st.one_of(
     st.text(st.characters(), max_size=30),
-    st.sampled_from(
-        ["[red]", "\x1b[31m", "a\nb", "::error::x", "%0A", "\u202e", "\x00", "\ud800", "|", "💥"]
-    ),
+    st.sampled_from(["[red]", "\x1b[31m", "a\nb", "::error::x", "%0A", "\u202e", "\x00", "\ud800", "|", "💥"]),
 )
 names = st.none() | texts
 counts = st.none() | st.integers(0, 10**9)
 values = st.recursive(
-    st.none()
-    | st.booleans()
-    | st.integers()
-    | st.floats()
-    | texts
-    | st.binary(max_size=4)
-    | st.complex_numbers(),
+    st.none() | st.booleans() | st.integers() | st.floats() | texts | st.binary(max_size=4) | st.complex_numbers(),
     lambda parts: st.lists(parts, max_size=3) | st.tuples(parts) | st.dictionaries(texts, parts, max_size=3),
     max_leaves=6,
 )
@@ -83,9 +75,7 @@ def strict(text):
 @given(lists)
 def test_json_keeps_every_finding(given_findings: list[Finding]):
     objects = strict(json_output.render(given_findings))
-    assert [(o["code"], o["severity"]) for o in objects] == [
-        (f.rule.code, f.severity) for f in given_findings
-    ]
+    assert [(o["code"], o["severity"]) for o in objects] == [(f.rule.code, f.severity) for f in given_findings]
     assert [o["place"].get("step") for o in objects] == [f.place.step for f in given_findings]
 
 
@@ -135,18 +125,14 @@ def test_text_for_people_cannot_drive_the_terminal(given_findings: list[Finding]
 @given(lists)
 def test_full_tells_every_finding(given_findings: list[Finding]):
     heads = [
-        line
-        for line in full.render(given_findings).split("\n")
-        if line.startswith(("error[", "warning[", "info["))
+        line for line in full.render(given_findings).split("\n") if line.startswith(("error[", "warning[", "info["))
     ]
     assert len(heads) == len(given_findings)
 
 
 @given(st.floats())
 def test_numbers_come_back_from_json(number):
-    rule = Rule(
-        code="AMP101", name="a", severity=Severity.INFO, summary="s", why="w", fix="f", bad="b", good="g"
-    )
+    rule = Rule(code="AMP101", name="a", severity=Severity.INFO, summary="s", why="w", fix="f", bad="b", good="g")
     text = json_output.render([rule.at(Place(), "m", evidence={"value": number})])
     back = float(strict(text)[0]["evidence"]["value"])
     assert back == number or (math.isnan(back) and math.isnan(number))

@@ -65,9 +65,7 @@ def test_our_rules_are_sound(entry: RegisteredRule):
     rule = entry.rule
     assert rule.code.startswith("AMP")
     assert callable(entry.module.check)
-    assert entry.module.__name__.rpartition(".")[2] == rule.name.replace("-", "_"), (
-        "a file is named after its rule"
-    )
+    assert entry.module.__name__.rpartition(".")[2] == rule.name.replace("-", "_"), "a file is named after its rule"
     assert "\n" not in rule.summary
     assert len(rule.summary) <= 110
 
@@ -113,8 +111,7 @@ def test_an_unknown_rule_names_the_nearest():
 )
 def test_two_rules_with_one_code_or_name_are_loud(monkeypatch, second, message):
     clashing = tuple(
-        RegisteredRule(rule=make_rule(*names), room="hardware", module=sys)
-        for names in (("AMP900", "one"), second)
+        RegisteredRule(rule=make_rule(*names), room="hardware", module=sys) for names in (("AMP900", "one"), second)
     )
     monkeypatch.setattr(rules, "rooms", lambda: ["hardware"])
     monkeypatch.setattr(rules, "_room", lambda room: clashing)
@@ -175,8 +172,7 @@ def test_documentation_leaves_plugins_out(install):
         (
             {},
             "hardware = acme_is_gone",
-            "left out acme_is_gone: importing it failed with ModuleNotFoundError: "
-            "No module named 'acme_is_gone'",
+            "left out acme_is_gone: importing it failed with ModuleNotFoundError: No module named 'acme_is_gone'",
         ),
         (
             {"acme.py": "RULE = 3"},

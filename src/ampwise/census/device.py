@@ -31,6 +31,13 @@ class DeviceCensus(Mapping[str, Census]):
         """All of them as one census; waits for the device like any other look."""
         return sum(self.fetch().values(), Census())
 
+    def grouped(self, group_of: Callable[[str], str]) -> dict[str, Census]:
+        """Merged by group, in the order in which groups appear: per layer, say, from ``name.split(".")[1]``."""
+        groups: dict[str, Census] = {}
+        for name, census in self.fetch().items():
+            groups[group_of(name)] = groups.get(group_of(name), Census()) + census
+        return groups
+
     def __getitem__(self, name: str) -> Census:
         return self.fetch()[name]
 

@@ -47,9 +47,7 @@ def page(rule: Rule, colour: bool = False) -> str:
     from ampwise.printers.terminal import paint
 
     off = "" if rule.on_by_default else ", off by default"
-    title = (
-        f"{paint(rule.code, rule.severity, colour)} {paint(rule.name, 'bold', colour)} ({rule.severity}{off})"
-    )
+    title = f"{paint(rule.code, rule.severity, colour)} {paint(rule.name, 'bold', colour)} ({rule.severity}{off})"
     sections = {
         "Why": _prose(rule.why),
         "Fix": _prose(rule.fix),

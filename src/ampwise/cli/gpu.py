@@ -47,9 +47,7 @@ TFLOPS, GIB, GB = 1e12, 2**30, 1e9
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "name", metavar="NAME", nargs="?", help="a device of the catalog (default: this machine)"
-    )
+    parser.add_argument("name", metavar="NAME", nargs="?", help="a device of the catalog (default: this machine)")
     parser.add_argument("--list", action="store_true", help="the devices of the catalog")
     parser.add_argument(
         "--want",
@@ -184,9 +182,7 @@ def _torch(machine: Machine) -> str:
         why = f"does not load: {machine.torch_problem}" if machine.torch_problem else "not installed"
         return f"{why}; so nothing is known about a GPU here"
     torch = machine.torch
-    built = (
-        f"CUDA {torch.cuda}" if torch.cuda else f"ROCm {torch.hip}" if torch.hip else "no CUDA in this build"
-    )
+    built = f"CUDA {torch.cuda}" if torch.cuda else f"ROCm {torch.hip}" if torch.hip else "no CUDA in this build"
     driver = f", NVIDIA driver {machine.driver}" if machine.driver else ""
     return f"{torch.version} ({built}{driver}){_without_devices(torch)}"
 
@@ -221,9 +217,7 @@ def _show_kind(out: Console, kind: DeviceKind) -> None:
     device = kind.first
     label = "compute capability " if device.compute_capability else ""
     _say(out, f"{kind.torch_names}  {kind.title}", style="bold")
-    known = (
-        f"in the catalog as {device.gpu.id}" if device.gpu else "not in the catalog, so no peaks are known"
-    )
+    known = f"in the catalog as {device.gpu.id}" if device.gpu else "not in the catalog, so no peaks are known"
     _say(out, f"{label}{device.capability}, {device.memory_bytes / GIB:.1f} GiB, {known}")
     answers = {fmt: device.has_matrix_units(fmt) for fmt in COMMON}
     if device.gpu is None:

@@ -88,9 +88,7 @@ def read_fp32_switches(torch: Any) -> Fp32Switches:
             matmul_tf32=_uses_tf32(
                 lambda: backends.cuda.matmul.fp32_precision, lambda: backends.cuda.matmul.allow_tf32
             ),
-            convolution_tf32=_uses_tf32(
-                lambda: backends.cudnn.conv.fp32_precision, lambda: backends.cudnn.allow_tf32
-            ),
+            convolution_tf32=_uses_tf32(lambda: backends.cudnn.conv.fp32_precision, lambda: backends.cudnn.allow_tf32),
             matmul_precision=_matmul_precision(torch),
         )
 
@@ -113,9 +111,7 @@ def _read_device(torch: Any, index: int) -> Device:
     properties = torch.cuda.get_device_properties(index)
     # On ROCm (major, minor) of an MI250X reads (9, 0), like a Hopper: only the architecture name is safe.
     capability = (
-        properties.gcnArchName.partition(":")[0]
-        if torch.version.hip
-        else f"{properties.major}.{properties.minor}"
+        properties.gcnArchName.partition(":")[0] if torch.version.hip else f"{properties.major}.{properties.minor}"
     )
     with torch.cuda.device(index):  # is_bf16_supported() is about the current device
         claimed = bool(torch.cuda.is_bf16_supported())

@@ -32,9 +32,7 @@ class Output(Protocol):
     def render(self, findings: Sequence[Finding], *, colour: bool = False) -> str: ...
 
 
-def print_findings(
-    findings: Sequence[Finding], output_format: str = DEFAULT, file: TextIO | None = None
-) -> None:
+def print_findings(findings: Sequence[Finding], output_format: str = DEFAULT, file: TextIO | None = None) -> None:
     """Write findings in one of the formats; colour only where ``file`` (else stdout) is a terminal."""
     stream = sys.stdout if file is None else file
     write(_output(output_format).render(findings, colour=wants_colour(stream)), stream)

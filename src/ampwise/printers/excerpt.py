@@ -89,10 +89,7 @@ def _shown(text: str) -> str:
 
 def _width(text: str) -> int:
     """Terminal columns: wide characters take two, combining marks none."""
-    return sum(
-        0 if unicodedata.combining(char) else 1 + (unicodedata.east_asian_width(char) in "WF")
-        for char in text
-    )
+    return sum(0 if unicodedata.combining(char) else 1 + (unicodedata.east_asian_width(char) in "WF") for char in text)
 
 
 def _read(file: str) -> list[str]:

@@ -130,9 +130,7 @@ def _room(room: str) -> tuple[RegisteredRule, ...]:
     found = pkgutil.walk_packages(package.__path__, f"{package.__name__}.")
     modules = (importlib.import_module(module.name) for module in found)
     return _by_code(
-        RegisteredRule(rule=module.RULE, room=room, module=module)
-        for module in modules
-        if hasattr(module, "RULE")
+        RegisteredRule(rule=module.RULE, room=room, module=module) for module in modules if hasattr(module, "RULE")
     )
 
 

@@ -26,9 +26,7 @@ def test_a_finding_in_a_file(finding, tmp_path):
 
 
 def test_a_finding_without_a_file(finding):
-    text = full.render(
-        [finding("overflow", severity=Severity.INFO, parameter="w", step=3, fix="Lower the scale.")]
-    )
+    text = full.render([finding("overflow", severity=Severity.INFO, parameter="w", step=3, fix="Lower the scale.")])
     assert text == (
         "info[AMP101] clip-scaled-grads: overflow\n"
         " --> w at step 3\n"

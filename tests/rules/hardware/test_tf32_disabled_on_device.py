@@ -15,8 +15,7 @@ def test_tf32_off_is_found_with_what_it_costs(make_machine, make_device):
     (finding,) = check(MachineUse(machine=machine))
     assert finding.rule is RULE
     assert finding.message == (
-        "FP32 matrix products on NVIDIA H200 do not use its TF32 tensor cores: "
-        "dense peak 67 instead of 495 TFLOP/s"
+        "FP32 matrix products on NVIDIA H200 do not use its TF32 tensor cores: dense peak 67 instead of 495 TFLOP/s"
     )
     assert 'torch.set_float32_matmul_precision("high")' in finding.fix
 

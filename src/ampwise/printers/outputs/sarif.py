@@ -19,9 +19,7 @@ LEVELS = {Severity.ERROR: "error", Severity.WARNING: "warning", Severity.INFO: "
 
 
 def render(findings: Sequence[Finding], *, colour: bool = False) -> str:
-    rules = sorted(
-        {finding.rule.code: finding.rule for finding in findings}.values(), key=lambda rule: rule.code
-    )
+    rules = sorted({finding.rule.code: finding.rule for finding in findings}.values(), key=lambda rule: rule.code)
     index = {rule.code: number for number, rule in enumerate(rules)}
     marked = zip(findings, fingerprints(findings), strict=True)
     run = {

@@ -20,10 +20,7 @@ RULE = Rule(
         "there, and `torch.cuda.is_bf16_supported()` answers True because a BF16 tensor can be created. A "
         "script that trusts it trains in BF16, and slowly."
     ),
-    fix=(
-        "Use FP16 with a GradScaler on this GPU, and ask "
-        "`torch.cuda.is_bf16_supported(including_emulation=False)`."
-    ),
+    fix=("Use FP16 with a GradScaler on this GPU, and ask `torch.cuda.is_bf16_supported(including_emulation=False)`."),
     bad="dtype = torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float16",
     good=(
         "native = torch.cuda.is_bf16_supported(including_emulation=False)\n"
