@@ -7,7 +7,7 @@ import pytest
 import torch
 from gfloat import formats as gfloat_formats
 
-from ampwise import cast
+from ampwise import Format, cast
 from ampwise.formats import FORMATS
 
 NUMPY_DTYPES = {
@@ -65,7 +65,7 @@ def hard_points(name: str, dtype: type) -> np.ndarray:
     return np.concatenate([points, -points])
 
 
-def rounded(values: np.ndarray, name: str, **options) -> np.ndarray:
+def rounded(values: np.ndarray, name: str | Format, **options) -> np.ndarray:
     return cast(torch.from_numpy(values), name, **options).numpy()
 
 
@@ -208,6 +208,19 @@ def test_tf32_as_floating_point_arithmetic_says(dtype):
     expected = on_grid(points, 10, -126)
     expected = np.where(np.abs(expected) >= 2.0**128, np.copysign(np.inf, expected), expected)
     assert_same(rounded(points, "tf32"), expected.astype(dtype), points)
+
+
+@pytest.mark.parametrize("mantissa_bits", [0, 1, 5])
+def test_a_format_of_ones_own_with_the_range_of_fp32(mantissa_bits):
+    """Without mantissa bits, FP32's subnormals lie between its zero and its first value."""
+    own = Format(
+        name="own", title="own", exponent_bits=8, mantissa_bits=mantissa_bits, bias=127,
+        reserved_codes=2**mantissa_bits, infinities=True,
+    )  # fmt: skip
+    points = np.concatenate([wide_points(np.float32), np.float32(2.0**-127) * np.float32([0.9, 1, 1.1])])
+    expected = on_grid(points, mantissa_bits, -126)
+    expected = np.where(np.abs(expected) >= 2.0**128, np.copysign(np.inf, expected), expected)
+    assert_same(rounded(points, own), expected.astype(np.float32), points)
 
 
 def test_fp64_to_fp32_as_numpy():

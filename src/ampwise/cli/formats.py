@@ -28,8 +28,10 @@ from __future__ import annotations
 import argparse
 import math
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
+
+from ampwise.printers import terminal
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -71,18 +73,8 @@ def run(args: argparse.Namespace) -> int:
     scalars = [fmt for fmt in chosen if not isinstance(fmt, BlockFormat)]
     blocks = [fmt for fmt in chosen if isinstance(fmt, BlockFormat)]
     show = _show_details if args.names else _show_overview
-    _print(lambda out: show(out, scalars, blocks))
+    terminal.print_tables(lambda out: show(out, scalars, blocks))
     return 0
-
-
-def _print(show: Callable[[Console], None]) -> None:
-    """Write what ``show`` prints, less the blanks with which rich fills each line of a table."""
-    from ampwise.printers.terminal import console, write
-
-    out = console()
-    with out.capture() as captured:
-        show(out)
-    write("".join(f"{line.rstrip()}\n" for line in captured.get().splitlines()), sys.stdout)
 
 
 # All formats: a drawing, a table of numbers, a table of block formats.
@@ -101,7 +93,7 @@ def _show_overview(out: Console, scalars: Sequence[Format], blocks: Sequence[Blo
 
 
 def _numbers(formats: Sequence[Format], *, with_hardware: bool = False) -> Table:
-    table = _table("format")
+    table = terminal.table("format")
     for heading in ("largest", "smallest\nnormal", "smallest\nsubnormal", "epsilon", "decimal\ndigits"):
         table.add_column(heading, justify="right", no_wrap=True)
     table.add_column("needs\nscaling", no_wrap=True)
@@ -115,14 +107,14 @@ def _numbers(formats: Sequence[Format], *, with_hardware: bool = False) -> Table
 
 
 def _hardware(formats: Sequence[Format]) -> Table:
-    table = _table("format", "matrix units since")
+    table = terminal.table("format", "matrix units since")
     for fmt in formats:
         table.add_row(fmt.name, fmt.since)
     return table
 
 
 def _blocks(formats: Sequence[BlockFormat]) -> Table:
-    table = _table("block format", "element", "scale")
+    table = terminal.table("block format", "element", "scale")
     table.add_column("block\nsize", justify="right", no_wrap=True)
     table.add_column("bits per\nvalue", justify="right", no_wrap=True)
     table.add_column("matrix units since")
@@ -238,7 +230,7 @@ def _width(columns: Sequence[dict[str, str]]) -> int:
 
 
 def _side_by_side(columns: Sequence[dict[str, str]]) -> Table:
-    table = _table("")
+    table = terminal.table("")
     table.show_header = False
     table.columns[0].style = "dim"
     for _ in columns:
@@ -254,7 +246,7 @@ def _side_by_side(columns: Sequence[dict[str, str]]) -> Table:
 def _drawing(formats: Sequence[Format], colour: bool) -> Table:
     from rich.text import Text
 
-    table = _table("format")
+    table = terminal.table("format")
     legend = Text("  ").join(Text.assemble((letter, style), f" {part}") for letter, part, style in PARTS)
     table.add_column(Text.assemble(legend, "  bits"), no_wrap=True)
     for fmt in formats:
@@ -278,15 +270,6 @@ def layout(fmt: Format, colour: bool) -> Text:
 
 def _in_colour(out: Console) -> bool:
     return out.color_system is not None
-
-
-def _table(*headings: str) -> Table:
-    from rich.table import Table
-
-    table = Table(box=None, padding=(0, GAP, 0, 0), pad_edge=False, header_style="dim")
-    for heading in headings:
-        table.add_column(heading, no_wrap=True)
-    return table
 
 
 # Numbers, for people.

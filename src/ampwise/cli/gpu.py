@@ -25,10 +25,10 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from ampwise.printers import output_formats, print_findings
+from ampwise.printers import output_formats, print_findings, terminal
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -98,7 +98,7 @@ def _run_list(as_json: bool) -> int:
     if as_json:
         _write_json([gpu.as_dict() for gpu in gpus()])
     else:
-        _print(lambda out: _show_list(out, gpus()))
+        terminal.print_tables(lambda out: _show_list(out, gpus()))
     return 0
 
 
@@ -109,7 +109,7 @@ def _run_device(name: str, as_json: bool) -> int:
     if as_json:
         _write_json(gpu.as_dict())
     else:
-        _print(lambda out: _show_device(out, gpu))
+        terminal.print_tables(lambda out: _show_device(out, gpu))
     return 0
 
 
@@ -124,7 +124,7 @@ def _run_machine(wanted: tuple[str, ...], output_format: str | None, as_json: bo
         shown = [finding.as_dict() for finding in findings]
         _write_json({"machine": use.machine.as_dict(), "findings": shown})
     else:
-        _print(lambda out: _show_machine(out, use.machine, findings))
+        terminal.print_tables(lambda out: _show_machine(out, use.machine, findings))
     return 1 if any(_breaks_a_wish(finding) for finding in findings) else 0
 
 
@@ -146,16 +146,6 @@ def _write_json(value: object) -> None:
     from ampwise.printers.strict_json import dumps
 
     sys.stdout.write(dumps(value))
-
-
-def _print(show: Callable[[Console], None]) -> None:
-    """Write what ``show`` prints, less the blanks with which rich fills each line of a table."""
-    from ampwise.printers.terminal import console, write
-
-    out = console()
-    with out.capture() as captured:
-        show(out)
-    write("".join(f"{line.rstrip()}\n" for line in captured.get().splitlines()), sys.stdout)
 
 
 def _show_machine(out: Console, machine: Machine, findings: Sequence[Finding]) -> None:
@@ -251,7 +241,7 @@ def _uncommon(gpu: Gpu) -> list[str]:
 
 def _formats(answers: dict[str, bool | None], gpu: Gpu | None) -> Table:
     """A row a format: whether matrix units take it and, for a device of the catalog, how fast."""
-    table = _table("format", "matrix units")
+    table = terminal.table("format", "matrix units")
     for heading in ("dense peak, TFLOP/s", "ridge, FLOP/byte") if gpu else ():
         table.add_column(heading, justify="right")
     for fmt, answer in answers.items():
@@ -264,7 +254,7 @@ def _formats(answers: dict[str, bool | None], gpu: Gpu | None) -> Table:
 
 
 def _show_list(out: Console, gpus: Iterable[Gpu]) -> None:
-    table = _table("id", "capability")
+    table = terminal.table("id", "capability")
     table.add_column("matrix units")  # these two may wrap; an id is there to be copied
     table.add_column("name")
     for gpu in gpus:
@@ -276,28 +266,15 @@ def _show_list(out: Console, gpus: Iterable[Gpu]) -> None:
 
 def _say(out: Console, text: str, style: str = "") -> None:
     """A line that stays one line, so that it can be searched for and a URL clicked."""
-    from ampwise.printers.terminal import printable
-
-    out.print(printable(text), style=style, markup=False, soft_wrap=True)
+    out.print(terminal.printable(text), style=style, markup=False, soft_wrap=True)
 
 
 def _facts(facts: dict[str, str]) -> Table:
     from rich.table import Table
     from rich.text import Text
 
-    from ampwise.printers.terminal import printable
-
     grid = Table.grid(padding=(0, 2, 0, 0))
     grid.add_column(style="dim", no_wrap=True)
     for label, fact in facts.items():
-        grid.add_row(label, Text(printable(fact)))  # Text: a driver's words are not markup
+        grid.add_row(label, Text(terminal.printable(fact)))  # Text: a driver's words are not markup
     return grid
-
-
-def _table(*headings: str) -> Table:
-    from rich.table import Table
-
-    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
-    for heading in headings:
-        table.add_column(heading, no_wrap=True)
-    return table

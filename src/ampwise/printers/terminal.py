@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import sys
 import unicodedata
+from collections.abc import Callable
 from typing import TYPE_CHECKING, TextIO
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.table import Table
 
-__all__ = ["console", "paint", "printable", "wants_colour", "write"]
+__all__ = ["console", "paint", "print_tables", "printable", "table", "wants_colour", "write"]
 
 PIPE_WIDTH = 110  # where nobody told us the width: a file, a pipe, a CI log
 
@@ -40,6 +42,24 @@ def console(file: TextIO | None = None) -> Console:
         soft_wrap=False,
         color_system="auto" if wants_colour(stream) else None,
     )
+
+
+def table(*headings: str) -> Table:
+    """A table without lines: columns two blanks apart, dim headings, nothing wrapped."""
+    from rich.table import Table
+
+    plain = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
+    for heading in headings:
+        plain.add_column(heading, no_wrap=True)
+    return plain
+
+
+def print_tables(show: Callable[[Console], None]) -> None:
+    """Write what ``show`` prints, less the blanks with which rich fills each line of a table."""
+    out = console()
+    with out.capture() as captured:
+        show(out)
+    write("".join(f"{line.rstrip()}\n" for line in captured.get().splitlines()), sys.stdout)
 
 
 def wants_colour(stream: TextIO) -> bool:
