@@ -148,6 +148,12 @@ def test_what_cannot_be_counted(bad, message):
         census(bad)
 
 
+@pytest.mark.skipif(not hasattr(torch, "float4_e2m1fn_x2"), reason="torch before 2.8 has no packed floats")
+def test_packed_values_are_refused():
+    with pytest.raises(UnsupportedTensor, match=r"packs values into bytes\. Unpack it first"):
+        census(torch.zeros(2, dtype=torch.uint8).view(torch.float4_e2m1fn_x2))
+
+
 def test_a_missing_gradient_is_named():
     with pytest.raises(UnsupportedTensor, match=r"'head.bias' is NoneType\. Leave out parameters without"):
         census({"head.bias": None})

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ampwise.census import kernel
 from ampwise.census.algebra import Census
-from ampwise.census.layout import SINGLE
+from ampwise.census.layout import BINADES, SINGLE
 
 __all__ = ["Batch", "count_into_", "launch_census", "new_buffer", "read_census"]
 
@@ -125,14 +125,20 @@ def count_into_(buffer: Tensor, batch: Batch) -> None:
 def read_census(buffer: Tensor, batch: Batch) -> list[Census]:
     """Fetch a buffer, which waits for the device, and read the censuses in the caller's order."""
     host, cells = buffer.cpu(), batch.rows * SINGLE.columns
-    rows = iter(host[:cells].view(-1, SINGLE.columns).tolist())
-    sums = iter(host[cells:].view(torch.float64).tolist())
+    skipped, table = _trimmed(host[:cells].view(-1, SINGLE.columns))
+    rows, sums = iter(table.tolist()), iter(host[cells:].view(torch.float64).tolist())
     found = [Census()] * len(batch.sizes)
     for group in batch.groups:
         for position, chunks in zip(group.positions, group.plan.chunks, strict=True):
             # In the order of the chunks, so that the sum is the same in every run.
-            found[position] = SINGLE.census(next(rows), math.fsum(islice(sums, chunks)))
+            found[position] = SINGLE.census(next(rows), math.fsum(islice(sums, chunks)), skipped)
     return found
+
+
+def _trimmed(table: Tensor) -> tuple[int, Tensor]:
+    """The table without the lowest and highest binades that no tensor has, which are most of them."""
+    used = table[:, BINADES:].any(0).nonzero().flatten().tolist() or [0]
+    return used[0], torch.cat([table[:, :BINADES], table[:, BINADES + used[0] : BINADES + used[-1] + 1]], dim=1)
 
 
 def _aligned(tensor: Tensor) -> Tensor:

@@ -44,9 +44,9 @@ class Layout:
     def columns(self) -> int:
         return BINADES + self.binades
 
-    def census(self, row: Sequence[int], sum_squares: float) -> Census:
-        """The census a row stands for."""
-        counts = enumerate(row[BINADES : self.columns], start=self.lowest_binade)
+    def census(self, row: Sequence[int], sum_squares: float, skipped: int = 0) -> Census:
+        """The census a row stands for; its binades may start ``skipped`` after the lowest, and end early."""
+        counts = enumerate(row[BINADES:], start=self.lowest_binade + skipped)
         smallest = self.magnitude_mask - row[SMALLEST] + 1
         return Census(
             binades={exponent: count for exponent, count in counts if count},

@@ -41,25 +41,23 @@ def census(tensors: Tensor | Mapping[str, Tensor]) -> Census | DeviceCensus:
     """
     if isinstance(tensors, Mapping):
         return DeviceCensus(list(tensors), _measure(tensors))
-    (only,) = _measure({"": tensors})
-    return only()[""]
+    return DeviceCensus([""], _measure({"": tensors}))[""]
 
 
 def _measure(tensors: Mapping[str, Tensor]) -> list[Later[dict[str, Census]]]:
     """Measure tensors where they are: in one launch for all of a GPU's, one after another elsewhere."""
-    flat = {name: _kernel_dtype(flat_values(tensor, name or None)) for name, tensor in tensors.items()}
-    parts: list[Later[dict[str, Census]]] = []
+    batches: dict[torch.device, dict[str, Tensor]] = {}
+    singles: dict[str, Later[Census]] = {}
     launch = _launcher()
-    if launch is not None:
-        for device in dict.fromkeys(values.device for values in flat.values()):
-            batch = {name: values for name, values in flat.items() if values.device == device and _for_kernel(values)}
-            if batch:
-                parts.append(_named(list(batch), launch(list(batch.values()))))
-                flat = {name: values for name, values in flat.items() if name not in batch}
-    if flat:
-        singles = [_count(values) for values in flat.values()]
-        parts.append(_named(list(flat), lambda: [single() for single in singles]))
-    return parts
+    for name, tensor in tensors.items():
+        values = flat_values(tensor, name or None)
+        if launch and values.is_cuda and values.dtype != torch.float64:
+            # The kernel reads 16 and 32 bits; widening FP8 is exact.
+            batches.setdefault(values.device, {})[name] = values.float() if values.element_size() == 1 else values
+        else:
+            singles[name] = _count(values.detach().view(-1))
+    parts = [_named(list(batch), launch(list(batch.values()))) for batch in batches.values() if launch]
+    return [*parts, lambda: {name: single() for name, single in singles.items()}]
 
 
 def _named(names: list[str], fetch: Later[list[Census]]) -> Later[dict[str, Census]]:
@@ -69,21 +67,12 @@ def _named(names: list[str], fetch: Later[list[Census]]) -> Later[dict[str, Cens
 def _count(flat: Tensor) -> Later[Census]:
     """The census of one flat tensor, without a kernel."""
     layout = DOUBLE if flat.dtype == torch.float64 else SINGLE
-    if flat.device.type != "cuda":
+    if not flat.is_cuda:
         row, sum_squares = count_on_cpu(flat.cpu())
         counted = layout.census(row.tolist(), sum_squares)
         return lambda: counted
     device_row, device_sum = count_in_torch(flat if layout is DOUBLE else flat.float())
     return lambda: layout.census(device_row.tolist(), device_sum.item())
-
-
-def _kernel_dtype(flat: Tensor) -> Tensor:
-    """FP8 widened to FP32 on a GPU: the kernel reads 16 and 32 bits, and the widening is exact."""
-    return flat.float() if flat.device.type == "cuda" and flat.element_size() == 1 else flat
-
-
-def _for_kernel(flat: Tensor) -> bool:
-    return flat.device.type == "cuda" and flat.dtype != torch.float64
 
 
 @cache
