@@ -44,14 +44,19 @@ class Result:
             print(f"- {note}")
         RESULTS.mkdir(exist_ok=True)
         record = asdict(self) | {
+            "rows": [[cell if isinstance(cell, str) else float(_text(cell)) for cell in row] for row in self.rows],
             "machine": _machine(),
             "date": date.today().isoformat(),
             "versions": _versions(),
-            "command": f"make bench NAME={self.name.removesuffix('_cpu').removesuffix('_gpu')}",
+            "command": self._command(),
         }
         path = RESULTS / f"{self.name}.json"
         path.write_text(json.dumps(record, indent=2) + "\n")
         print(f"\nwritten to {path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path}")
+
+    def _command(self) -> str:
+        target = "gpu-bench" if torch.cuda.is_available() else "bench"
+        return f"make {target} NAME={self.name.removesuffix('_cpu').removesuffix('_gpu')}"
 
 
 def gpu_ms(work: Callable[[], object], repeats: int = 30, per_graph: int = 5) -> float:

@@ -5,7 +5,7 @@ Each program takes one chunk of one tensor. ``reference.py`` defines what it mus
 The histogram keeps up with memory because it is made in shared memory, with the instruction that NVIDIA GPUs
 have for adding one: lanes of a warp that hit the same counter are merged by the hardware. Triton has no words
 for that, so a few lines are PTX. Where there is no PTX (Triton's interpreter, AMD), ``tl.histogram`` counts.
-``benchmarks/results/census.json`` has what each way reached.
+``benchmarks/results/census_gpu.json`` has what each way reached.
 
 Values that FP32 cannot treat alike (subnormals, whose exponent field is the same; infinities and NaN; squares
 out of range) show in the chunk's counts. Such a chunk is counted again, slowly and fully.
