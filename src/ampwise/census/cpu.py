@@ -25,14 +25,17 @@ __all__ = ["count_on_cpu"]
 # fields, subnormals, infs, nans, bits of amax, bits of amin less one, sum of squares
 Counted = tuple[list[int], list[int], int, int, int, int, float]
 SHARE = 1 << 18  # values below which another thread costs more than it brings
-PIECE = 1 << 20  # 16-bit and 8-bit values are widened this many at a time
+PIECE = 1 << 20  # values at a time where they must be widened first
+KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # as the C loop calls them
 
 
 def count_on_cpu(flat: Tensor) -> tuple[Tensor, float]:
     """The row of counts and the sum of squares of a flat CPU tensor of any float dtype."""
-    if _native is None or flat.dtype == torch.float64:
+    if flat.element_size() == 1:
+        flat = flat.float()  # FP8
+    if _native is None or flat.dtype not in KINDS:
         return _merge(_count_widened(piece) for piece in flat.split(PIECE))
-    count = partial(_count_natively, _native.count_fp32)
+    count = partial(_count_natively, _native.count_floats)
     threads = min(torch.get_num_threads(), max(1, flat.numel() // SHARE))
     if threads == 1:
         return count(flat)
@@ -45,11 +48,8 @@ def _count_widened(piece: Tensor) -> tuple[Tensor, float]:
     return row, sum_squares.item()
 
 
-def _count_natively(count_fp32: Callable[[int, int], Counted], flat: Tensor) -> tuple[Tensor, float]:
-    if flat.dtype == torch.float32:
-        return _row(count_fp32(flat.data_ptr(), flat.numel()))
-    widened = (piece.float() for piece in flat.split(PIECE))
-    return _merge(_row(count_fp32(piece.data_ptr(), piece.numel())) for piece in widened)
+def _count_natively(count_floats: Callable[[int, int, int], Counted], flat: Tensor) -> tuple[Tensor, float]:
+    return _row(count_floats(flat.data_ptr(), flat.numel(), KINDS[flat.dtype]))
 
 
 def _row(counted: Counted) -> tuple[Tensor, float]:
