@@ -74,7 +74,8 @@ def test_measuring_does_not_wait_and_results_are_fetched_in_one_copy():
 
 
 def test_many_tensors_are_one_launch():
-    tensors = {str(i): torch.randn(1000 + i, device="cuda") for i in range(50)}
+    dtypes = [torch.float32, torch.bfloat16, torch.float16]
+    tensors = {str(i): torch.randn(1000 + i, device="cuda").to(dtypes[i % 3]) for i in range(50)}
     census(tensors).fetch()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         census(tensors).fetch()

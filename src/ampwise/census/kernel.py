@@ -12,7 +12,7 @@ out of range) show in the chunk's counts. Such a chunk is counted again, slowly 
 """
 
 # Constants of a Triton kernel are arguments in capitals, and its branches are taken when it is compiled.
-# ruff: noqa: N803, SIM108
+# ruff: noqa: N803, SIM102, SIM108
 
 from __future__ import annotations
 
@@ -92,18 +92,6 @@ def _load_magnitudes(pointer, offsets, n, MASKED: tl.constexpr):
     else:
         bits = values.to(tl.float32).to(tl.int32, bitcast=True)
     return bits & _MASK
-
-
-@triton.jit
-def _locate(addresses, sizes, first_chunks, owners, DTYPE: tl.constexpr, CHUNK: tl.constexpr):
-    """Which tensor this program's chunk belongs to, where the chunk starts, and how many values it has."""
-    chunk = tl.program_id(0)
-    owner = tl.load(owners + chunk)
-    start = (chunk - tl.load(first_chunks + owner)).to(tl.int64) * CHUNK
-    left = tl.load(sizes + owner) - start
-    pointer = tl.load(addresses + owner).to(tl.pointer_type(DTYPE)) + start
-    # The host copies tensors that are not so aligned; without this, loads would go one value at a time.
-    return owner, tl.multiple_of(pointer, 16), tl.minimum(left, CHUNK).to(tl.int32)
 
 
 @triton.jit
@@ -207,18 +195,13 @@ def _count_slowly(pointer, n, row, shared, BLOCK: tl.constexpr, PTX: tl.constexp
 
 
 @triton.jit
-def census_kernel(
-    addresses, sizes, first_chunks, owners, table, sums,
-    ROW: tl.constexpr, DTYPE: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, SLOW_BLOCK: tl.constexpr,
-    PTX: tl.constexpr,
+def _count_chunk(
+    address, start, n, shared, row, sum_squares,
+    DTYPE: tl.constexpr, BLOCK: tl.constexpr, SLOW_BLOCK: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """Add each chunk's counts to its tensor's row of ``table`` (cleared before); its sum of squares to ``sums``."""
-    owner, pointer, n = _locate(addresses, sizes, first_chunks, owners, DTYPE, CHUNK)
-    shared = n
-    if PTX:
-        shared = _cleared_counters(n)
+    # The host copies tensors that are not so aligned; without this, loads would go one value at a time.
+    pointer = tl.multiple_of(address.to(tl.pointer_type(DTYPE)) + start, 16)
     counts, squares, largest, smallest = _count(pointer, n, shared, BLOCK, PTX)
-    row = table + owner.to(tl.int64) * ROW
     fields = tl.arange(0, _FIELDS)
     subnormals = tl.sum(tl.where(fields == 0, counts, 0))
     # Squares that FP32 rounds to infinity, or to nothing, are summed again in FP64.
@@ -230,6 +213,34 @@ def census_kernel(
         tl.atomic_add(binades, counts.to(tl.int64), mask=counted, sem="relaxed")
         none = zeros * 0
         _add_head(row, zeros, none, none, largest, smallest)
-        tl.store(sums + tl.program_id(0), squares.to(tl.float64))
+        tl.store(sum_squares, squares.to(tl.float64))
     else:
-        tl.store(sums + tl.program_id(0), _count_slowly(pointer, n, row, shared, SLOW_BLOCK, PTX))
+        tl.store(sum_squares, _count_slowly(pointer, n, row, shared, SLOW_BLOCK, PTX))
+
+
+@triton.jit
+def census_kernel(
+    addresses, sizes, kinds, first_chunks, owners, table, sums,
+    ROW: tl.constexpr, HAS_FP32: tl.constexpr, HAS_BF16: tl.constexpr, HAS_FP16: tl.constexpr,
+    CHUNK: tl.constexpr, BLOCK: tl.constexpr, SLOW_BLOCK: tl.constexpr, PTX: tl.constexpr,
+):  # fmt: skip
+    """Add each chunk's counts to its tensor's row of ``table`` (cleared before); its sum of squares to ``sums``."""
+    chunk = tl.program_id(0)
+    owner = tl.load(owners + chunk)
+    start = (chunk - tl.load(first_chunks + owner)).to(tl.int64) * CHUNK
+    n = tl.minimum(tl.load(sizes + owner) - start, CHUNK).to(tl.int32)
+    address = tl.load(addresses + owner)
+    kind = tl.load(kinds + owner)
+    row = table + owner.to(tl.int64) * ROW
+    shared = n
+    if PTX:
+        shared = _cleared_counters(n)
+    if HAS_FP32:
+        if kind == 0:
+            _count_chunk(address, start, n, shared, row, sums + chunk, tl.float32, BLOCK, SLOW_BLOCK, PTX)
+    if HAS_BF16:  # read as the upper half of an FP32, which needs no conversion
+        if kind == 1:
+            _count_chunk(address, start, n, shared, row, sums + chunk, tl.int16, BLOCK, SLOW_BLOCK, PTX)
+    if HAS_FP16:
+        if kind == 2:
+            _count_chunk(address, start, n, shared, row, sums + chunk, tl.float16, BLOCK, SLOW_BLOCK, PTX)

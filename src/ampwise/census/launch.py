@@ -10,7 +10,6 @@ from functools import lru_cache
 from itertools import accumulate, islice
 
 import torch
-import triton.language as tl
 from torch import Tensor
 
 from ampwise.census import kernel
@@ -19,81 +18,55 @@ from ampwise.census.layout import BINADES, SINGLE
 
 __all__ = ["Batch", "count_into_", "launch_census", "new_buffer", "read_census"]
 
-# BF16 is read as the upper half of an FP32, which needs no conversion.
-KERNEL_DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.int16, torch.float16: tl.float16}
+KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # as the kernel calls them
 ALIGNMENT = 16  # bytes, for vector loads
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """Which chunk belongs to which tensor. It depends on the sizes alone, so it is made once per model."""
+    """Which chunk belongs to which tensor. It depends on sizes and dtypes alone, so it is made once per model."""
 
     sizes: Tensor
+    kinds: Tensor
     first_chunks: Tensor
     owners: Tensor
     chunks: tuple[int, ...]  # per tensor
+    present: frozenset[int]  # kinds
 
 
 @lru_cache(maxsize=64)
-def _plan(sizes: tuple[int, ...], device: torch.device) -> Plan:
+def _plan(sizes: tuple[int, ...], kinds: tuple[int, ...], device: torch.device) -> Plan:
     chunks = [math.ceil(size / kernel.CHUNK) for size in sizes]
     owners = torch.repeat_interleave(torch.arange(len(sizes), dtype=torch.int32), torch.tensor(chunks))
     return Plan(
         sizes=torch.tensor(sizes, dtype=torch.int64).to(device),
+        kinds=torch.tensor(kinds, dtype=torch.int32).to(device),
         first_chunks=torch.tensor([0, *accumulate(chunks)][:-1], dtype=torch.int32).to(device),
         owners=owners.to(device),
         chunks=tuple(chunks),
+        present=frozenset(kinds),
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Group:
-    """The tensors of one dtype: one launch."""
-
-    dtype: torch.dtype
-    positions: tuple[int, ...]  # in the caller's list
-    addresses: Tensor
-    plan: Plan
-
-    @property
-    def chunks(self) -> int:
-        return len(self.plan.owners)
-
-    @property
-    def arguments(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """What every kernel here starts with."""
-        return self.addresses, self.plan.sizes, self.plan.first_chunks, self.plan.owners
-
-
 class Batch:
-    """Flat tensors of one device, ready to be read by a kernel as often as one likes."""
+    """Contiguous tensors of one device, ready to be read by the kernel as often as one likes."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
-        self.sizes = [tensor.numel() for tensor in tensors]
-        self.kept: list[Tensor] = []  # what the addresses point into
         self.device = tensors[0].device
         self.has_ptx = self.device.type == "cuda" and torch.version.hip is None
-        by_dtype = (
-            [i for i, tensor in enumerate(tensors) if tensor.dtype == dtype and tensor.numel()]
-            for dtype in KERNEL_DTYPES
-        )
-        self.groups = [self._group(tensors, positions) for positions in by_dtype if positions]
-        self.rows = sum(len(group.positions) for group in self.groups)
-        self.chunks = sum(group.chunks for group in self.groups)
+        self.kept = [_aligned(tensor) for tensor in tensors]  # what the addresses point into
+        self.addresses = _addresses(self.kept)
+        sizes = tuple(tensor.numel() for tensor in tensors)
+        self.plan = _plan(sizes, tuple(KINDS[tensor.dtype] for tensor in tensors), self.device)
 
-    def _group(self, tensors: Sequence[Tensor], positions: list[int]) -> Group:
-        aligned = [_aligned(tensors[i]) for i in positions]
-        self.kept += aligned
-        return Group(
-            dtype=aligned[0].dtype,
-            positions=tuple(positions),
-            addresses=_addresses(aligned),
-            plan=_plan(tuple(self.sizes[i] for i in positions), self.device),
-        )
+    @property
+    def cells(self) -> int:
+        """Of the table: a row for each tensor."""
+        return len(self.plan.chunks) * SINGLE.columns
 
 
 def launch_census(tensors: Sequence[Tensor]) -> Callable[[], list[Census]]:
-    """Count flat tensors of one device, in one launch for each dtype; returns what fetches the result."""
+    """Count tensors of one device in one launch; returns what fetches the result."""
     batch = Batch(tensors)
     buffer = new_buffer(batch)
     count_into_(buffer, batch)
@@ -104,35 +77,33 @@ def launch_census(tensors: Sequence[Tensor]) -> Callable[[], list[Census]]:
 
 def new_buffer(batch: Batch) -> Tensor:
     """All results in one, rows first and then the chunks' sums of squares, so that fetching is one copy."""
-    return torch.zeros(batch.rows * SINGLE.columns + batch.chunks, dtype=torch.int64, device=batch.device)
+    return torch.zeros(batch.cells + len(batch.plan.owners), dtype=torch.int64, device=batch.device)
 
 
 def count_into_(buffer: Tensor, batch: Batch) -> None:
     """Launch the count; the buffer must be cleared."""
-    cells = batch.rows * SINGLE.columns
-    table, sums = buffer[:cells], buffer[cells:].view(torch.float64)
-    for group in batch.groups:
-        # Triton launches on the current device, which need not be the tensors'.
-        with torch.cuda.device(batch.device) if batch.device.type == "cuda" else nullcontext():
-            kernel.census_kernel[(group.chunks,)](
-                *group.arguments, table, sums, ROW=SINGLE.columns, DTYPE=KERNEL_DTYPES[group.dtype],
-                CHUNK=kernel.CHUNK, BLOCK=kernel.BLOCK, SLOW_BLOCK=kernel.SLOW_BLOCK, PTX=batch.has_ptx,
-                num_warps=kernel.WARPS,
-            )  # fmt: skip
-        table, sums = table[len(group.positions) * SINGLE.columns :], sums[group.chunks :]
+    plan = batch.plan
+    if not len(plan.owners):
+        return
+    # Triton launches on the current device, which need not be the tensors'.
+    with torch.cuda.device(batch.device) if batch.device.type == "cuda" else nullcontext():
+        kernel.census_kernel[(len(plan.owners),)](
+            batch.addresses, plan.sizes, plan.kinds, plan.first_chunks, plan.owners,
+            buffer, buffer[batch.cells :].view(torch.float64), ROW=SINGLE.columns,
+            HAS_FP32=0 in plan.present, HAS_BF16=1 in plan.present, HAS_FP16=2 in plan.present,
+            CHUNK=kernel.CHUNK, BLOCK=kernel.BLOCK, SLOW_BLOCK=kernel.SLOW_BLOCK, PTX=batch.has_ptx,
+            num_warps=kernel.WARPS,
+        )  # fmt: skip
 
 
 def read_census(buffer: Tensor, batch: Batch) -> list[Census]:
-    """Fetch a buffer, which waits for the device, and read the censuses in the caller's order."""
-    host, cells = buffer.cpu(), batch.rows * SINGLE.columns
-    skipped, table = _trimmed(host[:cells].view(-1, SINGLE.columns))
-    rows, sums = iter(table.tolist()), iter(host[cells:].view(torch.float64).tolist())
-    found = [Census()] * len(batch.sizes)
-    for group in batch.groups:
-        for position, chunks in zip(group.positions, group.plan.chunks, strict=True):
-            # In the order of the chunks, so that the sum is the same in every run.
-            found[position] = SINGLE.census(next(rows), math.fsum(islice(sums, chunks)), skipped)
-    return found
+    """Fetch a buffer, which waits for the device, and read the censuses in the tensors' order."""
+    host = buffer.cpu()
+    skipped, table = _trimmed(host[: batch.cells].view(-1, SINGLE.columns))
+    sums = iter(host[batch.cells :].view(torch.float64).tolist())
+    # In the order of the chunks, so that the sum is the same in every run.
+    totals = (math.fsum(islice(sums, chunks)) for chunks in batch.plan.chunks)
+    return [SINGLE.census(row, total, skipped) for row, total in zip(table.tolist(), totals, strict=True)]
 
 
 def _trimmed(table: Tensor) -> tuple[int, Tensor]:

@@ -29,9 +29,9 @@ def census(tensors: Mapping[str, Tensor]) -> DeviceCensus: ...
 def census(tensors: Tensor | Mapping[str, Tensor]) -> Census | DeviceCensus:
     """Count what a tensor holds, or each of several tensors by name, without changing them.
 
-    Several CUDA tensors are counted in one launch (one for each dtype among them), and the result stays on the
-    device until it is looked at. One tensor gives its Census at once, which on CUDA waits for the device.
-    FP64, FP32, BF16, FP16 and FP8, any strides; of a DTensor, the local shard.
+    Several CUDA tensors are counted in one launch (FP64 aside), and the result stays on the device until it is
+    looked at. One tensor gives its Census at once, which on CUDA waits for the device. FP64, FP32, BF16, FP16
+    and FP8, any strides; of a DTensor, the local shard.
 
     >>> counts = census(torch.tensor([1.0, -3.0, 0.0, 1e-8]))
     >>> counts.zeros, counts.amax, counts.flushed("fp16")
