@@ -28,6 +28,7 @@ def hard_cases():
         "powers of two": torch.cat([powers, -powers]),
         "just above powers of two": torch.nextafter(powers, torch.tensor(math.inf)),
         "subnormal": torch.randn(2000) * 1e-40,
+        "a few subnormal": torch.cat([torch.randn(1000), torch.tensor([1e-40, -3e-42])]),
         "squares too large": torch.randn(500) * 1e30,
         "squares too small": torch.randn(500) * 1e-30,
         "not finite": torch.tensor([math.inf, -math.inf, math.nan, 3e38, 1e-45, 0.0]),

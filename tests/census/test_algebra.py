@@ -73,7 +73,9 @@ def test_scaling_is_a_group_action(tensor, j, k):
 
 @given(finite_tensors, small_k)
 def test_scaling_is_the_census_of_the_scaled_values(tensor, k):
-    assert census(tensor.double() * 2.0**k) == census(tensor.double()).scaled(k)
+    scaled, measured = census(tensor.double()).scaled(k), census(tensor.double() * 2.0**k)
+    assert measured == scaled
+    assert measured.sum_squares == pytest.approx(scaled.sum_squares, rel=1e-9, abs=0)
 
 
 @given(st.floats(min_value=5e-324, allow_infinity=False))
@@ -152,6 +154,22 @@ def test_known_thresholds_of_fp16():
     assert counted.flushed("fp16") == 1
     assert (counted.overflowed("fp16").low, counted.overflowed("fp16").high) == (1, 3)
     assert census(values[:4]).overflowed("fp16") == 0
+    assert repr(census(values[3:]).overflowed("fp16")) == "Count(1)", "the extremes settle which of the two it is"
+
+
+def test_the_smallest_normal_itself_is_in_doubt():
+    counted = census(torch.tensor([2.0**-14, 1.5 * 2.0**-15, 1.0]))
+    assert repr(counted.subnormal("fp16")) == "Count(1..2)"
+    assert census(torch.tensor([2.0**-14, 1.0])).subnormal("fp16").low == 0
+    assert repr(census(torch.tensor([1.5 * 2.0**-15, 2.0**-24])).subnormal("fp16")) == "Count(2)"
+
+
+def test_one_block_flushes_what_the_bound_says():
+    values = torch.cat([torch.tensor([448.0]), torch.full((31,), 2.0**-10)])
+    flushed = census(values).flushed("mxfp8")
+    assert flushed.high == 31 == ((cast(values, "mxfp8") == 0) & (values != 0)).sum()
+    assert census(values * 2).flushed("mxfp8").high == 31
+    assert census(torch.full((4,), 1e300, dtype=torch.float64)).flushed("mxfp4", 900).high == 0
 
 
 # --- choosing a scale -----------------------------------------------------------------------------
@@ -233,7 +251,8 @@ def test_not_a_census(text):
 def test_the_picture_shows_what_is_lost_and_escapes_nothing_strange():
     page = census(torch.tensor([1e-9, 1e-6, 1.0, 1e9]))._repr_html_()
     assert "FP16 loses 1" in page
-    assert page.count("<rect") > 4
+    assert page.count('height="0"') > 4
+    assert 'height="80"' in page.split("</svg>")[0].partition("<rect")[2]
     assert Census()._repr_html_().startswith("<figure")
 
 

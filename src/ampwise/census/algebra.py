@@ -11,6 +11,7 @@ from __future__ import annotations
 import bisect
 import json
 import math
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -192,10 +193,10 @@ class Census:
         flush = fmt.element.flush_exponent
         if not self.nonzeros or flush is None:
             return None
-        # No block's scale is larger than this: the largest value over the largest element, rounded up.
-        rounded_up = 2.0 if fmt.scale.mantissa_bits == 0 else 1 + fmt.scale.epsilon
-        widest = max(_ldexp(self.amax, k) / fmt.element.max * rounded_up, fmt.scale.smallest)
-        return math.frexp(widest)[1] + flush if math.isfinite(widest) else None
+        # No block's scale is above the power of two that is next to this one; a tensor's scale has no end here.
+        largest_scale = sys.float_info.max if fmt.tensor_scale else fmt.scale.max
+        widest = min(max(_ldexp(self.amax, k) / fmt.element.max, fmt.scale.smallest), largest_scale)
+        return math.frexp(widest)[1] + flush
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data, ready for JSON: ``Census.from_dict`` reads it back."""
