@@ -12,6 +12,8 @@ layer, and from it follows what any format would flush to zero at any loss scale
 from __future__ import annotations
 
 import argparse
+import io
+import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -175,7 +177,8 @@ class Training:
 def train(training: Training, data: Iterator[Batch], err: Console, *, seconds: float, steps: int | None) -> None:
     """Step until the seconds or the steps are used up, or Ctrl-C. News goes to ``err``, live on a terminal."""
     start, next_line_s = time.monotonic(), 0.0  # plain lines, where nobody watches, come every five seconds
-    live = err.status("starting") if err.file.isatty() else None
+    fits = shutil.get_terminal_size((err.width, 24)).columns >= err.width  # a wrapped line cannot be redrawn
+    live = err.status("starting") if err.file.isatty() and fits else None
     try:
         with live or nullcontext():
             while steps is None or len(training.losses) < steps:
@@ -290,6 +293,9 @@ def as_json(training: Training) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # a terminal without arrows is no reason to stop
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--seconds", type=float, default=50.0, help="how long to train (default: 50)")
     parser.add_argument("--steps", type=int, help="stop after this many steps")

@@ -98,13 +98,11 @@ def test_a_finding_takes_the_rules_fix_unless_it_has_its_own():
     assert rule.at(Place(), "here", fix="Move line 4 up.").fix == "Move line 4 up."
 
 
-def test_evidence_is_copied_and_cannot_be_changed():
+def test_evidence_is_copied_and_a_finding_cannot_be_changed():
     evidence = {"scale": 65536.0}
     finding = Rule(**GOOD).at(Place(), "here", evidence=evidence)
     evidence["scale"] = 1.0
     assert finding.evidence == {"scale": 65536.0}
-    with pytest.raises(TypeError):
-        finding.evidence["scale"] = 1.0
     with pytest.raises(FrozenInstanceError):
         finding.message = "there"
 

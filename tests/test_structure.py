@@ -2,6 +2,7 @@
 
 import ast
 import importlib
+import importlib.metadata
 import pkgutil
 import subprocess
 import sys
@@ -129,6 +130,10 @@ def test_all_is_the_namespace():
         _ = ampwise.nonsense
 
 
+def test_the_version_is_the_installed_one():
+    assert ampwise.__version__ == importlib.metadata.version("ampwise")
+
+
 def test_type_checkers_see_the_same_names():
     tree = ast.parse((SOURCE / "__init__.py").read_text())
     guarded = next(node for node in tree.body if isinstance(node, ast.If))
@@ -146,10 +151,13 @@ def test_without_torch_the_error_says_what_to_install():
         "import sys; sys.modules['torch'] = None\n"
         "import ampwise\n"
         "try: ampwise.census\n"
+        "except ampwise.MissingDependency as error: print(error)\n"
+        "ampwise.Census  # from here on the name is the room\n"
+        "try: ampwise.census([])\n"
         "except ampwise.MissingDependency as error: print(error)"
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert "ampwise.census needs torch" in result.stdout
+    assert result.stdout.count("ampwise.census needs torch") == 2
     assert "pip install 'ampwise[torch]'" in result.stdout
 
 

@@ -60,6 +60,10 @@ __all__ = sorted(_HOMES)
 
 
 def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        from importlib.metadata import version
+
+        return version("ampwise")
     if name not in _HOMES:
         raise AttributeError(f"module 'ampwise' has no attribute {name!r}")
     try:

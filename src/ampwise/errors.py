@@ -31,6 +31,10 @@ class UnknownName(AmpwiseError, LookupError):
         guess = f"Did you mean {' or '.join(self.nearest)}? " if self.nearest else ""
         super().__init__(f"unknown {kind} {name!r}. {guess}{listing}")
 
+    def __reduce__(self) -> tuple[object, ...]:
+        # Exceptions are made again from their message alone; this one knows more, and crosses processes too.
+        return _again, (type(self), self.args, self.__dict__)
+
 
 class BadInput(AmpwiseError, ValueError):
     """An argument that cannot be worked with."""
@@ -42,6 +46,13 @@ class UnsupportedTensor(AmpwiseError, TypeError):
 
 class MissingDependency(AmpwiseError, ImportError):
     """An optional package is needed for what was asked."""
+
+
+def _again(kind: type[UnknownName], args: tuple[object, ...], state: dict[str, object]) -> UnknownName:
+    error = kind.__new__(kind, *args)
+    error.args = args
+    error.__dict__.update(state)
+    return error
 
 
 def nearest(name: str, known: Iterable[str], limit: int = 3) -> list[str]:

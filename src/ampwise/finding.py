@@ -10,7 +10,6 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
-from types import MappingProxyType
 from typing import Any
 
 __all__ = ["Finding", "Place", "Rule", "Severity"]
@@ -127,7 +126,7 @@ class Rule:
             rule=self,
             place=place,
             message=message,
-            evidence=MappingProxyType(dict(evidence or {})),
+            evidence=dict(evidence or {}),
             fix=fix or self.fix,
         )
 
@@ -143,7 +142,7 @@ class Finding:
     rule: Rule
     place: Place
     message: str
-    evidence: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
+    evidence: Mapping[str, Any] = field(default_factory=dict, hash=False)
     fix: str
 
     @property

@@ -73,6 +73,27 @@ def test_measuring_does_not_wait_and_results_are_fetched_in_one_copy():
     assert len(copies) == 1
 
 
+def test_a_result_may_be_fetched_on_another_stream():
+    tensor = torch.zeros(1000, device="cuda")
+    census({"x": tensor}).fetch()  # compiled before, so that launching takes no time
+    side = torch.cuda.Stream()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(side):
+        torch.cuda._sleep(200_000_000)
+        tensor.fill_(3.0)
+        counted = census({"x": tensor})
+    assert counted["x"].amax == 3.0
+
+
+def test_freed_memory_is_refused():
+    from ampwise import UnsupportedTensor
+
+    tensor = torch.ones(10, device="cuda")
+    tensor.untyped_storage().resize_(0)
+    with pytest.raises(UnsupportedTensor, match="no memory"):
+        census(tensor)
+
+
 def test_many_tensors_are_one_launch():
     dtypes = [torch.float32, torch.bfloat16, torch.float16]
     tensors = {str(i): torch.randn(1000 + i, device="cuda").to(dtypes[i % 3]) for i in range(50)}

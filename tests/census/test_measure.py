@@ -1,6 +1,8 @@
 """Measuring on the CPU: the C loop against torch operations, and any tensor a user may bring."""
 
+import copy
 import math
+import pickle
 
 import pytest
 import torch
@@ -103,7 +105,7 @@ def test_many_tensors_by_name():
     assert isinstance(counted, DeviceCensus)
     assert list(counted) == list(tensors)
     assert len(counted) == 3
-    assert "3 tensors, on the device" in repr(counted)
+    assert "3 tensors, not fetched" in repr(counted)
     assert {name: counted[name] for name in counted} == {name: census(t) for name, t in tensors.items()}
     assert "fetched" in repr(counted)
     assert counted.total() == sum(counted.values(), Census())
@@ -152,6 +154,76 @@ def test_what_cannot_be_counted(bad, message):
 def test_packed_values_are_refused():
     with pytest.raises(UnsupportedTensor, match=r"packs values into bytes\. Unpack it first"):
         census(torch.zeros(2, dtype=torch.uint8).view(torch.float4_e2m1fn_x2))
+
+
+def _freed():
+    tensor = torch.ones(10)
+    tensor.untyped_storage().resize_(0)
+    return tensor
+
+
+def _fake():
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        return torch.ones(10)
+
+
+def _wrapped():
+    from torch.testing._internal.two_tensor import TwoTensor
+
+    return TwoTensor(torch.ones(10), torch.ones(10))
+
+
+@pytest.mark.parametrize("make", [_freed, _fake, _wrapped])
+def test_tensors_without_memory_are_refused_before_anyone_reads_address_zero(make):
+    with pytest.raises(UnsupportedTensor, match="this has a shape and no memory"):
+        census(make())
+
+
+def test_inside_a_function_transform_there_is_nothing_to_read():
+    with pytest.raises(UnsupportedTensor, match="inside a function transform"):
+        torch.func.vmap(lambda row: census(row).count)(torch.ones(2, 3))
+
+
+@pytest.mark.filterwarnings("ignore:.*(beta|prototype)")
+def test_other_layouts_are_refused():
+    nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)
+    for tensor, message in (
+        (torch.eye(3).to_sparse_csr(), "zeros are not stored"),
+        (nested, "nested tensor"),
+        (torch.nn.UninitializedParameter(), "not initialised yet"),
+    ):
+        with pytest.raises(UnsupportedTensor, match=message):
+            census(tensor)
+
+
+def test_the_c_loop_itself_refuses_address_zero():
+    with pytest.raises(ValueError, match="no values there"):
+        cpu._native.count_floats(0, 1, 0)
+    assert cpu._native.count_floats(0, 0, 0)[2:4] == (0, 0)
+
+
+def test_a_collective_is_waited_for(tmp_path):
+    import torch.distributed as dist
+    import torch.distributed._functional_collectives as collectives
+
+    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+    try:
+        assert census(collectives.all_reduce(torch.ones(4), "sum", dist.group.WORLD)).amax == 1.0
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_default_device_does_not_matter():
+    with torch.device("meta"):
+        assert census(torch.ones(5, device="cpu")).count == 5
+
+
+def test_results_travel():
+    counted = census({"weight": torch.randn(10)})
+    assert dict(pickle.loads(pickle.dumps(counted))) == dict(counted)
+    assert copy.deepcopy(counted["weight"]) == counted["weight"]
 
 
 def test_a_missing_gradient_is_named():

@@ -91,3 +91,10 @@ def test_the_examples_in_the_help_exist():
     named = re.findall(r"ampwise explain (\S+)", explain.__doc__)
     assert named
     assert all(find_rule(name) for name in named)
+
+
+@pytest.mark.parametrize("columns", ["1", "2", "40"])
+def test_no_terminal_is_too_narrow(monkeypatch, capsys, columns):
+    monkeypatch.setenv("COLUMNS", columns)
+    assert main(["explain", "AMP701"]) == 0
+    assert "AMP701" in capsys.readouterr().out

@@ -92,6 +92,15 @@ def test_it_fits_the_terminal(monkeypatch, capsys, names, width):
     assert all(fmt.since.split()[0] in shown for fmt in FORMATS.values())
 
 
+@pytest.mark.parametrize("names", [(), ("e4m3fnuz", "fp64")], ids=["overview", "details"])
+def test_a_narrow_terminal_truncates_nothing(monkeypatch, capsys, names):
+    monkeypatch.setenv("COLUMNS", "40")
+    shown = "\n".join(told(capsys, *names))
+    assert "e4m3fnuz" in shown
+    assert "2.23e-308" in shown
+    assert "…" not in shown
+
+
 def test_formats_side_by_side(capsys):
     lines = told(capsys, "fp16", "bfloat16")
     assert lines == [

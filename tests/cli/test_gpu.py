@@ -91,6 +91,7 @@ def test_a_machine_with_gpus(on, capsys):
         "",
         "cuda:0,1  2 × NVIDIA H200",
         "compute capability 9.0, 139.0 GiB, in the catalog as h200",
+        "torch.cuda.is_bf16_supported(): True, without emulation: True",
         "format  matrix units  dense peak, TFLOP/s  ridge, FLOP/byte",
         "fp32    no                           66.9                14",
         "tf32    yes                         494.7               103",
@@ -130,11 +131,52 @@ def test_want_is_a_gate(on, capsys, fmt, code):
     assert ("has no nvfp4 matrix units" in capsys.readouterr().out) == bool(code)
 
 
+@pytest.mark.parametrize(
+    ("here", "code"),
+    [
+        (replace(machine(), torch=None), 1),
+        (machine(), 1),
+        (machine(device("AMD Radeon Graphics", "gfx1100")), 0),  # nobody knows
+        (machine(device("NVIDIA H200", "9.0"), device("Tesla T4", "7.5", 1)), 1),
+    ],
+    ids=["no torch", "no GPU", "not known", "one of two lacks it"],
+)
+def test_want_needs_a_gpu_and_takes_not_known_for_a_yes(on, here, code):
+    on(here)
+    assert main(["gpu", "--want", "bf16"]) == code
+
+
+def test_the_help_says_when_it_exits_with_1(capsys):
+    with pytest.raises(SystemExit):
+        main(["gpu", "--help"])
+    described = " ".join(capsys.readouterr().out.split())
+    assert (
+        "The exit code is 1 when --want names a format that a GPU here lacks, or when --want is given and torch "
+        "sees no GPU to use; else 0, also when it is not known."
+    ) in described
+
+
+def test_the_help_names_every_key(on, capsys):
+    with pytest.raises(SystemExit):
+        main(["gpu", "--help"])
+    described = capsys.readouterr().out
+    here = machine(device("NVIDIA H200", "9.0"))
+    records = (here, here.torch, here.devices[0], here.devices[0].gpu)
+    assert [key for record in records for key in record.as_dict() if key not in described] == []
+
+
+def test_bf16_claimed_and_emulated_is_said(on, capsys):
+    on(machine(device("Tesla V100-SXM2-16GB", "7.0")))
+    assert main(["gpu"]) == 0
+    assert "torch.cuda.is_bf16_supported(): True, without emulation: False" in lines(capsys)
+
+
 def test_machine_as_json(on, capsys):
     on(machine(device("NVIDIA H200", "9.0")))
     assert main(["gpu", "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert told["machine"]["torch"]["devices"][0]["catalog_id"] == "h200"
+    assert told["machine"]["torch"]["devices"][0]["matrix_units"]["nvfp4"] is False
     assert told["machine"]["torch"]["fp32"]["matmul_tf32"] is False
     assert [finding["code"] for finding in told["findings"]] == ["AMP703"]
 
@@ -190,6 +232,7 @@ def test_a_device_by_its_torch_name_as_json(capsys):
     told = json.loads(capsys.readouterr().out)
     assert told["id"] == "a100-sxm-80"
     assert told["peak_flops"]["bf16"] == 312e12
+    assert told["ridge_flop_per_byte"]["bf16"] == 312e12 / told["memory_bytes_per_s"]
 
 
 def test_sources_are_not_wrapped(capsys, monkeypatch):

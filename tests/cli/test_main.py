@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -16,6 +17,7 @@ VERBS = {
     "flood": "print('x\\n' * 10**6); return 0",
     "drip": "print('x'); return 0",
     "three": "return 3",
+    "lose": "open('/no/such/file')",
 }
 VERB_FILE = '''"""Odd [brackets] and 100% of {{braces}}.
 
@@ -32,9 +34,11 @@ PLAIN = {**os.environ, "NO_COLOR": "1", "COLUMNS": "100"}
 PLAIN.pop("PYTHONUNBUFFERED", None)  # it would hide what is flushed too late
 
 
+COMMAND = [sys.executable, "-m", "ampwise"]
+
+
 def ampwise(*words, **options):
-    command = [sys.executable, "-m", "ampwise", *words]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, env=PLAIN, **options)
+    return subprocess.run([*COMMAND, *words], capture_output=True, text=True, timeout=60, env=PLAIN, **options)
 
 
 @pytest.fixture(scope="module")
@@ -66,6 +70,14 @@ def test_bare_prints_help_and_is_content():
         (["rules", "--js"], "unknown option '--js'; did you mean --json? See `ampwise rules --help`."),
         (["rules", "--colour=no"], "unknown option '--colour'. See `ampwise rules --help`."),
         (["rules", "-z"], "unknown option '-z'. See `ampwise rules --help`."),
+        (
+            ["--json", "formats"],
+            "unknown option '--json'; options of a verb come after the verb. See `ampwise --help`.",
+        ),
+        (
+            ["--want", "fp8", "gpu"],
+            "unknown option '--want'; options of a verb come after the verb. See `ampwise --help`.",
+        ),
         (["rules", "more"], "unexpected argument 'more'. See `ampwise rules --help`."),
         (["explain"], "the following arguments are required: RULE. See `ampwise explain --help`."),
     ],
@@ -128,6 +140,52 @@ def test_a_reader_who_leaves_is_met_quietly(with_test_verbs, verb):
     os.close(reader)
     _, err = process.communicate(timeout=30)
     assert (process.returncode, err) == (141, "")
+
+
+@pytest.mark.parametrize("environment", [PLAIN, {**PLAIN, "PYTHONUNBUFFERED": "1"}], ids=["buffered", "unbuffered"])
+@pytest.mark.parametrize(
+    "words",
+    [
+        "rules",
+        "rules --json",
+        "explain AMP701",
+        "formats",
+        "formats --json",
+        "gpu h200",
+        "gpu --list --json",
+        "rules --help",
+        "--help",
+        "--version",
+    ],
+)
+def test_a_full_disk_is_one_line_and_exit_2(words, environment):
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            [*COMMAND, *words.split()], stdout=full, stderr=subprocess.PIPE, text=True, env=environment
+        )
+    line = "ampwise: error: cannot write the output: No space left on device\n"
+    assert (done.returncode, done.stderr) == (2, line)
+
+
+@pytest.mark.parametrize("words", [["formats"], ["rules", "--json"], ["gpu", "h200"], ["--help"], ["--version"]])
+def test_a_closed_stdout_is_nobody_listening(words):
+    done = subprocess.run(in_a_shell(">&-", *words), stderr=subprocess.PIPE, text=True, env=PLAIN)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_an_error_with_stderr_closed_does_not_go_to_stdout():
+    done = subprocess.run(in_a_shell("2>&-", "explain", "AMP000"), stdout=subprocess.PIPE, text=True, env=PLAIN)
+    assert (done.returncode, done.stdout) == (2, "")
+
+
+def in_a_shell(redirection, *words):
+    return ["sh", "-c", f'"$@" {redirection}', "sh", *COMMAND, *words]
+
+
+def test_an_error_of_the_system_that_is_not_about_output_is_a_bug(with_test_verbs):
+    done = run(with_test_verbs, "lose")
+    assert done.returncode == 1
+    assert done.stderr.startswith("Traceback")
 
 
 def test_the_frame_is_light():

@@ -33,6 +33,22 @@ def test_the_table():
     )
 
 
+def test_on_a_narrow_terminal_the_summary_has_its_own_line():
+    entries = [entry("AMP101", "clip-scaled-grads", "source"), entry("AMP102", "twice-" + "x" * 40, "source")]
+    assert table(entries, width=90).splitlines()[1:5] == [
+        "  AMP101  clip-scaled-grads                               warning",
+        "          About clip-scaled-grads",
+        f"  AMP102  twice-{'x' * 40}  warning",
+        f"          About twice-{'x' * 40}",
+    ]
+    assert table(entries, width=200) == table(entries)
+
+
+def test_a_rule_is_one_line_for_grep_and_fits_a_terminal():
+    assert all(line in table(registered()) for line in (f"{one.rule.summary}" for one in registered()))
+    assert max(map(len, table(registered(), width=80).splitlines())) <= 80
+
+
 def test_every_rule_is_listed(capsys):
     assert main(["rules"]) == 0
     out = capsys.readouterr().out

@@ -6,6 +6,9 @@ import importlib.util
 import io
 import json
 import math
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -63,6 +66,14 @@ def test_it_runs_and_prints_every_layer(small, capsys, monkeypatch, tmp_path):
     assert "steps 1, skipped 0" in err
     for heading in ("FP16", "BF16", "FP8 E4M3", "FP8 E5M2", "Hit hardest", "Autocast", "Not said"):
         assert any(line.startswith(heading) for line in lines), heading
+
+
+@pytest.mark.parametrize("words", [["--steps", "2"], ["--help"]], ids=" ".join)
+def test_a_terminal_without_arrows_is_shown_their_code(words):
+    environment = {**os.environ, "PYTHONIOENCODING": "latin-1", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, SCRIPT, *words], capture_output=True, env=environment, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert (rb"\u2192" in done.stdout) == (rb"\u2192" in done.stderr) == ("--steps" in words)
 
 
 def test_a_narrow_terminal_gets_two_tables(small):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import json
+import pickle
 import tomllib
 from importlib.resources import files
 
@@ -137,6 +139,18 @@ def test_the_catalog_agrees_with_what_the_capability_says(gpu):
 @every_gpu
 def test_as_dict_is_json(gpu):
     assert json.loads(json.dumps(gpu.as_dict()))["id"] == gpu.id
+
+
+@every_gpu
+def test_only_certain_ridge_points_are_plain_data(gpu):
+    told = gpu.as_dict()["ridge_flop_per_byte"]
+    assert told == {fmt: gpu.ridge(fmt) for fmt in FORMATS if gpu.ridge(fmt) is not None}
+
+
+@every_gpu
+def test_a_gpu_can_be_pickled_copied_and_hashed(gpu):
+    assert pickle.loads(pickle.dumps(gpu)) == copy.deepcopy(gpu) == gpu
+    assert hash(copy.deepcopy(gpu)) == hash(gpu)
 
 
 # What guides get wrong, and the catalog must not.

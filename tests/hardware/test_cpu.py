@@ -83,7 +83,7 @@ def test_a_mac_whose_sysctl_fails_is_unknown(monkeypatch, error):
         raise error
 
     monkeypatch.setattr(cpu.sys, "platform", "darwin")
-    monkeypatch.setattr(cpu.subprocess, "run", fail)
+    monkeypatch.setattr(subprocess, "run", fail)
     assert describe_cpu() == Cpu(model=None, features=None)
 
 

@@ -48,5 +48,5 @@ def test_no_driver_is_none(monkeypatch, tmp_path, error):
         raise error
 
     monkeypatch.setattr(driver, "KERNEL_MODULE", tmp_path / "absent")
-    monkeypatch.setattr(driver.subprocess, "run", fail)
+    monkeypatch.setattr(subprocess, "run", fail)
     assert driver.driver_version() is None

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import json
+import pickle
 import subprocess
 import sys
 from dataclasses import replace
@@ -75,6 +77,18 @@ def test_this_machine():
     assert json.loads(json.dumps(machine.as_dict()))["torch"]["version"] == torch.__version__
 
 
+def test_a_machine_can_be_pickled_copied_and_hashed():
+    machine = describe_machine()
+    with_a_gpu = None if machine.torch is None else replace(machine, torch=replace(machine.torch, devices=(H200,)))
+    for one in (machine, with_a_gpu):
+        assert pickle.loads(pickle.dumps(one)) == copy.deepcopy(one) == one
+        assert hash(copy.deepcopy(one)) == hash(one)
+
+
+def test_the_records_are_light():
+    run("import sys, ampwise.hardware\nassert 'subprocess' not in sys.modules")
+
+
 @pytest.mark.gpu
 def test_a_device_reports_what_the_catalog_says():
     torch = pytest.importorskip("torch")
@@ -103,6 +117,10 @@ def test_a_device_outside_the_catalog_is_known_by_its_capability():
     assert rtx4060.has_matrix_units("fp8") is True
     assert rtx4060.has_matrix_units("nvfp4") is False
     assert rtx4060.as_dict()["catalog_id"] is None
+    assert rtx4060.as_dict()["matrix_units"] == {
+        "fp32": None, "tf32": True, "fp16": True, "bf16": True,
+        "fp8": True, "mxfp8": False, "mxfp4": False, "nvfp4": False,
+    }  # fmt: skip
 
 
 def test_an_unknown_amd_device_is_unknown():

@@ -4,7 +4,7 @@ import io
 
 import pytest
 
-from ampwise.printers.terminal import console, paint, printable, wants_colour
+from ampwise.printers.terminal import CannotWrite, console, flush, paint, printable, wants_colour, write
 
 
 class Terminal(io.StringIO):
@@ -61,6 +61,33 @@ def test_the_console_is_plain_and_wide_in_a_pipe(monkeypatch):
     console(stream).print("[bold]x[/bold] 123")
     assert stream.getvalue() == "x 123\n"
     assert console(stream).width == 110
+
+
+@pytest.mark.parametrize(("columns", "width"), [("1", 80), ("79", 80), ("80", 80), ("200", 200)])
+def test_the_console_is_never_too_narrow_for_a_table(monkeypatch, columns, width):
+    """A terminal that wraps a number shows all of it; a table squeezed into 40 columns does not."""
+    monkeypatch.setenv("COLUMNS", columns)
+    assert console(Terminal()).width == console(io.StringIO()).width == width
+
+
+class Full(io.StringIO):
+    def write(self, *_):
+        raise OSError(28, "No space left on device")
+
+    flush = write
+
+
+class Broken(io.StringIO):
+    def write(self, text):
+        raise BrokenPipeError
+
+
+def test_what_cannot_be_written_is_told_from_other_errors():
+    for act in (lambda: write("x", Full()), lambda: flush(Full())):
+        with pytest.raises(CannotWrite, match=r"^cannot write the output: No space left on device$"):
+            act()
+    with pytest.raises(BrokenPipeError):
+        write("x", Broken())
 
 
 def test_the_console_honours_no_color(monkeypatch):

@@ -18,9 +18,10 @@ __all__ = ["Census", "Count"]
 
 class _Room(ModuleType):
     def __call__(self, tensors: Any) -> Any:
-        from ampwise.census.measure import census
+        """Measure: ``help(ampwise.census.census)`` tells how."""
+        import ampwise
 
-        return census(tensors)
+        return ampwise.__getattr__("census")(tensors)  # which says what to install where torch is missing
 
     def __getattr__(self, name: str) -> Any:
         # What needs torch is loaded when it is asked for: ``from ampwise.census import DeviceCensus``.

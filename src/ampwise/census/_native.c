@@ -216,8 +216,8 @@ static PyObject *count_floats(PyObject *self, PyObject *args)
     (void)self;
     if (!PyArg_ParseTuple(args, "KLi", &address, &n, &kind))
         return NULL;
-    if (n < 0 || kind < FP32 || kind > FP16) {
-        PyErr_SetString(PyExc_ValueError, "count_floats(address, n, kind): n is a size, kind 0, 1 or 2");
+    if (n < 0 || (n > 0 && address == 0) || kind < FP32 || kind > FP16) {
+        PyErr_SetString(PyExc_ValueError, "count_floats(address, n, kind): no values there, or a kind but 0, 1 or 2");
         return NULL;
     }
     /* Emptying the table costs as much as counting this many values one by one. */

@@ -14,7 +14,6 @@ import math
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import Any
 
 from ampwise.census.count import Count
@@ -22,8 +21,6 @@ from ampwise.errors import BadInput
 from ampwise.formats import BlockFormat, Format, find_format, find_scalar_format
 
 __all__ = ["Census", "binade_of"]
-
-_NO_BINADES: Mapping[int, int] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,13 +38,17 @@ class Census:
     16
     """
 
-    binades: Mapping[int, int] = field(default_factory=lambda: _NO_BINADES)
+    binades: Mapping[int, int] = field(default_factory=dict)
     zeros: int = 0
     infs: int = 0
     nans: int = 0
     amax: float = 0.0
     amin: float = 0.0
     sum_squares: float = field(default=0.0, compare=False)
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.amin <= self.amax < math.inf:
+            raise BadInput(f"Census(amin={self.amin}, amax={self.amax}): finite magnitudes, the smaller first, or 0.0")
 
     def __hash__(self) -> int:
         return hash((tuple(sorted(self.binades.items())), self.zeros, self.infs, self.nans, self.amax, self.amin))
@@ -95,14 +96,17 @@ class Census:
         return self if other == 0 else NotImplemented
 
     def scaled(self, k: int) -> Census:
-        """The census of the same values times ``2**k``, as real numbers: nothing overflows."""
+        """The census of the same values times ``2**k``, as real numbers, as long as FP64 can hold the extremes."""
+        amax, amin = _ldexp(self.amax, k), _ldexp(self.amin, k)
+        if math.isinf(amax) or (self.amin and not amin):
+            raise BadInput(f"scaled({k}): magnitudes from {self.amin:.3g} to {self.amax:.3g} would leave FP64's range.")
         return Census(
             binades={exponent + k: count for exponent, count in self.binades.items()},
             zeros=self.zeros,
             infs=self.infs,
             nans=self.nans,
-            amax=_ldexp(self.amax, k),
-            amin=_ldexp(self.amin, k),
+            amax=amax,
+            amin=amin,
             sum_squares=_ldexp(self.sum_squares, 2 * k),
         )
 
@@ -140,12 +144,9 @@ class Census:
         """How many finite values are too large for ``fmt`` after scaling by ``2**k``.
 
         The limit lies inside a binade; of that binade's values the histogram cannot say which are beyond it,
-        but ``amax`` and ``amin`` often can. Block formats pick their own scales and do not overflow in range.
+        but ``amax`` and ``amin`` often can. Block formats bring their own scales: only what no scale reaches counts.
         """
         found = find_format(fmt)
-        if isinstance(found, BlockFormat):
-            beyond = sum(count for e, count in self.binades.items() if _ldexp(1.0, e + k) >= found.max)
-            return Count(beyond, beyond)
         limit_binade = found.overflow_binade - k
         above = sum(count for exponent, count in self.binades.items() if exponent > limit_binade)
         straddling = self.binades.get(limit_binade, 0)
@@ -214,7 +215,7 @@ class Census:
     def from_dict(cls, data: Mapping[str, Any]) -> Census:
         """The census that ``as_dict`` wrote."""
         try:
-            return cls(
+            census = cls(
                 binades={int(e): _whole(count) for e, count in dict(data["binades"]).items() if count},
                 zeros=_whole(data["zeros"]),
                 infs=_whole(data["infs"]),
@@ -223,8 +224,18 @@ class Census:
                 amin=float(data["amin"]),
                 sum_squares=float(data["sum_squares"]),
             )
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise BadInput(f"not a census: {error!r}. Census.as_dict() shows the shape.") from error
+        census._check_extremes()
+        return census
+
+    def _check_extremes(self) -> None:
+        """The extremes must lie in the outermost binades, or answers drawn from both would contradict each other."""
+        claimed = {binade_of(extreme) for extreme in (self.amin, self.amax) if extreme}
+        if claimed != ({min(self.binades), max(self.binades)} if self.binades else set()):
+            raise BadInput(f"not a census: magnitudes from {self.amin} to {self.amax} do not fit the binades.")
+        if not self.sum_squares >= 0:
+            raise BadInput(f"not a census: a sum of squares of {self.sum_squares}.")
 
     def to_json(self) -> str:
         """One line of JSON."""
@@ -235,7 +246,7 @@ class Census:
         """The census that ``to_json`` wrote."""
         try:
             data = json.loads(text)
-        except json.JSONDecodeError as error:
+        except (ValueError, TypeError, RecursionError) as error:
             raise BadInput(f"not a census: {error}") from error
         if not isinstance(data, dict):
             raise BadInput("not a census: a JSON object is expected.")
@@ -263,7 +274,7 @@ def binade_of(magnitude: float) -> int:
     return exponent - 2 if mantissa == 0.5 else exponent - 1
 
 
-def _overflows(magnitude: float, fmt: Format, k: int) -> bool:
+def _overflows(magnitude: float, fmt: Format | BlockFormat, k: int) -> bool:
     scaled = _ldexp(magnitude, k)
     return scaled > fmt.overflow_threshold or (scaled == fmt.overflow_threshold and fmt.overflow_at_threshold)
 

@@ -35,6 +35,10 @@ class Count(int):
     def __str__(self) -> str:
         return str(self.high) if self.exact else f"{self.low}–{self.high}"
 
+    def __format__(self, spec: str) -> str:
+        low, high = format(self.low, spec), format(self.high, spec)
+        return high if self.exact else f"{low}–{high}"
+
     def __repr__(self) -> str:
         return f"Count({self.high})" if self.exact else f"Count({self.low}..{self.high})"
 

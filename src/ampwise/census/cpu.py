@@ -11,6 +11,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
+from ampwise.census.flat import KINDS
 from ampwise.census.layout import SINGLE
 from ampwise.census.reference import count_in_torch, merge_rows
 
@@ -26,13 +27,12 @@ __all__ = ["count_on_cpu"]
 Counted = tuple[list[int], list[int], int, int, int, int, float]
 SHARE = 1 << 18  # values below which another thread costs more than it brings
 PIECE = 1 << 20  # values at a time where they must be widened first
-KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # as the C loop calls them
 
 
 def count_on_cpu(flat: Tensor) -> tuple[Tensor, float]:
     """The row of counts and the sum of squares of a flat CPU tensor of any float dtype."""
-    if flat.element_size() == 1:
-        flat = flat.float()  # FP8
+    if flat.element_size() == 1:  # FP8
+        return _merge(count_on_cpu(piece.float()) for piece in flat.split(PIECE))
     if _native is None or flat.dtype not in KINDS:
         return _merge(_count_widened(piece) for piece in flat.split(PIECE))
     count = partial(_count_natively, _native.count_floats)
@@ -59,7 +59,7 @@ def _row(counted: Counted) -> tuple[Tensor, float]:
     normal = fields[1:255]
     normal[-1] -= infs
     smallest = SINGLE.magnitude_mask - below_smallest
-    return torch.tensor([zeros, infs, nans, largest, smallest, *subnormals, *normal]), sum_squares
+    return torch.tensor([zeros, infs, nans, largest, smallest, *subnormals, *normal], device="cpu"), sum_squares
 
 
 def _merge(parts: Iterable[tuple[Tensor, float]]) -> tuple[Tensor, float]:

@@ -47,7 +47,11 @@ class DeviceCensus(Mapping[str, Census]):
     def __len__(self) -> int:
         return len(self._names)
 
+    def __getstate__(self) -> dict[str, object]:
+        # To another rank, say: what travels are the results, so this waits for the device.
+        return {"_names": self._names, "_parts": (), "_fetched": self.fetch()}
+
     def __repr__(self) -> str:
         # Printing must not wait for the device.
-        where = "on the device" if self._fetched is None else "fetched"
+        where = "not fetched" if self._fetched is None else "fetched"
         return f"<DeviceCensus of {len(self)} tensors, {where}>"

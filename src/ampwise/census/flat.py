@@ -9,11 +9,12 @@ from torch import Tensor
 
 from ampwise.errors import UnsupportedTensor
 
-__all__ = ["flat_values"]
+__all__ = ["KINDS", "flat_values"]
+
+# What the C loop and the kernel can read, by the numbers they know it by.
+KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 _PLAIN = (Tensor, torch.nn.Parameter)
-# Lazily negated ones are welcome: only magnitudes are counted.
-_USUAL = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def flat_values(tensor: Any, name: str | None = None) -> Tensor:
@@ -21,30 +22,79 @@ def flat_values(tensor: Any, name: str | None = None) -> Tensor:
 
     It runs once for each parameter at each step, hence the quick way out for what gradients usually are.
     """
-    if type(tensor) in _PLAIN and tensor.dtype in _USUAL and tensor.is_contiguous() and not tensor.is_meta:
-        return tensor  # type: ignore[no-any-return]
-    _refuse_what_has_no_values(tensor, "this" if name is None else repr(name))
-    local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-    plain = local.detach()
-    if plain.is_contiguous() or not _covers_its_memory(plain):
-        return plain.contiguous()  # type: ignore[no-any-return]
-    # The order of values does not matter, so a transposed or channels-last tensor need not be copied.
-    return plain.as_strided((plain.numel(),), (1,), plain.storage_offset())  # type: ignore[no-any-return]
+    what = "this" if name is None else repr(name)
+    if _is_ordinary(tensor):
+        dense: Tensor = tensor
+    else:
+        _refuse_what_has_no_values(tensor, what)
+        dense = _dense(_unwrapped(tensor))
+    _refuse_what_has_no_memory(dense, what)
+    return dense
+
+
+def _is_ordinary(tensor: Any) -> bool:
+    # Lazily negated ones are welcome: only magnitudes are counted.
+    return (
+        type(tensor) in _PLAIN
+        and tensor.dtype in KINDS
+        and tensor.layout == torch.strided
+        and not tensor.is_meta
+        and not tensor.is_nested
+        and tensor.is_contiguous()
+    )
 
 
 def _refuse_what_has_no_values(tensor: Any, what: str) -> None:
     if not isinstance(tensor, Tensor):
         hint = " Leave out parameters without a gradient." if tensor is None else ""
         raise UnsupportedTensor(f"census() counts tensors; {what} is {type(tensor).__name__}.{hint}")
+    if torch.nn.parameter.is_lazy(tensor):
+        raise UnsupportedTensor(f"{what} is not initialised yet. Run the model once first.")
     if not tensor.is_floating_point():
         hint = " Count torch.view_as_real(tensor)." if tensor.is_complex() else ""
         raise UnsupportedTensor(f"census() counts floating-point tensors; {what} is {tensor.dtype}.{hint}")
+    if hasattr(tensor, "fake_mode"):
+        raise UnsupportedTensor(
+            f"{what} has a shape and no memory: a FakeTensor stands for a tensor that is not there."
+        )
     if tensor.is_meta:
         raise UnsupportedTensor(f"{what} is on the meta device: it has a shape and no values. Materialise it first.")
+    if tensor.is_nested:
+        raise UnsupportedTensor(f"{what} is a nested tensor. Count tensor.values().")
     if tensor.layout != torch.strided:
         raise UnsupportedTensor(f"{what} is {tensor.layout}, whose zeros are not stored. Count tensor.values().")
     if tensor.element_size() == 1 and "float8" not in str(tensor.dtype):
         raise UnsupportedTensor(f"{what} is {tensor.dtype}, which packs values into bytes. Unpack it first.")
+
+
+def _refuse_what_has_no_memory(dense: Tensor, what: str) -> None:
+    """Reading address 0 would end the process, so it must not come that far."""
+    try:
+        address = dense.data_ptr()
+    except RuntimeError:  # inside vmap, torch.func.grad and the like
+        address = 0
+    if address == 0 and dense.numel():
+        kind = "" if type(dense) in _PLAIN else f" ({type(dense).__name__})"
+        raise UnsupportedTensor(
+            f"{what} has a shape and no memory{kind}: freed, fake, wrapped, or inside a function transform. "
+            "Count the tensor that holds the values."
+        )
+
+
+def _unwrapped(tensor: Tensor) -> Tensor:
+    """The tensor that lies on this device: a DTensor's local shard, the result of a collective once it is there."""
+    if hasattr(tensor, "to_local"):
+        tensor = tensor.to_local()
+    if hasattr(tensor, "trigger_wait"):
+        tensor = tensor.trigger_wait()
+    return tensor.detach()
+
+
+def _dense(tensor: Tensor) -> Tensor:
+    if tensor.is_contiguous() or not _covers_its_memory(tensor):
+        return tensor.contiguous()
+    # The order of values does not matter, so a transposed or channels-last tensor need not be copied.
+    return tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())
 
 
 def _covers_its_memory(tensor: Tensor) -> bool:

@@ -14,11 +14,11 @@ from torch import Tensor
 
 from ampwise.census import kernel
 from ampwise.census.algebra import Census
+from ampwise.census.flat import KINDS
 from ampwise.census.layout import BINADES, SINGLE
 
 __all__ = ["Batch", "count_into_", "launch_census", "new_buffer", "read_census"]
 
-KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # as the kernel calls them
 ALIGNMENT = 16  # bytes, for vector loads
 
 
@@ -37,12 +37,12 @@ class Plan:
 @lru_cache(maxsize=64)
 def _plan(sizes: tuple[int, ...], kinds: tuple[int, ...], device: torch.device) -> Plan:
     chunks = [math.ceil(size / kernel.CHUNK) for size in sizes]
-    owners = torch.repeat_interleave(torch.arange(len(sizes), dtype=torch.int32), torch.tensor(chunks))
+    owners = [tensor for tensor, count in enumerate(chunks) for _ in range(count)]
     return Plan(
-        sizes=torch.tensor(sizes, dtype=torch.int64).to(device),
-        kinds=torch.tensor(kinds, dtype=torch.int32).to(device),
-        first_chunks=torch.tensor([0, *accumulate(chunks)][:-1], dtype=torch.int32).to(device),
-        owners=owners.to(device),
+        sizes=torch.tensor(sizes, dtype=torch.int64, device=device),
+        kinds=torch.tensor(kinds, dtype=torch.int32, device=device),
+        first_chunks=torch.tensor([0, *accumulate(chunks)][:-1], dtype=torch.int32, device=device),
+        owners=torch.tensor(owners, dtype=torch.int32, device=device),
         chunks=tuple(chunks),
         present=frozenset(kinds),
     )
@@ -72,7 +72,14 @@ def launch_census(tensors: Sequence[Tensor]) -> Callable[[], list[Census]]:
     count_into_(buffer, batch)
     # Memory is reused in the stream's order, so the gradients may go now; an unread result must not hold them.
     batch.kept.clear()
-    return lambda: read_census(buffer, batch)
+    counted = torch.cuda.current_stream(batch.device).record_event() if batch.device.type == "cuda" else None
+
+    def fetch() -> list[Census]:
+        if counted is not None:  # whoever asks may be on another stream
+            torch.cuda.current_stream(batch.device).wait_event(counted)
+        return read_census(buffer, batch)
+
+    return fetch
 
 
 def new_buffer(batch: Batch) -> Tensor:
@@ -119,5 +126,6 @@ def _aligned(tensor: Tensor) -> Tensor:
 def _addresses(tensors: Sequence[Tensor]) -> Tensor:
     device = tensors[0].device
     # Pinned, so that the copy does not wait; torch keeps the page until the copy is done.
-    table = torch.tensor([t.data_ptr() for t in tensors], dtype=torch.int64, pin_memory=device.type == "cuda")
+    addresses = [tensor.data_ptr() for tensor in tensors]
+    table = torch.tensor(addresses, dtype=torch.int64, device="cpu", pin_memory=device.type == "cuda")
     return table.to(device, non_blocking=True)

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 __all__ = ["census_html"]
 
-BAR_WIDTH, HEIGHT = 7, 80
+BAR_WIDTH, HEIGHT, WIDEST = 7, 80, 840
 COLOURS = {"lost": "#d9534f", "subnormal": "#f0ad4e", "normal": "#5b8fd6", "overflow": "#8e44ad"}
 
 
@@ -21,8 +21,9 @@ def census_html(census: Census, fmt: str | Format = "fp16") -> str:
     found = find_scalar_format(fmt)
     bars = list(census.histogram())
     tallest = max((count for _, count in bars), default=1)
+    width = min(BAR_WIDTH, WIDEST / max(1, len(bars)))  # FP64 has two thousand binades
     drawn = "".join(
-        f'<rect x="{column * BAR_WIDTH}" y="{HEIGHT - _height(count, tallest)}" width="{BAR_WIDTH - 1}" '
+        f'<rect x="{column * width:g}" y="{HEIGHT - _height(count, tallest)}" width="{width * 0.85:g}" '
         f'height="{_height(count, tallest)}" fill="{COLOURS[_fate(exponent, found)]}">'
         f"<title>2^{exponent} to 2^{exponent + 1}: {count:,}</title></rect>"
         for column, (exponent, count) in enumerate(bars)
@@ -30,7 +31,7 @@ def census_html(census: Census, fmt: str | Format = "fp16") -> str:
     legend = " ".join(f'<span style="color:{colour}">■</span>&nbsp;{escape(fate)}' for fate, colour in COLOURS.items())
     return (
         f'<figure style="margin:0;font:13px sans-serif">'
-        f'<svg width="{max(1, len(bars)) * BAR_WIDTH}" height="{HEIGHT}" role="img" '
+        f'<svg width="{max(1, len(bars)) * width:g}" height="{HEIGHT}" role="img" '
         f'aria-label="values by power of two">{drawn}</svg>'
         f"<figcaption>{escape(_caption(census, found))}<br>{legend}</figcaption></figure>"
     )

@@ -9,14 +9,17 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import itertools
 import os
 import pkgutil
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
 
 from ampwise.errors import AmpwiseError, UnknownName, nearest
+from ampwise.printers.terminal import CannotWrite, flush, write, writing
 
 __all__ = ["build_parser", "main", "verbs"]
 
@@ -30,14 +33,18 @@ READER_GONE = 141  # 128 + SIGPIPE: what a shell reports for a program that the 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one verb; errors raised on purpose become one line and exit code 2, all others stay tracebacks."""
     words = list(sys.argv[1:] if argv is None else argv)
+    _open_streams()
     try:
         return _run(words)
     except AmpwiseError as error:
         print(f"ampwise: error: {error}", file=sys.stderr)
         return 2
-    except BrokenPipeError:
-        # `ampwise rules | head`: the reader has gone. Python would complain again when it flushes at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except CannotWrite as error:
+        print(f"ampwise: error: {error}", file=sys.stderr)
+        _drop_stdout()
+        return 2
+    except BrokenPipeError:  # `ampwise rules | head`: the reader has gone
+        _drop_stdout()
         return READER_GONE
     except KeyboardInterrupt:
         print("ampwise: interrupted", file=sys.stderr)
@@ -53,8 +60,11 @@ def build_parser(words: Sequence[str] = ()) -> _Parser:
     """The parser for a command line; when it names a verb, only that verb's file is loaded."""
     parser = _Parser(prog="ampwise", description=DESCRIPTION, epilog=EPILOG)
     parser.add_argument("--version", action=_Version)
-    named = next((word for word in words if not word.startswith("-")), None)
+    leading = list(itertools.takewhile(lambda word: word.startswith("-"), words))
+    named = words[len(leading)] if len(leading) < len(words) else None
     known = verbs()
+    if named is not None:
+        parser.refuse_options_of_a_verb(leading)
     if named is not None and named not in known:
         raise UnknownName("verb", named, known, listing="`ampwise --help` lists the verbs.")
     subparsers = parser.add_subparsers(metavar="VERB", title="verbs", parser_class=_Parser)
@@ -75,7 +85,19 @@ def _run(words: list[str]) -> int:
         return int(args.run(args))
     finally:
         # Here and not at exit, where a reader who has gone could no longer be met quietly.
-        sys.stdout.flush()
+        flush(sys.stdout)
+
+
+def _open_streams() -> None:
+    """Python has None for a stream that the shell closed (`>&-`): nobody listens, which is no error."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, Path(os.devnull).open("w", encoding="utf-8"))  # noqa: SIM115 (it lives as long as Python)
+
+
+def _drop_stdout() -> None:
+    """What could not be written goes nowhere, else Python complains again when it flushes at exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _add_verb(subparsers: argparse._SubParsersAction[_Parser], verb: ModuleType) -> None:
@@ -99,12 +121,23 @@ class _Parser(argparse.ArgumentParser):
     def format_help(self) -> str:
         # Only now: argparse makes a formatter for each argument it is told of, and this one imports rich.
         self.formatter_class = _formatter()
-        return super().format_help()
+        with writing():  # it is rich that writes, though nothing yet
+            return super().format_help()
 
     def error(self, message: str) -> NoReturn:
         stop = "" if message.endswith((".", "?")) else "."
         print(f"ampwise: error: {message}{stop} See `{self.prog} --help`.", file=sys.stderr)
         raise SystemExit(2)
+
+    def _print_message(self, message: str, file: Any = None) -> None:
+        # argparse would keep to itself that help could not be written.
+        write(message, sys.stderr if file is None else file)
+
+    def refuse_options_of_a_verb(self, leading: Sequence[str]) -> None:
+        """`ampwise --json formats`: the verb has the option, but it is asked too early."""
+        for option in (word.partition("=")[0] for word in leading):
+            if option != "--" and option not in self._option_string_actions:
+                self.error(f"unknown option {option!r}; options of a verb come after the verb")
 
     def complain(self, unknown: Sequence[str]) -> NoReturn:
         """Name the first word that means nothing here; argparse would name the rest with it."""
@@ -125,7 +158,7 @@ class _Version(argparse.Action):
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
         from ampwise.printers.tool import installed_version
 
-        print(f"ampwise {installed_version() or '(a source folder, not installed)'}")
+        write(f"ampwise {installed_version() or '(a source folder, not installed)'}\n", sys.stdout)
         parser.exit()
 
 

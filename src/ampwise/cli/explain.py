@@ -20,6 +20,7 @@ from ampwise.finding import Rule
 __all__ = ["add_arguments", "run"]
 
 WIDEST = 90  # longer lines of prose are hard to read, most of all at night
+NARROWEST = 20  # a terminal of two columns is a mistake in COLUMNS
 INDENT = "  "
 
 
@@ -65,7 +66,7 @@ def page(rule: Rule, colour: bool = False) -> str:
 
 def _prose(text: str) -> str:
     """Paragraphs, each wrapped to the terminal; lines that are indented are kept as they are."""
-    width = min(shutil.get_terminal_size().columns, WIDEST) - len(INDENT)
+    width = max(min(shutil.get_terminal_size().columns, WIDEST), NARROWEST) - len(INDENT)
     paragraphs = textwrap.dedent(text).strip().split("\n\n")
     return "\n\n".join(part if "\n " in part else textwrap.fill(part, width) for part in paragraphs)
 

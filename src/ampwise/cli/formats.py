@@ -68,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         from ampwise.printers.strict_json import dumps
 
-        sys.stdout.write(dumps([fmt.as_dict() for fmt in chosen]))
+        terminal.write(dumps([fmt.as_dict() for fmt in chosen]), sys.stdout)
         return 0
     scalars = [fmt for fmt in chosen if not isinstance(fmt, BlockFormat)]
     blocks = [fmt for fmt in chosen if isinstance(fmt, BlockFormat)]

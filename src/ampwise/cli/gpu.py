@@ -10,15 +10,21 @@ Examples:
   ampwise gpu h200
   ampwise gpu "NVIDIA A100-SXM4-80GB" --json | jq .peak_flops.bf16
 
-The exit code is 1 when a device here is known to lack a format named by --want, else 0.
+The exit code is 1 when --want names a format that a GPU here lacks, or when --want is given and torch sees no
+GPU to use; else 0, also when it is not known.
 
 With --json, units are bytes, bytes/s and FLOP/s, and what is not known is null:
   ampwise gpu --json         {"machine": {python, platform, cpu, driver, torch, torch_problem},
                               "findings": [{code, name, severity, message, place, evidence, fix}]}
+    torch                    {version, cuda, hip, devices, mps, fp32, problem}
+    one of its devices       {index, name, capability, memory_bytes, bf16_claimed, bf16_native, catalog_id,
+                              matrix_units: {format: true, false or null}}
   ampwise gpu NAME --json    {id, name, vendor, arch, capability, memory_bytes, memory_bytes_per_s,
-                              matrix_formats, peak_flops, approximate, note, sources}
+                              matrix_formats, peak_flops, ridge_flop_per_byte, approximate, note, sources}
   ampwise gpu --list --json  an array of the latter
-Numbers under "approximate" are left out everywhere else.
+Peaks and ridge points are objects, {format: number}. Numbers under "approximate" are left out everywhere else,
+and so are ridge points that would follow from them. bf16_claimed is what torch.cuda.is_bf16_supported() says,
+bf16_native what it says without emulation.
 """
 
 from __future__ import annotations
@@ -28,6 +34,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
+from ampwise.hardware.catalog import COMMON_FORMATS
 from ampwise.printers import output_formats, print_findings, terminal
 
 if TYPE_CHECKING:
@@ -39,9 +46,7 @@ if TYPE_CHECKING:
 
 __all__ = ["add_arguments", "run"]
 
-# The formats one chooses among for training: each is shown, whether a device has it or not.
-COMMON = ("fp32", "tf32", "fp16", "bf16", "fp8", "mxfp8", "mxfp4", "nvfp4")
-TO_WANT = COMMON[1:]
+TO_WANT = tuple(fmt for fmt in COMMON_FORMATS if fmt != "fp32")
 ANSWERS = {True: "yes", False: "no", None: "not known"}
 TFLOPS, GIB, GB = 1e12, 2**30, 1e9
 
@@ -54,7 +59,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FORMAT",
         action="append",
         default=[],
-        help=f"exit with 1 if a GPU here lacks matrix units for it: {', '.join(TO_WANT)}; may be repeated",
+        help=f"exit with 1 if a GPU here lacks matrix units for it, or there is no GPU: {', '.join(TO_WANT)}; "
+        "may be repeated",
     )
     group = parser.add_mutually_exclusive_group()
     group.add_argument("--json", action="store_true", help="JSON, as described above")
@@ -145,7 +151,7 @@ def _breaks_a_wish(finding: Finding) -> bool:
 def _write_json(value: object) -> None:
     from ampwise.printers.strict_json import dumps
 
-    sys.stdout.write(dumps(value))
+    terminal.write(dumps(value), sys.stdout)
 
 
 def _show_machine(out: Console, machine: Machine, findings: Sequence[Finding]) -> None:
@@ -209,7 +215,9 @@ def _show_kind(out: Console, kind: DeviceKind) -> None:
     _say(out, f"{kind.torch_names}  {kind.title}", style="bold")
     known = f"in the catalog as {device.gpu.id}" if device.gpu else "not in the catalog, so no peaks are known"
     _say(out, f"{label}{device.capability}, {device.memory_bytes / GIB:.1f} GiB, {known}")
-    answers = {fmt: device.has_matrix_units(fmt) for fmt in COMMON}
+    emulated = f"{device.bf16_claimed}, without emulation: {device.bf16_native}"
+    _say(out, f"torch.cuda.is_bf16_supported(): {emulated}")
+    answers = device.matrix_units
     if device.gpu is None:
         answers.pop("fp32")  # the capability says nothing about it, and nobody asks
     out.print(_formats(answers, device.gpu))
@@ -228,7 +236,7 @@ def _show_device(out: Console, gpu: Gpu) -> None:
         facts["note"] = gpu.note
     out.print(_facts(facts))
     out.print()
-    answers = {fmt: gpu.has_matrix_units(fmt) for fmt in (*COMMON, *_uncommon(gpu))}
+    answers = {fmt: gpu.has_matrix_units(fmt) for fmt in (*COMMON_FORMATS, *_uncommon(gpu))}
     out.print(_formats(answers, gpu))
     out.print()
     for url in gpu.sources:
@@ -236,7 +244,7 @@ def _show_device(out: Console, gpu: Gpu) -> None:
 
 
 def _uncommon(gpu: Gpu) -> list[str]:
-    return [fmt for fmt in gpu.matrix_formats or () if fmt not in COMMON]
+    return [fmt for fmt in gpu.matrix_formats or () if fmt not in COMMON_FORMATS]
 
 
 def _formats(answers: dict[str, bool | None], gpu: Gpu | None) -> Table:
@@ -259,7 +267,7 @@ def _show_list(out: Console, gpus: Iterable[Gpu]) -> None:
     table.add_column("name")
     for gpu in gpus:
         formats = gpu.matrix_formats
-        shown = "not known" if formats is None else " ".join(fmt for fmt in COMMON if fmt in formats)
+        shown = "not known" if formats is None else " ".join(fmt for fmt in COMMON_FORMATS if fmt in formats)
         table.add_row(gpu.id, gpu.capability, shown or "none", gpu.name)
     out.print(table)
 

@@ -8,6 +8,8 @@ from typing import Any
 
 __all__ = ["BlockFormat", "Format"]
 
+_FP32_MAX = (2 - 2.0**-23) * 2.0**127  # of a tensor's scale
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Format:
@@ -198,6 +200,23 @@ class BlockFormat:
     def smallest(self) -> float:
         """The smallest value above zero, in a block whose scale is the smallest."""
         return self.element.smallest * self.scale.smallest
+
+    @property
+    def overflow_threshold(self) -> float:
+        """Beyond this no scale brings a value into the element's range."""
+        tensor_scale = _FP32_MAX if self.tensor_scale else 1.0
+        return self.element.overflow_threshold * self.scale.max * tensor_scale
+
+    @property
+    def overflow_binade(self) -> int:
+        """The ``e`` with ``2**e < overflow_threshold <= 2**(e+1)``."""
+        mantissa, exponent = math.frexp(self.overflow_threshold)
+        return exponent - 2 if mantissa == 0.5 else exponent - 1
+
+    @property
+    def overflow_at_threshold(self) -> bool:
+        """As for its elements."""
+        return self.element.overflow_at_threshold
 
     @property
     def needs_loss_scale(self) -> bool:

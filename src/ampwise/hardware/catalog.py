@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
-from types import MappingProxyType
 from typing import Any
 
 from ampwise.errors import UnknownName
 
 __all__ = [
+    "COMMON_FORMATS",
     "Figure",
     "Gpu",
     "compute_capability",
@@ -24,6 +24,9 @@ __all__ = [
     "gpus",
     "nvidia_tensor_cores",
 ]
+
+# The formats one chooses among for training: each is answered for, whether a device has it or not.
+COMMON_FORMATS = ("fp32", "tf32", "fp16", "bf16", "fp8", "mxfp8", "mxfp4", "nvfp4")
 
 # They say who sells a device, not which one it is; drivers add and drop them ("Tesla T4", "NVIDIA A10").
 BRANDS = frozenset({"nvidia", "tesla", "geforce", "amd", "instinct", "intel", "habana", "google"})
@@ -75,8 +78,9 @@ class Gpu:
     memory_bytes: int | None
     memory_bytes_per_s: float | None
     matrix_formats: tuple[str, ...] | None
-    peak_flops: Mapping[str, float]
-    approximate: Mapping[str, float]
+    # Dicts, so that a Gpu can be pickled and copied; the rest of it is enough to hash.
+    peak_flops: Mapping[str, float] = field(hash=False)
+    approximate: Mapping[str, float] = field(hash=False)
     note: str
     sources: tuple[str, ...]
 
@@ -124,6 +128,7 @@ class Gpu:
             "memory_bytes_per_s": self.memory_bytes_per_s,
             "matrix_formats": None if self.matrix_formats is None else list(self.matrix_formats),
             "peak_flops": dict(self.peak_flops),
+            "ridge_flop_per_byte": {fmt: ridge for fmt in self.peak_flops if (ridge := self.ridge(fmt)) is not None},
             "approximate": dict(self.approximate),
             "note": self.note,
             "sources": list(self.sources),
@@ -232,8 +237,8 @@ def _read_device(table: Mapping[str, Any], urls: Mapping[str, str]) -> Gpu:
         memory_bytes=None if memory is None else int(memory),
         memory_bytes_per_s=known.pop("memory_bytes_per_s", None),
         matrix_formats=None if formats is None else tuple(formats),
-        peak_flops=MappingProxyType(known),
-        approximate=MappingProxyType(_in_base_units(table.get("approximate", {}))),
+        peak_flops=known,
+        approximate=_in_base_units(table.get("approximate", {})),
         note=table.get("note", ""),
         sources=tuple(urls[key] for key in table["sources"]),
     )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import platform
-import subprocess
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -100,6 +99,8 @@ def _relevant(flags: Iterable[str]) -> tuple[str, ...]:
 
 
 def _sysctl() -> str:
+    import subprocess  # only on a Mac, and slow to import
+
     command = ["sysctl", SYSCTL_MODEL, "hw.optional"]
     try:
         # Exits with 1 when one of the keys is missing, and still prints the others.

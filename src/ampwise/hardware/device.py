@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from ampwise.hardware.catalog import Gpu, compute_capability, nvidia_tensor_cores
+from ampwise.hardware.catalog import COMMON_FORMATS, Gpu, compute_capability, nvidia_tensor_cores
 
 __all__ = ["Device", "DeviceKind", "Fp32Switches", "kinds_of"]
 
@@ -39,6 +39,11 @@ class Device:
         capability = self.compute_capability
         return None if capability is None else nvidia_tensor_cores(fmt, capability)
 
+    @property
+    def matrix_units(self) -> dict[str, bool | None]:
+        """has_matrix_units() of each common format."""
+        return {fmt: self.has_matrix_units(fmt) for fmt in COMMON_FORMATS}
+
     def as_dict(self) -> dict[str, Any]:
         """Plain data for JSON; the catalog entry by its id."""
         return {
@@ -49,6 +54,7 @@ class Device:
             "bf16_claimed": self.bf16_claimed,
             "bf16_native": self.bf16_native,
             "catalog_id": None if self.gpu is None else self.gpu.id,
+            "matrix_units": self.matrix_units,
         }
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
 from pathlib import Path
 
 __all__ = ["driver_version", "parse_driver_version"]
@@ -35,6 +34,8 @@ def parse_driver_version(text: str) -> str | None:
 
 
 def _ask_nvidia_smi() -> str:
+    import subprocess  # seldom needed, and slow to import
+
     try:
         done = subprocess.run(QUERY, capture_output=True, text=True, timeout=QUERY_TIMEOUT_S, check=True)
     except (OSError, subprocess.SubprocessError):

@@ -5,16 +5,29 @@ from __future__ import annotations
 import os
 import sys
 import unicodedata
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, TextIO
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-__all__ = ["console", "paint", "print_tables", "printable", "table", "wants_colour", "write"]
+__all__ = [
+    "CannotWrite",
+    "console",
+    "flush",
+    "paint",
+    "print_tables",
+    "printable",
+    "table",
+    "wants_colour",
+    "write",
+    "writing",
+]
 
 PIPE_WIDTH = 110  # where nobody told us the width: a file, a pipe, a CI log
+NARROWEST = 80  # a terminal that wraps a table shows all of it; a table squeezed into less does not
 
 STYLES = {
     "error": "1;31",
@@ -29,19 +42,29 @@ STYLES = {
 }
 
 
+class CannotWrite(OSError):
+    """The output could not be written: a full disk, a closed file. A reader who has gone is a BrokenPipeError."""
+
+    def __str__(self) -> str:
+        return f"cannot write the output: {self.strerror or ': '.join(map(str, self.args))}"
+
+
 def console(file: TextIO | None = None) -> Console:
-    """A rich console: colour only on a terminal and never under NO_COLOR, no highlighting of its own."""
+    """A rich console: colour only on a terminal and never under NO_COLOR, no highlighting, at least 80 wide."""
     from rich.console import Console
 
     stream = sys.stdout if file is None else file
     width = None if stream.isatty() or "COLUMNS" in os.environ else PIPE_WIDTH
-    return Console(
+    plain = Console(
         file=stream,
         width=width,
         highlight=False,
         soft_wrap=False,
         color_system="auto" if wants_colour(stream) else None,
     )
+    if plain.width < NARROWEST:
+        plain.width = NARROWEST
+    return plain
 
 
 def table(*headings: str) -> Table:
@@ -57,7 +80,7 @@ def table(*headings: str) -> Table:
 def print_tables(show: Callable[[Console], None]) -> None:
     """Write what ``show`` prints, less the blanks with which rich fills each line of a table."""
     out = console()
-    with out.capture() as captured:
+    with writing(), out.capture() as captured:  # rich ends a capture with a write of nothing, which can fail
         show(out)
     write("".join(f"{line.rstrip()}\n" for line in captured.get().splitlines()), sys.stdout)
 
@@ -90,9 +113,27 @@ def printable(text: str) -> str:
 
 
 def write(text: str, stream: TextIO) -> None:
-    """Write ``text``, with escapes for what the stream's encoding has no bytes for."""
+    """Write ``text``, with escapes for what the stream's encoding has no bytes for; CannotWrite if that fails."""
     encoding = getattr(stream, "encoding", None) or "utf-8"
-    stream.write(text.encode(encoding, "backslashreplace").decode(encoding))
+    with writing():
+        stream.write(text.encode(encoding, "backslashreplace").decode(encoding))
+
+
+def flush(stream: TextIO) -> None:
+    """Hand on what was written; CannotWrite if that fails."""
+    with writing():
+        stream.flush()
+
+
+@contextmanager
+def writing() -> Iterator[None]:
+    """Make an error of the system a CannotWrite, to tell a full disk from a file that a verb did not find."""
+    try:
+        yield
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        raise CannotWrite(*error.args) from error
 
 
 def _is_harmless(char: str) -> bool:
