@@ -61,9 +61,9 @@ __all__ = sorted(_HOMES)
 
 def __getattr__(name: str) -> Any:
     if name == "__version__":
-        from importlib.metadata import version
+        from ampwise.printers.tool import installed_version
 
-        return version("ampwise")
+        return installed_version() or "unknown"
     if name not in _HOMES:
         raise AttributeError(f"module 'ampwise' has no attribute {name!r}")
     try:

@@ -87,7 +87,10 @@ BASE = torch.arange(24.0).reshape(2, 3, 4) - 5
     ],
     ids=["permuted", "strided", "sliced", "expanded", "broadcast", "0-d", "channels-last", "empty", "neg", "param"],
 )
-def test_any_strides(view):
+@pytest.mark.parametrize("native", [True, False], ids=["C loop", "torch"])
+def test_any_strides(view, native, monkeypatch):
+    if not native:
+        monkeypatch.setattr(cpu, "_native", None)
     assert census(view) == census(view.detach().clone().contiguous().reshape(-1))
 
 

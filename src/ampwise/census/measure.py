@@ -55,7 +55,7 @@ def _measure(tensors: Mapping[str, Tensor]) -> list[Later[dict[str, Census]]]:
             # The kernel reads 16 and 32 bits; widening FP8 is exact.
             batches.setdefault(values.device, {})[name] = values.float() if values.element_size() == 1 else values
         else:
-            singles[name] = _count(values.detach().view(-1))
+            singles[name] = _count(values.detach().view(-1).resolve_neg())
     parts = [_named(list(batch), launch(list(batch.values()))) for batch in batches.values() if launch]
     return [*parts, lambda: {name: single() for name, single in singles.items()}]
 
