@@ -1,6 +1,5 @@
 """Rounding to nearest, at every value and every tie, against ml_dtypes, gfloat, numpy and torch."""
 
-import ml_dtypes
 import numpy as np
 import pytest
 import torch
@@ -8,21 +7,11 @@ import torch
 from ampwise import Format, cast
 from ampwise.formats import FORMATS
 
+from .oracles import NUMPY_DTYPES
+
 gfloat = pytest.importorskip("gfloat")
 gfloat_formats = pytest.importorskip("gfloat.formats")
 
-NUMPY_DTYPES = {
-    "fp16": np.float16,
-    "bf16": ml_dtypes.bfloat16,
-    "e5m2": ml_dtypes.float8_e5m2,
-    "e4m3fn": ml_dtypes.float8_e4m3fn,
-    "e5m2fnuz": ml_dtypes.float8_e5m2fnuz,
-    "e4m3fnuz": ml_dtypes.float8_e4m3fnuz,
-    "e3m2": ml_dtypes.float6_e3m2fn,
-    "e2m3": ml_dtypes.float6_e2m3fn,
-    "e2m1": ml_dtypes.float4_e2m1fn,
-    "e8m0": ml_dtypes.float8_e8m0fnu,
-}
 # gfloat has no FNUZ formats. Its E8M0 keeps zero and the sign and breaks ties by the exponent's parity, while
 # ours, ml_dtypes' and torch's round ties up: it is no oracle there.
 GFLOAT_FORMATS = {

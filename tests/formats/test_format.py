@@ -10,20 +10,9 @@ import torch
 from ampwise import BlockFormat
 from ampwise.formats import BLOCK_FORMATS, FORMATS, find_format
 
-NUMPY_DTYPES = {
-    "fp64": np.float64,
-    "fp32": np.float32,
-    "fp16": np.float16,
-    "bf16": ml_dtypes.bfloat16,
-    "e5m2": ml_dtypes.float8_e5m2,
-    "e4m3fn": ml_dtypes.float8_e4m3fn,
-    "e5m2fnuz": ml_dtypes.float8_e5m2fnuz,
-    "e4m3fnuz": ml_dtypes.float8_e4m3fnuz,
-    "e3m2": ml_dtypes.float6_e3m2fn,
-    "e2m3": ml_dtypes.float6_e2m3fn,
-    "e2m1": ml_dtypes.float4_e2m1fn,
-    "e8m0": ml_dtypes.float8_e8m0fnu,
-}
+from . import oracles
+
+NUMPY_DTYPES = {"fp64": np.float64, "fp32": np.float32, **oracles.NUMPY_DTYPES}
 UP_TO_16_BITS = [name for name, fmt in FORMATS.items() if fmt.bits <= 16]
 IN_TORCH = [name for name, fmt in FORMATS.items() if hasattr(torch, fmt.torch_dtype or "?")]
 
