@@ -1,5 +1,6 @@
 """Where there is no GPU, tests marked ``gpu`` skip and Triton's kernels run in its interpreter."""
 
+import importlib.util
 import os
 
 import pytest
@@ -27,3 +28,16 @@ def pytest_collection_modifyitems(items):
         for item in items:
             if "gpu" in item.keywords:
                 item.add_marker(skip)
+
+
+@pytest.fixture(scope="session")
+def load_script():
+    """Load a file that is no part of the package, such as an example, as a module."""
+
+    def load(path):
+        spec = importlib.util.spec_from_file_location(path.stem, path)
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        return module
+
+    return load

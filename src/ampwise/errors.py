@@ -12,6 +12,7 @@ and exits with 2.
 
 from __future__ import annotations
 
+import copyreg
 import difflib
 from collections.abc import Iterable
 
@@ -32,8 +33,8 @@ class UnknownName(AmpwiseError, LookupError):
         super().__init__(f"unknown {kind} {name!r}. {guess}{listing}")
 
     def __reduce__(self) -> tuple[object, ...]:
-        # Exceptions are made again from their message alone; this one knows more, and crosses processes too.
-        return _again, (type(self), self.args, self.__dict__)
+        # Pickle would call the class with the message alone; this one takes more, and crosses processes too.
+        return copyreg.__newobj__, (type(self), *self.args), self.__dict__  # type: ignore[attr-defined]
 
 
 class BadInput(AmpwiseError, ValueError):
@@ -46,13 +47,6 @@ class UnsupportedTensor(AmpwiseError, TypeError):
 
 class MissingDependency(AmpwiseError, ImportError):
     """An optional package is needed for what was asked."""
-
-
-def _again(kind: type[UnknownName], args: tuple[object, ...], state: dict[str, object]) -> UnknownName:
-    error = kind.__new__(kind, *args)
-    error.args = args
-    error.__dict__.update(state)
-    return error
 
 
 def nearest(name: str, known: Iterable[str], limit: int = 3) -> list[str]:

@@ -12,9 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ampwise import Census, Count, cast, census, find_format
-from ampwise.census.algebra import binade_of
 from ampwise.errors import BadInput, UnknownName
-from ampwise.formats import BLOCK_FORMATS, FORMATS
+from ampwise.formats import BLOCK_FORMATS, FORMATS, binade_of
 
 SIGNED = [fmt for fmt in FORMATS.values() if fmt.signed]
 floats32 = st.floats(width=32)

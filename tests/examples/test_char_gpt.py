@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import io
 import json
 import math
@@ -26,11 +25,8 @@ LAYERS = ["embedding", *(f"block {number} {part}" for number in (1, 2, 3, 4) for
 
 
 @pytest.fixture(scope="module")
-def demo():
-    spec = importlib.util.spec_from_file_location("char_gpt", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def demo(load_script):
+    return load_script(SCRIPT)
 
 
 @pytest.fixture

@@ -1,6 +1,5 @@
 """The generated pages: complete, stable, and checked against what lies on disk."""
 
-import importlib.util
 import json
 import sys
 from pathlib import Path
@@ -29,11 +28,8 @@ RESULT = {
 
 
 @pytest.fixture(scope="module")
-def docs():
-    spec = importlib.util.spec_from_file_location("generate_docs", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def docs(load_script):
+    return load_script(SCRIPT)
 
 
 @pytest.fixture

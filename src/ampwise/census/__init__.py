@@ -19,18 +19,15 @@ __all__ = ["Census", "Count"]
 class _Room(ModuleType):
     def __call__(self, tensors: Any) -> Any:
         """Measure: ``help(ampwise.census.census)`` tells how."""
-        import ampwise
-
-        return ampwise.__getattr__("census")(tensors)  # which says what to install where torch is missing
+        return self.census(tensors)
 
     def __getattr__(self, name: str) -> Any:
-        # What needs torch is loaded when it is asked for: ``from ampwise.census import DeviceCensus``.
-        homes = {"census": "measure", "DeviceCensus": "device"}
-        if name not in homes:
+        # Loaded when asked for, as the package loads its public names: it says what to install without torch.
+        if name not in ("DeviceCensus", "census"):
             raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
-        import importlib
+        import ampwise
 
-        return getattr(importlib.import_module(f"{self.__name__}.{homes[name]}"), name)
+        return ampwise.__getattr__(name)
 
 
 sys.modules[__name__].__class__ = _Room

@@ -18,9 +18,9 @@ from typing import Any
 
 from ampwise.census.count import Count
 from ampwise.errors import BadInput
-from ampwise.formats import BlockFormat, Format, find_format, find_scalar_format
+from ampwise.formats import BlockFormat, Format, binade_of, find_format, find_scalar_format
 
-__all__ = ["Census", "binade_of"]
+__all__ = ["Census"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -262,16 +262,6 @@ class Census:
         from ampwise.census.picture import census_html
 
         return census_html(self)
-
-
-def binade_of(magnitude: float) -> int:
-    """The ``e`` with ``2**e < magnitude <= 2**(e+1)``.
-
-    >>> binade_of(1.0), binade_of(1.5), binade_of(2.0), binade_of(2.5)
-    (-1, 0, 0, 1)
-    """
-    mantissa, exponent = math.frexp(magnitude)
-    return exponent - 2 if mantissa == 0.5 else exponent - 1
 
 
 def _overflows(magnitude: float, fmt: Format | BlockFormat, k: int) -> bool:

@@ -22,14 +22,22 @@ def flat_values(tensor: Any, name: str | None = None) -> Tensor:
 
     It runs once for each parameter at each step, hence the quick way out for what gradients usually are.
     """
-    what = "this" if name is None else repr(name)
     if _is_ordinary(tensor):
         dense: Tensor = tensor
     else:
-        _refuse_what_has_no_values(tensor, what)
+        _refuse_what_has_no_values(tensor, _called(name))
         dense = _dense(_unwrapped(tensor))
-    _refuse_what_has_no_memory(dense, what)
+    if _has_no_memory(dense):
+        kind = "" if type(dense) in _PLAIN else f" ({type(dense).__name__})"
+        raise UnsupportedTensor(
+            f"{_called(name)} has a shape and no memory{kind}: freed, fake, wrapped, or inside a function transform. "
+            "Count the tensor that holds the values."
+        )
     return dense
+
+
+def _called(name: str | None) -> str:
+    return "this" if name is None else repr(name)
 
 
 def _is_ordinary(tensor: Any) -> bool:
@@ -67,18 +75,12 @@ def _refuse_what_has_no_values(tensor: Any, what: str) -> None:
         raise UnsupportedTensor(f"{what} is {tensor.dtype}, which packs values into bytes. Unpack it first.")
 
 
-def _refuse_what_has_no_memory(dense: Tensor, what: str) -> None:
+def _has_no_memory(dense: Tensor) -> bool:
     """Reading address 0 would end the process, so it must not come that far."""
     try:
-        address = dense.data_ptr()
+        return dense.data_ptr() == 0 and dense.numel() > 0
     except RuntimeError:  # inside vmap, torch.func.grad and the like
-        address = 0
-    if address == 0 and dense.numel():
-        kind = "" if type(dense) in _PLAIN else f" ({type(dense).__name__})"
-        raise UnsupportedTensor(
-            f"{what} has a shape and no memory{kind}: freed, fake, wrapped, or inside a function transform. "
-            "Count the tensor that holds the values."
-        )
+        return True
 
 
 def _unwrapped(tensor: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["BlockFormat", "Format"]
+__all__ = ["BlockFormat", "Format", "binade_of"]
 
 _FP32_MAX = (2 - 2.0**-23) * 2.0**127  # of a tensor's scale
 
@@ -210,8 +210,7 @@ class BlockFormat:
     @property
     def overflow_binade(self) -> int:
         """The ``e`` with ``2**e < overflow_threshold <= 2**(e+1)``."""
-        mantissa, exponent = math.frexp(self.overflow_threshold)
-        return exponent - 2 if mantissa == 0.5 else exponent - 1
+        return binade_of(self.overflow_threshold)
 
     @property
     def overflow_at_threshold(self) -> bool:
@@ -242,3 +241,13 @@ class BlockFormat:
             "since": self.since,
             "training": self.training,
         }
+
+
+def binade_of(magnitude: float) -> int:
+    """The ``e`` with ``2**e < magnitude <= 2**(e+1)``.
+
+    >>> binade_of(1.0), binade_of(1.5), binade_of(2.0), binade_of(2.5)
+    (-1, 0, 0, 1)
+    """
+    mantissa, exponent = math.frexp(magnitude)
+    return exponent - 2 if mantissa == 0.5 else exponent - 1
