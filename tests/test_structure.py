@@ -21,6 +21,7 @@ LAYERS = {
     "ampwise.formats": 1,
     "ampwise.hardware": 1,
     "ampwise.census": 1,
+    "ampwise.source": 1,
     "ampwise.rules": 2,
     "ampwise.record": 2,
     "ampwise.printers": 3,

@@ -6,13 +6,14 @@ the hardware checks and the tracer all yield findings; the printers in ``ampwise
 
 from __future__ import annotations
 
+import itertools
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
-from typing import Any
+from typing import Any, Literal
 
-__all__ = ["Finding", "Place", "Rule", "Severity"]
+__all__ = ["Edit", "Finding", "Place", "Rule", "Severity", "edited"]
 
 
 class Severity(StrEnum):
@@ -36,9 +37,12 @@ class Place:
     train.py:12:5
     >>> print(Place(parameter="blocks.0.mlp.weight", step=400, rank=1))
     blocks.0.mlp.weight at step 400 on rank 1
+    >>> print(Place(file="train.ipynb", cell=3, line=12, column=5))
+    train.ipynb:cell 3:12:5
 
     Lines and columns count from 1, columns in characters (``ast`` counts from 0, in UTF-8 bytes), and
-    ``end_column`` is the first column after the span: what editors, ruff and SARIF do.
+    ``end_column`` is the first column after the span: what editors, ruff and SARIF do. In a notebook ``cell``
+    counts all cells from 1 and the lines count within the cell.
     """
 
     file: str | None = None
@@ -51,12 +55,17 @@ class Place:
     device: str | None = None
     step: int | None = None
     rank: int | None = None
+    cell: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("line", "column", "end_line", "end_column"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"Place({name}={value}): lines and columns count from 1")
+        if self.cell is not None and self.cell < 1:
+            raise ValueError(f"Place(cell={self.cell}): the cells of a notebook count from 1")
+        if self.cell is not None and self.file is None:
+            raise ValueError("Place: a cell without a file is no place; give the notebook too")
         if self.line is None and (self.column, self.end_line, self.end_column) != (None, None, None):
             raise ValueError("Place: a column or an end without a line is no place; give the line too")
         if (self.end_line is None) != (self.end_column is None):
@@ -73,7 +82,8 @@ class Place:
         return self._start if self.end_line is None else (self.end_line, self.end_column or 1)
 
     def __str__(self) -> str:
-        source = ":".join(str(part) for part in (self.file, self.line, self.column) if part is not None)
+        cell = None if self.cell is None else f"cell {self.cell}"
+        source = ":".join(str(part) for part in (self.file, cell, self.line, self.column) if part is not None)
         named = [part for part in (source, self.parameter or self.module, self.device) if part]
         text = " ".join(named) or ("" if self.step is not None or self.rank is not None else "(nowhere)")
         if self.step is not None:
@@ -88,12 +98,88 @@ class Place:
         return {name: value for name, value in known if value is not None}
 
 
+@dataclass(frozen=True, slots=True)
+class Edit:
+    """One change to the text: what stands in a span gives way to ``content``.
+
+    >>> Edit(line=4, column=1, end_line=4, end_column=1, content="scaler.update()\\n").is_insertion
+    True
+
+    Counted as in ``Place``: from 1, in characters, the end not included, within ``cell`` of a notebook.
+    """
+
+    line: int
+    column: int
+    end_line: int
+    end_column: int
+    content: str
+    cell: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("line", "column", "end_line", "end_column", "cell"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"Edit({name}={value}): lines, columns and cells count from 1")
+        if self.end < self.start:
+            raise ValueError(f"Edit: the end {self.end} lies before the start {self.start}")
+
+    @property
+    def start(self) -> tuple[int, int]:
+        return (self.line, self.column)
+
+    @property
+    def end(self) -> tuple[int, int]:
+        return (self.end_line, self.end_column)
+
+    @property
+    def is_insertion(self) -> bool:
+        """Whether nothing is taken away."""
+        return self.start == self.end
+
+    def overlaps(self, other: Edit) -> bool:
+        """Whether the two cannot both be made: edits that only touch, or insert at one spot, can."""
+        return self.cell == other.cell and self.start < other.end and other.start < self.end
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain data for JSON; the cell only where there is one."""
+        span = {part.name: getattr(self, part.name) for part in fields(self)}
+        return {name: value for name, value in span.items() if value is not None}
+
+
+def edited(text: str, edits: Iterable[Edit]) -> str:
+    """``text`` after edits that all belong to it; what is inserted at one spot keeps the order given.
+
+    >>> edited("loss.backward()\\n", [Edit(1, 1, 1, 5, "scaler.scale(loss)")])
+    'scaler.scale(loss).backward()\\n'
+    """
+    ends = [end - 1 for end in itertools.accumulate(len(line) + 1 for line in text.split("\n"))]
+    pieces, reached = [], 0
+    for edit in sorted(edits, key=lambda edit: (edit.start, edit.end)):
+        start, stop = _offset(edit.start, ends), _offset(edit.end, ends)
+        if start < reached:
+            raise ValueError(f"the edit at {edit.line}:{edit.column} overlaps the one before it")
+        pieces += [text[reached:start], edit.content]
+        reached = stop
+    return "".join([*pieces, text[reached:]])
+
+
+def _offset(position: tuple[int, int], line_ends: Sequence[int]) -> int:
+    line, column = position
+    if line <= len(line_ends):
+        offset = (line_ends[line - 2] + 1 if line > 1 else 0) + column - 1
+        if offset <= line_ends[line - 1]:
+            return offset
+    raise ValueError(f"the edit at {line}:{column} lies outside the text")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rule:
     """What is wrong in general, why it matters, and how to mend it.
 
     ``bad`` and ``good`` are short examples shown by ``ampwise explain`` and in the docs: Python, or commands
     when they start with ``$ ``. Codes that start with AMP are ampwise's own; a plugin brings its own letters.
+    ``fixable`` says whether ``ampwise check --fix`` mends what the rule finds: "always", "sometimes", or "" for
+    never.
     """
 
     code: str
@@ -106,6 +192,7 @@ class Rule:
     good: str
     on_by_default: bool = True  # False: looked for only when selected
     url: str | None = None  # where more is written, for rules that have such a page
+    fixable: Literal["", "sometimes", "always"] = ""
 
     def __post_init__(self) -> None:
         if not re.fullmatch(r"[A-Z]{2,10}[0-9]{3}", self.code):
@@ -117,17 +204,31 @@ class Rule:
         for text in ("summary", "why", "fix", "bad", "good"):
             if not getattr(self, text).strip():
                 raise ValueError(f"rule {self.code}: {text} is empty")
+        if self.fixable not in ("", "sometimes", "always"):
+            raise ValueError(f'rule {self.code}: fixable {self.fixable!r} is none of "always", "sometimes" and ""')
 
     def at(
-        self, place: Place, message: str, *, evidence: Mapping[str, Any] | None = None, fix: str | None = None
+        self,
+        place: Place,
+        message: str,
+        *,
+        evidence: Mapping[str, Any] | None = None,
+        fix: str | None = None,
+        edits: Iterable[Edit] = (),
+        safe: bool = True,
     ) -> Finding:
-        """A finding of this rule; ``fix`` mends this very place; without it the rule's own advice holds."""
+        """A finding of this rule; ``fix`` mends this very place; without it the rule's own advice holds.
+
+        ``edits`` do to the text what ``fix`` says in words, ``safe`` unless they may change what else it does.
+        """
         return Finding(
             rule=self,
             place=place,
             message=message,
             evidence=dict(evidence or {}),
             fix=fix or self.fix,
+            edits=tuple(edits),
+            safe=safe,
         )
 
     def as_dict(self) -> dict[str, Any]:
@@ -137,13 +238,28 @@ class Rule:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """A rule, a place, a message, the evidence, the fix."""
+    """A rule, a place, a message, the evidence, the fix, and the fix as edits where it can be made by machine.
+
+    The edits belong together, all or none. They are ``safe`` when they keep the meaning of everything but the
+    mistake; others are made only when asked for with ``--unsafe-fixes``.
+    """
 
     rule: Rule
     place: Place
     message: str
     evidence: Mapping[str, Any] = field(default_factory=dict, hash=False)
     fix: str
+    edits: tuple[Edit, ...] = ()
+    safe: bool = True
+
+    def __post_init__(self) -> None:
+        if self.edits and not self.rule.fixable:
+            raise ValueError(f"rule {self.rule.code} is not fixable, and a finding of it has edits; say so in the rule")
+        if self.edits and self.place.file is None:
+            raise ValueError(f"rule {self.rule.code}: edits without a file to make them in")
+        for one, other in itertools.combinations(self.edits, 2):
+            if one.overlaps(other):
+                raise ValueError(f"rule {self.rule.code}: the edits {one} and {other} overlap")
 
     @property
     def severity(self) -> Severity:
@@ -159,4 +275,6 @@ class Finding:
             "place": self.place.as_dict(),
             "evidence": dict(self.evidence),
             "fix": self.fix,
+            "edits": [edit.as_dict() for edit in self.edits],
+            "safe": self.safe,
         }

@@ -1,5 +1,6 @@
 """`ampwise explain`: a rule in a screenful."""
 
+import dataclasses
 import json
 import re
 
@@ -56,6 +57,20 @@ def test_the_page():
         "More\n"
         "  https://example.org/AMP101\n"
     )
+
+
+@pytest.mark.parametrize(
+    ("fixable", "lines"),
+    [
+        ("", []),
+        ("always", ["  Mended by `ampwise check --fix`."]),
+        ("sometimes", ["  Sometimes mended by `ampwise check --fix`."]),
+    ],
+)
+def test_the_page_says_whether_it_can_be_mended(fixable, lines):
+    text = page(dataclasses.replace(RULE, fixable=fixable)).splitlines()
+    start = text.index("Fix") + 2
+    assert text[start : start + len(lines) + 1] == [*lines, ""]
 
 
 def test_colour_changes_only_the_colour():

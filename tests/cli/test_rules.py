@@ -19,17 +19,20 @@ def test_the_table():
     entries = [
         entry("AMP101", "clip-scaled-grads", "source"),
         entry("AMP900", "old", "hardware", on_by_default=False),
-        entry("AMP102", "twice", "source"),
+        entry("AMP102", "twice", "source", fixable="always"),
+        entry("AMP103", "thrice", "source", fixable="sometimes"),
     ]
     assert table(entries) == (
         "source\n"
-        "  AMP101  clip-scaled-grads  warning  About clip-scaled-grads\n"
-        "  AMP102  twice              warning  About twice\n"
+        "  AMP101  clip-scaled-grads  warning       About clip-scaled-grads\n"
+        "  AMP102  twice              warning  [*]  About twice\n"
+        "  AMP103  thrice             warning  [-]  About thrice\n"
         "\n"
         "hardware\n"
-        "  AMP900  old                warning  About old (off by default)\n"
+        "  AMP900  old                warning       About old (off by default)\n"
         "\n"
-        "3 rules; `ampwise explain CODE` explains one.\n"
+        "4 rules; `ampwise explain CODE` explains one.\n"
+        "[*] is mended by `ampwise check --fix`, [-] sometimes.\n"
     )
 
 

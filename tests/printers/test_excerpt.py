@@ -1,5 +1,6 @@
 """The source around a place: carets under the right characters, silence where there is no source."""
 
+import json
 import os
 
 import pytest
@@ -107,3 +108,41 @@ def test_a_pipe_is_not_waited_for(tmp_path):
 def test_no_file_or_no_line_is_no_excerpt(show):
     assert excerpt(Place(parameter="weight"), Sources()) == []
     assert show(SCRIPT) == []
+
+
+NOTEBOOK = {
+    "cells": [
+        {"cell_type": "markdown", "source": "# Training"},
+        {"cell_type": "code", "source": ["import torch\n", "loss.backward()"]},
+        {"cell_type": "code", "source": "a = 1\r\nb = 2"},
+    ]
+}
+
+
+def test_a_cell_has_its_own_lines(tmp_path):
+    file = tmp_path / "train.ipynb"
+    file.write_text(json.dumps(NOTEBOOK))
+    sources = Sources()
+    assert excerpt(Place(file=str(file), cell=2, line=2, column=6), sources) == [
+        "  |",
+        "1 | import torch",
+        "2 | loss.backward()",
+        "  |      ^",
+        "  |",
+    ]
+    assert excerpt(Place(file=str(file), cell=3, line=2), sources)[2] == "2 | b = 2"
+    assert excerpt(Place(file=str(file), cell=4, line=1), sources) == []
+    assert excerpt(Place(file=str(file), line=1), sources) == [], "the lines of the JSON are nobody's"
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"cells": 3}', '{"cells": [{"source": [1]}]}', "[" * 100000])
+def test_a_broken_notebook_has_no_excerpt(text):
+    assert excerpt(Place(file="a.ipynb", cell=1, line=1), Sources({"a.ipynb": text})) == []
+
+
+def test_a_text_that_is_given_goes_before_the_file(tmp_path):
+    file = tmp_path / "train.py"
+    file.write_text("on disk\n")
+    sources = Sources({str(file): "from stdin\r\n", "-": "no file"})
+    assert excerpt(Place(file=str(file), line=1), sources)[1] == "1 | from stdin"
+    assert excerpt(Place(file="-", line=1), sources)[1] == "1 | no file"

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from ampwise.finding import Finding, Place, Rule, Severity
+from ampwise.finding import Edit, Finding, Place, Rule, Severity
 from ampwise.printers import output_formats
 from ampwise.printers.outputs import concise, full, github, gitlab, sarif
 from ampwise.printers.outputs import json as json_output
@@ -37,7 +37,17 @@ def places(draw):
                 position["end_line"] = position["line"] + draw(st.integers(0, 3))
                 position["end_column"] = position["column"] + draw(st.integers(0, 99))
     named = {part: draw(names) for part in ("file", "module", "parameter", "device")}
+    if named["file"] is not None:
+        position["cell"] = draw(st.none() | st.integers(1, 99))
     return Place(**position, **named, step=draw(counts), rank=draw(counts))
+
+
+@st.composite
+def edits(draw, cell):
+    """One below the other, and so apart."""
+    lines = sorted(draw(st.sets(st.integers(1, 50), max_size=3)))
+    column = draw(st.integers(1, 9))
+    return [Edit(line, column, line, column + draw(st.integers(0, 5)), draw(texts), cell) for line in lines]
 
 
 @st.composite
@@ -51,9 +61,12 @@ def findings(draw):
         fix="Do it otherwise.",
         bad="a",
         good="b",
+        fixable="sometimes",
     )
     evidence = draw(st.dictionaries(texts, values, max_size=3))
-    return rule.at(draw(places()), draw(texts), evidence=evidence, fix=draw(names))
+    place = draw(places())
+    mending = {"edits": draw(edits(place.cell)), "safe": draw(st.booleans())} if place.file is not None else {}
+    return rule.at(place, draw(texts), evidence=evidence, fix=draw(names), **mending)
 
 
 lists = st.lists(findings(), max_size=4)
@@ -81,8 +94,10 @@ def test_json_keeps_every_finding(given_findings: list[Finding]):
 
 @quick
 @given(lists)
-def test_sarif_keeps_every_finding(given_findings: list[Finding]):
-    run = strict(sarif.render(given_findings))["runs"][0]
+def test_sarif_keeps_every_finding_and_is_valid(validate_sarif, given_findings: list[Finding]):
+    log = strict(sarif.render(given_findings))
+    validate_sarif(log)
+    run = log["runs"][0]
     assert [result["ruleId"] for result in run["results"]] == [f.rule.code for f in given_findings]
     ids = [rule["id"] for rule in run["tool"]["driver"]["rules"]]
     assert len(ids) == len(set(ids))
@@ -108,14 +123,17 @@ def test_github_is_one_command_a_finding(given_findings: list[Finding]):
 @quick
 @given(lists)
 def test_concise_is_one_line_a_finding_and_a_summary(given_findings: list[Finding]):
-    assert len(concise.render(given_findings).splitlines()) == len(given_findings) + 1
+    sums = 2 if any(finding.edits for finding in given_findings) else 1
+    assert len(concise.render(given_findings).splitlines()) == len(given_findings) + sums
 
 
 @quick
 @given(lists)
 def test_text_for_people_cannot_drive_the_terminal(given_findings: list[Finding]):
+    # Sources to show: without them no edit would be printed.
+    sources = {finding.place.file: "x = 'a\x1b\x07b'\n" * 60 for finding in given_findings if finding.place.file}
     for output in (concise, full, github):
-        text = output.render(given_findings)
+        text = output.render(given_findings, texts=sources)
         bad = [char for char in text if not char.isprintable() and char != "\n" and char.strip()]
         assert not bad
         text.encode("utf-8")

@@ -2,7 +2,7 @@
 
 import pytest
 
-from ampwise.finding import Severity
+from ampwise.finding import Edit, Severity
 from ampwise.printers.summary import in_file_order, summary
 
 
@@ -13,6 +13,8 @@ def test_files_are_walked_from_top_to_bottom_and_the_placeless_come_last_worst_f
         finding("3", file="a.py", line=10, column=1),
         finding("4", file="a.py", line=10, column=4),
         finding("5", file="b.py", line=1),
+        finding("5", file="c.ipynb", cell=2, line=9),
+        finding("5", file="c.ipynb", cell=10, line=1),
         finding("6", parameter="z.weight"),
         finding("7", parameter="a.weight", severity=Severity.WARNING),
     ]
@@ -31,3 +33,16 @@ def test_files_are_walked_from_top_to_bottom_and_the_placeless_come_last_worst_f
 def test_summary(finding, severities, text):
     kinds = {"e": Severity.ERROR, "w": Severity.WARNING, "i": Severity.INFO}
     assert summary([finding(severity=kinds[letter]) for letter in severities]) == text
+
+
+@pytest.mark.parametrize(
+    ("safe", "last"),
+    [
+        ([True, True], "[*] 2 fixable with `--fix`."),
+        ([True, False, False], "[*] 1 fixable with `--fix` (2 more with `--fix --unsafe-fixes`)."),
+        ([False], "1 fixable with `--fix --unsafe-fixes`."),
+    ],
+)
+def test_the_summary_says_what_can_be_mended(finding, safe, last):
+    findings = [finding(file="a.py", line=1, edits=[Edit(1, 1, 1, 1, "x")], safe=one) for one in safe]
+    assert summary([*findings, finding()]).split("\n")[1:] == [last]

@@ -92,7 +92,20 @@ def test_a_rule_page(docs):
 
 def test_a_bar_does_not_break_a_table(docs):
     index = docs.rule_pages([entry()])["docs/rules/index.md"]
-    assert "| [AMP101](AMP101-some-rule.md) | `some-rule` | error | Sums \\| up |" in index
+    assert "| [AMP101](AMP101-some-rule.md) | `some-rule` | error |  | Sums \\| up |" in index
+
+
+@pytest.mark.parametrize(
+    ("fixable", "line"),
+    [
+        ("always", "Mended by `ampwise check --fix`."),
+        ("sometimes", "Sometimes mended by `ampwise check --fix`."),
+    ],
+)
+def test_what_can_be_mended_is_said_in_the_index_and_on_the_page(docs, fixable, line):
+    pages = docs.rule_pages([entry(fixable=fixable)])
+    assert f"| error | {fixable} | Sums" in pages["docs/rules/index.md"]
+    assert f"## Fix\n\nMend it.\n\n{line}\n\n## Bad" in pages["docs/rules/AMP101-some-rule.md"]
 
 
 def test_every_verb_is_documented(docs):

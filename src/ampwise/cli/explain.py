@@ -22,6 +22,11 @@ __all__ = ["add_arguments", "run"]
 WIDEST = 90  # longer lines of prose are hard to read, most of all at night
 NARROWEST = 20  # a terminal of two columns is a mistake in COLUMNS
 INDENT = "  "
+MENDED = {
+    "always": "Mended by `ampwise check --fix`.",
+    "sometimes": "Sometimes mended by `ampwise check --fix`.",
+    "": "",
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -51,7 +56,7 @@ def page(rule: Rule, colour: bool = False) -> str:
     title = f"{paint(rule.code, rule.severity, colour)} {paint(rule.name, 'bold', colour)} ({rule.severity}{off})"
     sections = {
         "Why": _prose(rule.why),
-        "Fix": _prose(rule.fix),
+        "Fix": "\n".join(filter(None, [_prose(rule.fix), _prose(MENDED[rule.fixable])])),
         "Bad": _code(rule.bad, colour),
         "Good": _code(rule.good, colour),
         "More": rule.url or "",

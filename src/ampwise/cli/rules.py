@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 __all__ = ["add_arguments", "run"]
 
+MARKS = {"always": "[*]", "sometimes": "[-]", "": "   "}
 INDENT = " " * 10  # a summary that has its own line starts below the name
 
 
@@ -62,8 +63,10 @@ def table(entries: Sequence[RegisteredRule], colour: bool = False, width: int | 
             *(_line(entry, name_width, colour, summary_width) for entry in group),
             "",
         ]
-    hint = f"{len(entries)} rule{'s' if len(entries) > 1 else ''}; `ampwise explain CODE` explains one."
-    return "\n".join([*lines, paint(hint, "dim", colour)]) + "\n"
+    hints = [f"{len(entries)} rule{'s' if len(entries) > 1 else ''}; `ampwise explain CODE` explains one."]
+    if any(entry.rule.fixable for entry in entries):
+        hints.append("[*] is mended by `ampwise check --fix`, [-] sometimes.")
+    return "\n".join([*lines, *(paint(hint, "dim", colour) for hint in hints)]) + "\n"
 
 
 def _line(entry: RegisteredRule, name_width: int, colour: bool, summary_width: int | None = None) -> str:
@@ -74,6 +77,7 @@ def _line(entry: RegisteredRule, name_width: int, colour: bool, summary_width: i
     severity = paint(f"{rule.severity:7}", rule.severity, colour)
     off = "" if rule.on_by_default else " (off by default)"
     head, summary = f"  {rule.code:6}  {rule.name:{name_width}}  {severity}", f"{printable(rule.summary)}{off}"
+    head += f"  {MARKS[rule.fixable]}"
     if summary_width is None:
         return f"{head}  {summary}"
     below = textwrap.fill(summary, summary_width, initial_indent=INDENT, subsequent_indent=INDENT)

@@ -1,24 +1,28 @@
 """Findings in, text out.
 
 Every output is a module of ``ampwise.printers.outputs`` with one function,
-``render(findings, *, colour=False) -> str``; the list of outputs is the list of files. None of them imports
-rich: a linter that prints two lines should not pay for a terminal library.
+``render(findings, *, colour=False, texts=None) -> str``; the list of outputs is the list of files. ``texts`` are
+the contents of files that are not on disk, such as what came from stdin, by name. No output imports rich: a linter
+that prints two lines should not pay for a terminal library.
 """
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import os
 import pkgutil
 import sys
 from collections.abc import Mapping, Sequence
-from typing import Protocol, TextIO, cast
+from typing import TYPE_CHECKING, Protocol, TextIO, cast
 
 from ampwise.errors import UnknownName
-from ampwise.finding import Finding
 from ampwise.printers import outputs
 from ampwise.printers.terminal import wants_colour, write
+
+if TYPE_CHECKING:
+    import argparse
+
+    from ampwise.finding import Finding
 
 __all__ = ["add_output_arguments", "output_format", "output_formats", "print_findings"]
 
@@ -29,13 +33,24 @@ DEFAULT = "full"
 class Output(Protocol):
     """What a module in ``outputs`` is."""
 
-    def render(self, findings: Sequence[Finding], *, colour: bool = False) -> str: ...
+    def render(
+        self, findings: Sequence[Finding], *, colour: bool = False, texts: Mapping[str, str] | None = None
+    ) -> str: ...
 
 
-def print_findings(findings: Sequence[Finding], output_format: str = DEFAULT, file: TextIO | None = None) -> None:
-    """Write findings in one of the formats; colour only where ``file`` (else stdout) is a terminal."""
+def print_findings(
+    findings: Sequence[Finding],
+    output_format: str = DEFAULT,
+    file: TextIO | None = None,
+    *,
+    texts: Mapping[str, str] | None = None,
+) -> None:
+    """Write findings in one of the formats; colour only where ``file`` (else stdout) is a terminal.
+
+    ``texts`` are the contents of files that are not on disk, by the name findings have for them.
+    """
     stream = sys.stdout if file is None else file
-    write(_output(output_format).render(findings, colour=wants_colour(stream)), stream)
+    write(_output(output_format).render(findings, colour=wants_colour(stream), texts=texts), stream)
 
 
 def output_formats() -> list[str]:

@@ -2,31 +2,40 @@
 
 from __future__ import annotations
 
-import unicodedata
-from pathlib import Path
+import os
+import stat
+from collections.abc import Mapping
 
 from ampwise.finding import Place
 from ampwise.printers.terminal import paint, printable
 
-__all__ = ["Sources", "excerpt", "gutter_width"]
+__all__ = ["Sources", "excerpt", "gutter_width", "start_of"]
 
 CONTEXT = 2  # lines before and after
 WIDEST = 160  # characters of a line that are shown; a line of data can be a megabyte
 LEAD_IN = 40  # of those, how many before the spot when the line is cut
 LARGEST_BYTES = 10_000_000  # a larger file is no script
+LARGEST_NOTEBOOK_BYTES = 100_000_000  # a notebook holds the pictures it drew
+NOTEBOOK = ".ipynb"
 
 
 class Sources:
-    """The files findings point into, each read once."""
+    """The files findings point into, each read once; ``texts`` has those that are not on disk, by name."""
 
-    def __init__(self) -> None:
-        self._lines: dict[str, list[str]] = {}
+    def __init__(self, texts: Mapping[str, str] | None = None) -> None:
+        self._texts = texts or {}
+        self._lines: dict[str, dict[int | None, list[str]]] = {}
 
-    def lines(self, file: str) -> list[str]:
-        """The file's lines; none when it cannot be read as Python source."""
+    def lines(self, file: str, cell: int | None = None) -> list[str]:
+        """The lines of a file, or of a notebook's cell; none when it cannot be read as Python source."""
         if file not in self._lines:
-            self._lines[file] = _read(file)
-        return self._lines[file]
+            text = self._texts[file] if file in self._texts else _read(file)
+            self._lines[file] = _cells(text) if file.endswith(NOTEBOOK) else {None: _split(text)}
+        return self._lines[file].get(cell, [])
+
+    def around(self, place: Place) -> list[str]:
+        """The lines that the lines of ``place`` count in."""
+        return [] if place.file is None else self.lines(place.file, place.cell)
 
 
 def excerpt(place: Place, sources: Sources, colour: bool = False) -> list[str]:
@@ -34,7 +43,7 @@ def excerpt(place: Place, sources: Sources, colour: bool = False) -> list[str]:
 
     A span over several lines is underlined on its first.
     """
-    lines = sources.lines(place.file) if place.file is not None else []
+    lines = sources.around(place)
     shown = _shown_lines(place, lines)
     if not shown:
         return []
@@ -51,8 +60,13 @@ def excerpt(place: Place, sources: Sources, colour: bool = False) -> list[str]:
 
 def gutter_width(place: Place, sources: Sources) -> int:
     """How wide the line numbers of the excerpt are, for what is to stand in line with it."""
-    shown = _shown_lines(place, sources.lines(place.file) if place.file is not None else [])
+    shown = _shown_lines(place, sources.around(place))
     return len(str(shown[-1])) if shown else 1
+
+
+def start_of(line: str) -> str:
+    """What is shown of a line in which no spot is marked."""
+    return _shown(line[:WIDEST]) + ("..." if len(line) > WIDEST else "")
 
 
 def _shown_lines(place: Place, lines: list[str]) -> range:
@@ -64,7 +78,7 @@ def _shown_lines(place: Place, lines: list[str]) -> range:
 def _cut(line: str, place: Place | None) -> tuple[str, str]:
     """What is shown of a line, and the carets that go under it."""
     if place is None or place.column is None:
-        return _shown(line[:WIDEST]) + ("..." if len(line) > WIDEST else ""), ""
+        return start_of(line), ""
     start = min(place.column - 1, len(line))
     stop = max(_stop(place, line), start + 1)
     first = max(0, start - LEAD_IN) if stop > WIDEST else 0
@@ -89,19 +103,43 @@ def _shown(text: str) -> str:
 
 def _width(text: str) -> int:
     """Terminal columns: wide characters take two, combining marks none."""
+    if text.isascii():
+        return len(text)
+    import unicodedata  # a library of its own, which few runs need
+
     return sum(0 if unicodedata.combining(char) else 1 + (unicodedata.east_asian_width(char) in "WF") for char in text)
 
 
-def _read(file: str) -> list[str]:
+def _read(file: str) -> str:
     import tokenize  # most runs find nothing, and then need not pay for it
 
+    largest = LARGEST_NOTEBOOK_BYTES if file.endswith(NOTEBOOK) else LARGEST_BYTES
     try:
-        path = Path(file)
+        status = os.stat(file)  # noqa: PTH116 (pathlib takes longer to load than all the rest here)
         # Not a pipe or a device, which might never end.
-        if not path.is_file() or path.stat().st_size > LARGEST_BYTES:
-            return []
+        if not stat.S_ISREG(status.st_mode) or status.st_size > largest:
+            return ""
+        if file.endswith(NOTEBOOK):
+            with open(file, encoding="utf-8-sig") as notebook:  # noqa: PTH123
+                return notebook.read()
         with tokenize.open(file) as script:  # honours the encoding a script declares
-            lines = script.read().split("\n")
+            return script.read()
     except (OSError, SyntaxError, ValueError, LookupError):  # gone, or not Python source in any encoding
-        return []
+        return ""
+
+
+def _split(text: str) -> list[str]:
+    lines = text.replace("\r\n", "\n").replace("\r", "\n").split("\n")
     return lines[:-1] if lines[-1] == "" else lines
+
+
+def _cells(text: str) -> dict[int | None, list[str]]:
+    """The lines of each cell of a notebook, by number; of none, if it is broken."""
+    import json
+
+    try:
+        sources = [cell["source"] for cell in json.loads(text)["cells"]]
+        codes = [source if isinstance(source, str) else "".join(source) for source in sources]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return {}
+    return {number: _split(code) for number, code in enumerate(codes, 1)}

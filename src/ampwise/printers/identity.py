@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import re
 from collections import Counter
 from collections.abc import Sequence
-from pathlib import Path
 
-from ampwise.finding import Finding
+from ampwise.finding import Finding, Place
 
-__all__ = ["fingerprints", "project_path"]
+__all__ = ["fingerprints", "in_cell", "project_path"]
 
 
 def project_path(file: str) -> str:
@@ -19,10 +17,21 @@ def project_path(file: str) -> str:
 
     CI systems want paths from the root of the checkout, whatever folder the command ran in.
     """
+    from pathlib import Path
+
     root = Path(os.environ.get("GITHUB_WORKSPACE") or os.environ.get("CI_PROJECT_DIR") or Path.cwd())
     # Not resolve(): a link inside the checkout is known to the CI system under its own name.
     path = Path(os.path.normpath(Path.cwd() / file))
     return (path.relative_to(root) if path.is_relative_to(root) else path).as_posix()
+
+
+def in_cell(place: Place) -> str:
+    """The spot within a notebook in words, for formats that know files of lines only.
+
+    >>> in_cell(Place(file="train.ipynb", cell=3, line=12, column=5))
+    'cell 3, line 12'
+    """
+    return f"cell {place.cell}" + ("" if place.line is None else f", line {place.line}")
 
 
 def fingerprints(findings: Sequence[Finding]) -> list[str]:
@@ -41,7 +50,7 @@ def fingerprints(findings: Sequence[Finding]) -> list[str]:
 
 def _likeness(finding: Finding) -> str:
     place = finding.place
-    message = re.sub(r"\b(line|step|rank)s? \d+", r"\1", finding.message)
+    message = re.sub(r"\b(cell|line|step|rank)s? \d+", r"\1", finding.message)
     parts = (
         finding.rule.code,
         project_path(place.file) if place.file else "",
@@ -54,4 +63,6 @@ def _likeness(finding: Finding) -> str:
 
 
 def _digest(text: str) -> str:
+    import hashlib  # loads OpenSSL
+
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:40]

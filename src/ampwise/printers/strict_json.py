@@ -7,9 +7,7 @@ has no form for at all becomes its text.
 
 from __future__ import annotations
 
-import json
 import math
-import numbers
 from collections.abc import Mapping
 from typing import Any
 
@@ -24,6 +22,8 @@ def dumps(value: Any, *, indent: int | None = 2) -> str:
     >>> print(dumps({"norm": float("inf"), "shape": (2, 3)}, indent=None), end="")
     {"norm": "Infinity", "shape": [2, 3]}
     """
+    import json  # takes longer to load than most verbs to run
+
     return json.dumps(_plain(value), indent=indent, allow_nan=False) + "\n"
 
 
@@ -32,14 +32,25 @@ def _plain(value: Any, depth: int = 0) -> Any:
         return value
     if isinstance(value, str):
         return _valid(value)
-    if isinstance(value, numbers.Integral):  # numpy's integers too
+    if isinstance(value, int):
         return int(value)
-    if isinstance(value, numbers.Real):
+    if isinstance(value, float):
         return _number(float(value))
     if depth < DEEPEST and isinstance(value, Mapping):
         return {_valid(str(key)): _plain(part, depth + 1) for key, part in value.items()}
     if depth < DEEPEST and isinstance(value, (list, tuple)):
         return [_plain(part, depth + 1) for part in value]
+    return _rarer(value)
+
+
+def _rarer(value: Any) -> Any:
+    """Numbers that are not Python's own, such as numpy's; else the text."""
+    import numbers
+
+    if isinstance(value, numbers.Integral):
+        return int(value)
+    if isinstance(value, numbers.Real):
+        return _number(float(value))
     return _valid(str(value))
 
 

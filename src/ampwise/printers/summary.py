@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from ampwise.finding import Finding, Severity
 from ampwise.printers.terminal import paint
 
-__all__ = ["in_file_order", "summary"]
+__all__ = ["in_file_order", "star", "summary"]
 
 
 def in_file_order(findings: Sequence[Finding]) -> list[Finding]:
@@ -19,7 +19,7 @@ def in_file_order(findings: Sequence[Finding]) -> list[Finding]:
 
 
 def summary(findings: Sequence[Finding], colour: bool = False) -> str:
-    """One line: how many, and how bad.
+    """How many, how bad, and on a second line how many of them can be mended by machine, if any can.
 
     >>> summary([])
     'All checks passed!'
@@ -27,12 +27,27 @@ def summary(findings: Sequence[Finding], colour: bool = False) -> str:
     if not findings:
         return paint("All checks passed!", "ok", colour)
     parts = [part for severity in Severity if (part := _count(findings, severity, colour))]
-    return f"Found {len(findings)} finding{'s' if len(findings) > 1 else ''} ({', '.join(parts)})."
+    found = f"Found {len(findings)} finding{'s' if len(findings) > 1 else ''} ({', '.join(parts)})."
+    return "\n".join([found, *_mendable(findings, colour)])
+
+
+def star(finding: Finding, colour: bool = False) -> str:
+    """The mark, with a blank after it, of what ``--fix`` mends; edits that are not safe need more than that."""
+    return f"[{paint('*', 'mended', colour)}] " if finding.edits and finding.safe else ""
+
+
+def _mendable(findings: Sequence[Finding], colour: bool) -> list[str]:
+    safe = sum(bool(finding.edits) and finding.safe for finding in findings)
+    unsafe = sum(bool(finding.edits) and not finding.safe for finding in findings)
+    more = f"{unsafe} more with `--fix --unsafe-fixes`" if safe else f"{unsafe} fixable with `--fix --unsafe-fixes`"
+    if safe:
+        return [f"[{paint('*', 'mended', colour)}] {safe} fixable with `--fix`{f' ({more})' if unsafe else ''}."]
+    return [f"{more}."] if unsafe else []
 
 
 def _reading_key(finding: Finding) -> tuple[object, ...]:
     place = finding.place
-    where = (place.file is None, place.file or "", place.line or 0, place.column or 0)
+    where = (place.file is None, place.file or "", place.cell or 0, place.line or 0, place.column or 0)
     what = (
         finding.severity.rank,
         finding.rule.code,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-import unicodedata
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, TextIO
@@ -39,6 +38,9 @@ STYLES = {
     "code": "1;31",
     "gutter": "1;34",
     "help": "1;32",
+    "mended": "36",
+    "added": "32",
+    "removed": "31",
 }
 
 
@@ -137,8 +139,12 @@ def writing() -> Iterator[None]:
 
 
 def _is_harmless(char: str) -> bool:
+    if char.isprintable():
+        return True
+    import unicodedata  # a library of its own, which few runs need
+
     # Zs: the no-break and the ideographic space are ordinary in text, though Python calls them unprintable.
-    return char.isprintable() or unicodedata.category(char) == "Zs"
+    return unicodedata.category(char) == "Zs"
 
 
 def _escaped(char: str) -> str:

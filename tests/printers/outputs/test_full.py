@@ -1,6 +1,6 @@
 import re
 
-from ampwise.finding import Severity
+from ampwise.finding import Edit, Severity
 from ampwise.printers.outputs import full
 
 
@@ -69,3 +69,37 @@ def test_colour_changes_only_the_colour(finding, tmp_path):
     coloured = full.render(findings, colour=True)
     assert coloured != full.render(findings)
     assert re.sub(r"\x1b\[[\d;]*m", "", coloured) == full.render(findings)
+
+
+def test_what_would_change_follows_the_help(finding):
+    text = full.render(
+        [finding(file="-", line=2, column=1, edits=[Edit(2, 1, 2, 1, "scaler.unscale_(optimizer)\n")], safe=False)],
+        texts={"-": "loss.backward()\nclip_grad_norm_(parameters, 1.0)\n"},
+    )
+    assert text == (
+        "error[AMP101] clip-scaled-grads: gradients are still scaled\n"
+        " --> -:2:1\n"
+        "  |\n"
+        "1 | loss.backward()\n"
+        "2 | clip_grad_norm_(parameters, 1.0)\n"
+        "  | ^\n"
+        "  |\n"
+        "help: Call scaler.unscale_(optimizer) first.\n"
+        "note: made only with `--unsafe-fixes`\n"
+        "  |\n"
+        "1 | loss.backward()\n"
+        "2 + scaler.unscale_(optimizer)\n"
+        "3 | clip_grad_norm_(parameters, 1.0)\n"
+        "  |\n"
+        "\n"
+        "Found 1 finding (1 error).\n"
+        "1 fixable with `--fix --unsafe-fixes`.\n"
+    )
+
+
+def test_colour_changes_only_the_colour_of_edits_too(finding):
+    findings = [finding(file="-", line=1, edits=[Edit(1, 1, 1, 2, "y")])]
+    coloured = full.render(findings, colour=True, texts={"-": "x = 1\n"})
+    assert "\x1b[31m- x = 1\x1b[0m" in coloured
+    assert "\x1b[32m+ y = 1\x1b[0m" in coloured
+    assert re.sub(r"\x1b\[[\d;]*m", "", coloured) == full.render(findings, texts={"-": "x = 1\n"})

@@ -32,3 +32,8 @@ def test_a_place_that_is_no_file_goes_into_the_message(finding):
 def test_escapes(finding):
     text = github.render([finding("100%\r\n::set-env: a,b\x1b", file="a:b,c%.py", line=1)])
     assert text == (f"::error {TITLE},file=a%3Ab%2Cc%25.py,line=1::100%25%0D%0A::set-env: a,b\\x1b{HELP}\n")
+
+
+def test_a_cell_is_in_the_message_and_its_line_is_not_taken_for_the_files(finding):
+    text = github.render([finding("m", file="a.ipynb", cell=3, line=12, column=5, end_line=12, end_column=9)])
+    assert text == f"::error {TITLE},file=a.ipynb,line=1::cell 3, line 12: m{HELP}\n"

@@ -27,3 +27,17 @@ def test_severities_are_gitlabs(finding):
 def test_a_place_that_is_no_file_is_kept(finding):
     (issue,) = rendered(finding(parameter="w", step=3))
     assert issue["location"] == {"path": "w at step 3", "lines": {"begin": 1, "end": 1}}
+
+
+def test_a_cell_is_in_the_description_and_its_line_is_not_taken_for_the_files(finding):
+    (issue,) = rendered(finding("m", file="a.ipynb", cell=3, line=12))
+    assert issue["description"] == "AMP101: cell 3, line 12: m"
+    assert issue["location"] == {"path": "a.ipynb", "lines": {"begin": 1, "end": 1}}
+
+
+def test_a_finding_in_a_cell_that_moved_keeps_its_fingerprint(finding):
+    issues = [
+        *rendered(finding("see cell 1", file="a.ipynb", cell=3)),
+        *rendered(finding("see cell 2", file="a.ipynb", cell=4)),
+    ]
+    assert len({issue["fingerprint"] for issue in issues}) == 1

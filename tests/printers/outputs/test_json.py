@@ -1,5 +1,6 @@
 import json
 
+from ampwise.finding import Edit
 from ampwise.printers.outputs import json as json_output
 
 
@@ -15,6 +16,8 @@ def test_the_shape_is_ruffs_with_ours_added(finding):
         "severity": "error",
         "message": "gradients are still scaled",
         "filename": "a.py",
+        "cell": None,
+        "noqa_row": 2,
         "location": {"row": 2, "column": 5},
         "end_location": {"row": 3, "column": 1},
         "fix": {
@@ -37,3 +40,20 @@ def test_unknowns_are_null(finding):
 def test_findings_keep_the_order_they_came_in(finding):
     findings = [finding("b", file="b.py"), finding("a", file="a.py")]
     assert [one["message"] for one in json.loads(json_output.render(findings))] == ["b", "a"]
+
+
+def test_edits_are_ruffs(finding):
+    edits = [Edit(2, 1, 2, 3, "x"), Edit(3, 1, 3, 1, "y")]
+    fix = rendered(finding(file="a.py", line=2, edits=edits))["fix"]
+    assert fix["applicability"] == "safe"
+    assert fix["edits"] == [
+        {"content": "x", "location": {"row": 2, "column": 1}, "end_location": {"row": 2, "column": 3}},
+        {"content": "y", "location": {"row": 3, "column": 1}, "end_location": {"row": 3, "column": 1}},
+    ]
+    assert rendered(finding(file="a.py", line=2, edits=edits, safe=False))["fix"]["applicability"] == "unsafe"
+
+
+def test_a_cell_is_told_of_the_finding_and_of_its_edits(finding):
+    told = rendered(finding(file="a.ipynb", cell=3, line=2, edits=[Edit(1, 1, 1, 1, "x", cell=2)]))
+    assert (told["cell"], told["noqa_row"], told["location"]["row"]) == (3, 2, 2)
+    assert told["fix"]["edits"][0]["cell"] == 2

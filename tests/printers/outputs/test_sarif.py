@@ -2,75 +2,41 @@ import json
 
 import pytest
 
-from ampwise.finding import Severity
+from ampwise.finding import Edit, Severity
 from ampwise.printers.outputs import sarif
 
-# Of the SARIF 2.1.0 schema: which properties an object must have, which it may have, and what lies in them.
-# A name in the right column is an object; [name] is an array of them; a type is a plain value.
-SCHEMA = {
-    "sarifLog": ({"version": str, "runs": ["run"]}, {"$schema": str}),
-    "run": ({"tool": "tool"}, {"results": ["result"], "columnKind": str}),
-    "tool": ({"driver": "driver"}, {}),
-    "driver": ({"name": str}, {"version": str, "rules": ["rule"]}),
-    "rule": (
-        {"id": str},
-        {
-            "name": str,
-            "shortDescription": "text",
-            "fullDescription": "text",
-            "help": "text",
-            "helpUri": str,
-            "defaultConfiguration": "configuration",
-        },
-    ),
-    "configuration": ({}, {"level": str, "enabled": bool}),
-    "text": ({"text": str}, {}),
-    "result": (
-        {"message": "text"},
-        {
-            "ruleId": str,
-            "ruleIndex": int,
-            "level": str,
-            "locations": ["location"],
-            "partialFingerprints": dict,
-            "properties": dict,
-        },
-    ),
-    "location": ({}, {"physicalLocation": "physical", "logicalLocations": ["logical"]}),
-    "physical": ({"artifactLocation": "artifact"}, {"region": "region"}),
-    "artifact": ({"uri": str}, {"uriBaseId": str}),
-    "region": ({"startLine": int}, {"startColumn": int, "endLine": int, "endColumn": int}),
-    "logical": ({}, {"name": str, "fullyQualifiedName": str, "kind": str}),
-}
+
+@pytest.fixture
+def rendered(validate_sarif):
+    def rendered(*findings):
+        log = json.loads(sarif.render(findings))
+        validate_sarif(log)
+        assert log["version"] == "2.1.0"
+        return log["runs"][0]
+
+    return rendered
 
 
-def validate(value, kind, path="$"):
-    if isinstance(kind, list):
-        assert isinstance(value, list), path
-        for number, part in enumerate(value):
-            validate(part, kind[0], f"{path}[{number}]")
-    elif isinstance(kind, str):
-        required, optional = SCHEMA[kind]
-        assert required.keys() <= value.keys() <= required.keys() | optional.keys(), (path, sorted(value))
-        for name, part in value.items():
-            validate(part, {**required, **optional}[name], f"{path}.{name}")
-    else:
-        assert isinstance(value, kind), (path, value)
+@pytest.fixture
+def location(rendered):
+    def location(finding):
+        (found,) = rendered(finding)["results"][0]["locations"]
+        return found
+
+    return location
 
 
-def rendered(*findings):
-    log = json.loads(sarif.render(findings))
-    validate(log, "sarifLog")
-    assert log["version"] == "2.1.0"
-    return log["runs"][0]
+def test_the_schema_can_refuse(validate_sarif, finding):
+    import jsonschema
+
+    log = json.loads(sarif.render([finding(file="a.py", line=1)]))
+    validate_sarif(log)
+    log["runs"][0]["results"][0]["locations"][0]["physicalLocation"]["region"]["startLine"] = 0
+    with pytest.raises(jsonschema.ValidationError, match="less than the minimum"):
+        validate_sarif(log)
 
 
-def location(finding):
-    (found,) = rendered(finding)["results"][0]["locations"]
-    return found
-
-
-def test_rules_and_results_refer_to_each_other(finding):
+def test_rules_and_results_refer_to_each_other(rendered, finding):
     run = rendered(
         finding("b", code="AMP205", name="b", severity=Severity.INFO),
         finding("a", code="AMP101", name="a"),
@@ -84,7 +50,7 @@ def test_rules_and_results_refer_to_each_other(finding):
     ]
 
 
-def test_a_rule_says_all_it_knows(finding):
+def test_a_rule_says_all_it_knows(rendered, finding):
     assert rendered(finding(severity=Severity.WARNING))["tool"]["driver"]["rules"] == [
         {
             "id": "AMP101",
@@ -97,7 +63,7 @@ def test_a_rule_says_all_it_knows(finding):
     ]
 
 
-def test_a_region_counts_from_one_and_has_only_what_is_known(finding):
+def test_a_region_counts_from_one_and_has_only_what_is_known(location, finding):
     whole = finding(file="a.py", line=2, column=5, end_line=3, end_column=1)
     region = {"startLine": 2, "startColumn": 5, "endLine": 3, "endColumn": 1}
     assert location(whole)["physicalLocation"]["region"] == region
@@ -115,26 +81,57 @@ def test_a_region_counts_from_one_and_has_only_what_is_known(finding):
         ("/else where/a.py", {"uri": "file:///else%20where/a.py"}),
     ],
 )
-def test_uris(finding, file, artifact):
+def test_uris(location, finding, file, artifact):
     assert location(finding(file=file))["physicalLocation"]["artifactLocation"] == artifact
 
 
 @pytest.mark.parametrize(
     ("place", "kind"), [({"parameter": "a.weight"}, "parameter"), ({"module": "a.weight"}, "module")]
 )
-def test_a_finding_without_a_file_has_a_logical_location_only(finding, place, kind):
+def test_a_finding_without_a_file_has_a_logical_location_only(location, finding, place, kind):
     logical = {"name": "weight", "fullyQualifiedName": "a.weight", "kind": kind}
     assert location(finding(**place)) == {"logicalLocations": [logical]}
 
 
-def test_a_finding_nowhere_has_no_location(finding):
+def test_a_finding_nowhere_has_no_location(rendered, finding):
     assert rendered(finding())["results"][0]["locations"] == []
 
 
-def test_what_sarif_has_no_place_for_is_in_properties(finding):
+def test_what_sarif_has_no_place_for_is_in_properties(rendered, finding):
     result = rendered(finding(evidence={"norm": float("inf")}, parameter="w", step=3))["results"][0]
     assert result["properties"] == {
         "fix": "Call scaler.unscale_(optimizer) first.",
         "evidence": {"norm": "Infinity"},
         "place": {"parameter": "w", "step": 3},
     }
+
+
+def test_edits_are_fixes_with_replacements(rendered, finding):
+    edits = [Edit(2, 1, 2, 1, "new\n"), Edit(4, 5, 5, 1, "")]
+    (fix,) = rendered(finding(file="a b.py", line=2, edits=edits, safe=False))["results"][0]["fixes"]
+    assert fix["description"] == {"text": "Call scaler.unscale_(optimizer) first."}
+    assert fix["properties"] == {"applicability": "unsafe"}
+    (change,) = fix["artifactChanges"]
+    assert change["artifactLocation"] == {"uri": "a%20b.py", "uriBaseId": "%SRCROOT%"}
+    assert change["replacements"] == [
+        {
+            "deletedRegion": {"startLine": 2, "startColumn": 1, "endLine": 2, "endColumn": 1},
+            "insertedContent": {"text": "new\n"},
+        },
+        {
+            "deletedRegion": {"startLine": 4, "startColumn": 5, "endLine": 5, "endColumn": 1},
+            "insertedContent": {"text": ""},
+        },
+    ]
+    assert "fixes" not in rendered(finding(file="a.py", line=2))["results"][0]
+
+
+def test_a_cell_is_a_logical_location_and_its_edits_are_no_fix_of_the_file(rendered, finding):
+    found = finding(file="a.ipynb", cell=3, line=2, column=1, edits=[Edit(2, 1, 2, 2, "x", cell=3)])
+    (result,) = rendered(found)["results"]
+    (place,) = result["locations"]
+    assert place["physicalLocation"]["region"] == {"startLine": 2, "startColumn": 1}
+    assert place["logicalLocations"] == [{"name": "cell 3", "fullyQualifiedName": "cell 3", "kind": "cell"}]
+    assert result["properties"]["place"]["cell"] == 3
+    assert result["properties"]["edits"] == [edit.as_dict() for edit in found.edits]
+    assert "fixes" not in result

@@ -1,1 +1,1 @@
-"""One file an output format, with ruff's names; each has ``render(findings, *, colour=False) -> str``."""
+"""One file an output format, with ruff's names; each has ``render(findings, *, colour=False, texts=None)``."""

@@ -1,17 +1,20 @@
-"""One line a finding: ``train.py:12:5: AMP101 [error] clip-scaled-grads: message``."""
+"""One line a finding: ``train.py:12:5: AMP101 [*] [error] clip-scaled-grads: message``.
+
+The star marks what ``--fix`` mends.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from ampwise.finding import Finding
-from ampwise.printers.summary import in_file_order, summary
+from ampwise.printers.summary import in_file_order, star, summary
 from ampwise.printers.terminal import paint, printable
 
 __all__ = ["render"]
 
 
-def render(findings: Sequence[Finding], *, colour: bool = False) -> str:
+def render(findings: Sequence[Finding], *, colour: bool = False, texts: Mapping[str, str] | None = None) -> str:
     lines = [_line(finding, colour) for finding in in_file_order(findings)]
     return "\n".join([*lines, summary(findings, colour)]) + "\n"
 
@@ -19,4 +22,5 @@ def render(findings: Sequence[Finding], *, colour: bool = False) -> str:
 def _line(finding: Finding, colour: bool) -> str:
     place = paint(printable(str(finding.place)), "bold", colour)
     code = paint(finding.rule.code, finding.severity, colour)
-    return f"{place}: {code} [{finding.severity}] {finding.rule.name}: {printable(finding.message)}"
+    mark = star(finding, colour)
+    return f"{place}: {code} {mark}[{finding.severity}] {finding.rule.name}: {printable(finding.message)}"

@@ -1,19 +1,23 @@
-"""A paragraph a finding, for people: what, where, the source with a caret, the evidence, the way out."""
+"""A paragraph a finding, for people: what, where, the source with a caret, the evidence, the way out.
+
+Where the way out can be taken by machine, what would change follows, as lines taken away and added.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from ampwise.finding import Finding, Place
 from ampwise.printers.excerpt import Sources, excerpt, gutter_width
-from ampwise.printers.summary import in_file_order, summary
+from ampwise.printers.patch import patch
+from ampwise.printers.summary import in_file_order, star, summary
 from ampwise.printers.terminal import paint, printable
 
 __all__ = ["render"]
 
 
-def render(findings: Sequence[Finding], *, colour: bool = False) -> str:
-    sources = Sources()
+def render(findings: Sequence[Finding], *, colour: bool = False, texts: Mapping[str, str] | None = None) -> str:
+    sources = Sources(texts)
     paragraphs = [_paragraph(finding, sources, colour) for finding in in_file_order(findings)]
     return "\n\n".join([*paragraphs, summary(findings, colour)]) + "\n"
 
@@ -24,11 +28,12 @@ def _paragraph(finding: Finding, sources: Sources, colour: bool) -> str:
     name = paint(rule.name, "bold", colour)
     margin = " " * gutter_width(finding.place, sources)
     lines = [
-        f"{head} {name}: {_block(finding.message, indent=2)}",
+        f"{head} {star(finding, colour)}{name}: {_block(finding.message, indent=2)}",
         *_where(finding.place, margin, colour),
         *excerpt(finding.place, sources, colour),
         *_evidence(finding, margin, colour),
         f"{paint('help', 'help', colour)}: {_block(finding.fix, indent=6)}",
+        *patch(finding, sources, colour),
     ]
     return "\n".join(lines)
 

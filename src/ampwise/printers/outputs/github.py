@@ -5,10 +5,10 @@ https://docs.github.com/actions/reference/workflow-commands-for-github-actions
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from ampwise.finding import Finding, Place, Severity
-from ampwise.printers.identity import project_path
+from ampwise.printers.identity import in_cell, project_path
 from ampwise.printers.summary import in_file_order
 from ampwise.printers.terminal import printable
 
@@ -21,7 +21,7 @@ DATA_ESCAPES = {"%": "%25", "\r": "%0D", "\n": "%0A"}
 PROPERTY_ESCAPES = {**DATA_ESCAPES, ":": "%3A", ",": "%2C"}
 
 
-def render(findings: Sequence[Finding], *, colour: bool = False) -> str:
+def render(findings: Sequence[Finding], *, colour: bool = False, texts: Mapping[str, str] | None = None) -> str:
     return "".join(f"{_command(finding)}\n" for finding in in_file_order(findings))
 
 
@@ -32,11 +32,20 @@ def _command(finding: Finding) -> str:
 
 
 def _message(finding: Finding) -> str:
-    where = "" if finding.place.file or finding.place == Place() else f"{finding.place}: "
-    return f"{where}{finding.message}\nhelp: {finding.fix}"
+    return f"{_where(finding.place)}{finding.message}\nhelp: {finding.fix}"
+
+
+def _where(place: Place) -> str:
+    """What the position cannot say."""
+    if place.cell is not None:
+        return f"{in_cell(place)}: "
+    return "" if place.file or place == Place() else f"{place}: "
 
 
 def _position(place: Place) -> dict[str, str]:
+    if place.file is not None and place.cell is not None:
+        # A line of a cell is no line of the file, which GitHub would mark.
+        return {"file": project_path(place.file), "line": "1"}
     known: dict[str, object] = {
         "file": None if place.file is None else project_path(place.file),
         "line": place.line,

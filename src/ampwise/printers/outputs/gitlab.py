@@ -1,16 +1,17 @@
 """GitLab's Code Quality report.
 
 https://docs.gitlab.com/ci/testing/code_quality/#code-quality-report-format
-A path and a line are obligatory there, so a finding without a file carries the text of its place and line 1.
+A path and a line are obligatory there, so a finding without a file carries the text of its place and line 1, and
+one in a notebook names the cell in its description.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ampwise.finding import Finding, Severity
-from ampwise.printers.identity import fingerprints, project_path
+from ampwise.finding import Finding, Place, Severity
+from ampwise.printers.identity import fingerprints, in_cell, project_path
 from ampwise.printers.strict_json import dumps
 
 __all__ = ["render"]
@@ -18,20 +19,27 @@ __all__ = ["render"]
 SEVERITIES = {Severity.ERROR: "critical", Severity.WARNING: "major", Severity.INFO: "info"}
 
 
-def render(findings: Sequence[Finding], *, colour: bool = False) -> str:
+def render(findings: Sequence[Finding], *, colour: bool = False, texts: Mapping[str, str] | None = None) -> str:
     prints = fingerprints(findings)
     return dumps([_issue(finding, mark) for finding, mark in zip(findings, prints, strict=True)])
 
 
 def _issue(finding: Finding, fingerprint: str) -> dict[str, Any]:
     place = finding.place
+    cell = "" if place.cell is None else f"{in_cell(place)}: "
     return {
-        "description": f"{finding.rule.code}: {finding.message}",
+        "description": f"{finding.rule.code}: {cell}{finding.message}",
         "check_name": finding.rule.name,
         "fingerprint": fingerprint,
         "severity": SEVERITIES[finding.severity],
         "location": {
             "path": project_path(place.file) if place.file else str(place),
-            "lines": {"begin": place.line or 1, "end": place.end_line or place.line or 1},
+            "lines": _lines(place),
         },
     }
+
+
+def _lines(place: Place) -> dict[str, int]:
+    if place.cell is not None:  # whose lines are not the file's
+        return {"begin": 1, "end": 1}
+    return {"begin": place.line or 1, "end": place.end_line or place.line or 1}

@@ -1,22 +1,23 @@
 """An array of objects shaped as ruff's, with severity, evidence and place added.
 
 ``location`` and ``end_location`` are null where there is no line, ``column`` where there is no column; NaN
-and infinities are strings (see ``strict_json``). ``fix.applicability`` is "display", ruff's word for a fix
-that is shown and never applied, and so has no edits.
+and infinities are strings (see ``strict_json``). ``fix`` is always there, for its message; its ``applicability`` is
+"safe" or "unsafe", or "display", ruff's word for a fix that is shown and never applied, and so has no edits. In a
+notebook ``cell`` counts all cells from 1 and rows count within the cell, those of edits too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ampwise.finding import Finding
+from ampwise.finding import Edit, Finding
 from ampwise.printers.strict_json import dumps
 
 __all__ = ["render"]
 
 
-def render(findings: Sequence[Finding], *, colour: bool = False) -> str:
+def render(findings: Sequence[Finding], *, colour: bool = False, texts: Mapping[str, str] | None = None) -> str:
     return dumps([_object(finding) for finding in findings])
 
 
@@ -28,13 +29,30 @@ def _object(finding: Finding) -> dict[str, Any]:
         "severity": str(finding.severity),
         "message": finding.message,
         "filename": place.file,
+        "cell": place.cell,
         "location": _location(place.line, place.column),
         "end_location": _location(place.end_line, place.end_column),
-        "fix": {"applicability": "display", "message": finding.fix, "edits": []},
+        "noqa_row": place.line,
+        "fix": {
+            "applicability": _applicability(finding),
+            "message": finding.fix,
+            "edits": [_edit(edit) for edit in finding.edits],
+        },
         "url": finding.rule.url,
         "evidence": finding.evidence,
         "place": place.as_dict(),
     }
+
+
+def _applicability(finding: Finding) -> str:
+    if not finding.edits:
+        return "display"
+    return "safe" if finding.safe else "unsafe"
+
+
+def _edit(edit: Edit) -> dict[str, Any]:
+    span = {"location": _location(*edit.start), "end_location": _location(*edit.end)}
+    return {"content": edit.content, **span} | ({} if edit.cell is None else {"cell": edit.cell})
 
 
 def _location(row: int | None, column: int | None) -> dict[str, int | None] | None:

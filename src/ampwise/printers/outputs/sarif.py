@@ -1,13 +1,15 @@
-"""SARIF 2.1.0, which code-scanning dashboards read: https://docs.oasis-open.org/sarif/sarif/v2.1.0/"""
+"""SARIF 2.1.0, which code-scanning dashboards read: https://docs.oasis-open.org/sarif/sarif/v2.1.0/
+
+SARIF knows no cells. A finding in a notebook has its cell as a logical location, its region counts within that, and
+its edits are in the properties only: whoever made them in the file's own lines would ruin it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from pathlib import PurePath
+from collections.abc import Mapping, Sequence
 from typing import Any
-from urllib.parse import quote
 
-from ampwise.finding import Finding, Place, Rule, Severity
+from ampwise.finding import Edit, Finding, Place, Rule, Severity
 from ampwise.printers.identity import fingerprints, project_path
 from ampwise.printers.strict_json import dumps
 from ampwise.printers.tool import NAME, installed_version
@@ -18,7 +20,7 @@ SCHEMA = "https://json.schemastore.org/sarif-2.1.0.json"
 LEVELS = {Severity.ERROR: "error", Severity.WARNING: "warning", Severity.INFO: "note"}
 
 
-def render(findings: Sequence[Finding], *, colour: bool = False) -> str:
+def render(findings: Sequence[Finding], *, colour: bool = False, texts: Mapping[str, str] | None = None) -> str:
     rules = sorted({finding.rule.code: finding.rule for finding in findings}.values(), key=lambda rule: rule.code)
     index = {rule.code: number for number, rule in enumerate(rules)}
     marked = zip(findings, fingerprints(findings), strict=True)
@@ -50,15 +52,48 @@ def _rule(rule: Rule) -> dict[str, Any]:
 
 def _result(finding: Finding, rule_index: int, fingerprint: str) -> dict[str, Any]:
     location = _location(finding.place)
-    return {
-        "ruleId": finding.rule.code,
-        "ruleIndex": rule_index,
-        "level": LEVELS[finding.severity],
-        "message": {"text": finding.message or finding.rule.summary},
-        "locations": [location] if location else [],
-        "partialFingerprints": {"ampwise/v1": fingerprint},
-        "properties": {"fix": finding.fix, "evidence": finding.evidence, "place": finding.place.as_dict()},
+    return _known(
+        {
+            "ruleId": finding.rule.code,
+            "ruleIndex": rule_index,
+            "level": LEVELS[finding.severity],
+            "message": {"text": finding.message or finding.rule.summary},
+            "locations": [location] if location else [],
+            "partialFingerprints": {"ampwise/v1": fingerprint},
+            "fixes": _fixes(finding),
+            "properties": _properties(finding),
+        }
+    )
+
+
+def _fixes(finding: Finding) -> list[dict[str, Any]] | None:
+    file = finding.place.file
+    if file is None or not finding.edits or _is_in_cells(finding):
+        return None
+    change = {"artifactLocation": _artifact(file), "replacements": [_replacement(edit) for edit in finding.edits]}
+    safety = {"applicability": "safe" if finding.safe else "unsafe"}
+    return [{"description": {"text": finding.fix}, "artifactChanges": [change], "properties": safety}]
+
+
+def _replacement(edit: Edit) -> dict[str, Any]:
+    region = {
+        "startLine": edit.line,
+        "startColumn": edit.column,
+        "endLine": edit.end_line,
+        "endColumn": edit.end_column,
     }
+    return {"deletedRegion": region, "insertedContent": {"text": edit.content}}
+
+
+def _properties(finding: Finding) -> dict[str, Any]:
+    told: dict[str, Any] = {"fix": finding.fix, "evidence": finding.evidence, "place": finding.place.as_dict()}
+    if _is_in_cells(finding):
+        told |= {"edits": [edit.as_dict() for edit in finding.edits], "safe": finding.safe}
+    return told
+
+
+def _is_in_cells(finding: Finding) -> bool:
+    return any(edit.cell is not None for edit in finding.edits)
 
 
 def _location(place: Place) -> dict[str, Any]:
@@ -72,6 +107,8 @@ def _physical(place: Place) -> dict[str, Any] | None:
 
 
 def _artifact(file: str) -> dict[str, str]:
+    from pathlib import PurePath
+
     path = project_path(file)
     if PurePath(path).is_absolute():  # outside the checkout
         return {"uri": "file://" + _quoted(path if path.startswith("/") else f"/{path}")}  # /C:/ on Windows
@@ -79,6 +116,8 @@ def _artifact(file: str) -> dict[str, str]:
 
 
 def _quoted(path: str) -> str:
+    from urllib.parse import quote
+
     try:
         return quote(path, errors="surrogateescape")  # the very bytes of a name that is not UTF-8
     except UnicodeEncodeError:  # half a surrogate pair, which only Windows allows in a name
@@ -99,8 +138,9 @@ def _region(place: Place) -> dict[str, Any] | None:
 
 
 def _logical(place: Place) -> list[dict[str, str]] | None:
-    """The parts of a model or machine a finding is about; a gradient has a name and no line."""
-    named = {"parameter": place.parameter, "module": place.module, "resource": place.device}
+    """The parts of a model, machine or notebook a finding is about; a gradient has a name and no line."""
+    cell = None if place.cell is None else f"cell {place.cell}"
+    named = {"cell": cell, "parameter": place.parameter, "module": place.module, "resource": place.device}
     return [
         {"name": name.rpartition(".")[2] or name, "fullyQualifiedName": name, "kind": kind}
         for kind, name in named.items()

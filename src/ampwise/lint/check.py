@@ -1,0 +1,295 @@
+"""The driver: files in, a report out.
+
+A file that cannot be read, and a rule that fails, cost a line and never the run. Files without the words that matter
+are passed over; of the others, many are shared among processes.
+"""
+# ruff: noqa: PTH120
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+from ampwise.finding import Finding
+from ampwise.lint.config import Configs, Settings
+from ampwise.lint.files import find_files, ignored_by, matters
+from ampwise.lint.noqa import Suppressions, suppressions
+from ampwise.lint.select import Layer, check_selectors, chosen_codes, matching_codes
+from ampwise.source.script import Script, Unreadable, read_bytes
+
+if TYPE_CHECKING:
+    from ampwise.source.project import Project
+
+__all__ = ["Choice", "Report", "Task", "check_paths", "check_text", "check_texts", "source_rules"]
+
+# Among few files a broken one is worth telling even if it can hold no finding; in a tree the rest pays for that.
+FEW_FILES = 50
+WORTH_PROCESSES = 1_000_000  # bytes to parse; a second of work or so, against a tenth to start processes
+SHARES_PER_JOB = 4  # so that no process waits long for the last one
+DEBUG = "AMPWISE_DEBUG"
+
+
+@dataclass(slots=True)
+class Report:
+    """What came of a run. ``unreadable`` were not checked; ``notes`` is all else worth saying."""
+
+    findings: list[Finding] = field(default_factory=list)
+    unreadable: list[Unreadable] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    files_checked: int = 0
+
+    def add(self, other: Report) -> None:
+        """Take in what another part of the run reported."""
+        self.findings += other.findings
+        self.unreadable += other.unreadable
+        self.notes += other.notes
+        self.files_checked += other.files_checked
+
+
+class Choice:
+    """Which rules to look for in which file: what the settings say, and after them the command line."""
+
+    def __init__(self, configs: Configs, command_line: Layer | None = None) -> None:
+        self.configs = configs
+        self._command_line = command_line or Layer()
+        self._rules = [module.RULE for module in source_rules()]
+        self._by_settings: dict[str | None, frozenset[str]] = {}
+        check_selectors(_selectors(self._command_line), self._rules)
+
+    def codes(self, path: str) -> frozenset[str]:
+        """The codes of the rules to look for in a file."""
+        settings = self.configs.for_file(path)
+        codes = self._chosen(settings)
+        ignored = [code for selector in ignored_by(settings, path) for code in self._ignored(selector, settings)]
+        return codes.difference(ignored) if ignored else codes
+
+    def _ignored(self, selector: str, settings: Settings) -> list[str]:
+        return matching_codes(selector, self._rules, _where(settings, "per-file-ignores"))
+
+    def _chosen(self, settings: Settings) -> frozenset[str]:
+        if settings.source not in self._by_settings:
+            said = Layer(
+                select=settings.select,
+                ignore=settings.ignore,
+                extend_select=settings.extend_select,
+                where=_where(settings),
+            )
+            for selectors in settings.per_file_ignores.values():
+                check_selectors(selectors, self._rules, _where(settings, "per-file-ignores"))
+            self._by_settings[settings.source] = chosen_codes(self._rules, [said, self._command_line])
+        return self._by_settings[settings.source]
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """Files to look at, with the rules to look for in each, among the files that may be looked into."""
+
+    project_paths: tuple[str, ...]
+    codes: Mapping[str, frozenset[str]]
+    texts: Mapping[str, str] = field(default_factory=dict)  # of files that are not, or not yet, on disk
+
+
+def source_rules() -> list[ModuleType]:
+    """The modules of the rules that look at source."""
+    from ampwise.rules import rules_about
+
+    return rules_about("source")
+
+
+def check_paths(
+    paths: Sequence[str], choice: Choice, *, jobs: int | None = None, progress: bool = True
+) -> tuple[Report, Task]:
+    """Check files and folders; the report, and the task it is of, which ``check_texts`` can repeat."""
+    found = find_files(paths, choice.configs)
+    report = Report(unreadable=found.unreadable, notes=found.notes)
+    candidates = dict(_candidates(found.files, report))
+    codes = {path: choice.codes(path) for path in candidates}
+    task = Task(tuple(found.files), codes)
+    report.add(_check(task, candidates, jobs, progress))
+    return _finished(report, codes), task
+
+
+def check_text(text: str, path: str, choice: Choice) -> tuple[Report, Task]:
+    """Check a text that is not on disk, under the name it is to have."""
+    task = Task((path,), {path: choice.codes(path)}, {path: text})
+    return check_texts(task), task
+
+
+def check_texts(task: Task) -> Report:
+    """Check a task in this process: its texts, and its other files as they are on disk."""
+    return _finished(check_share(task), task.codes)
+
+
+def check_share(task: Task) -> Report:
+    """What one process does: a task, from beginning to end."""
+    report = Report()
+    for part in _reports(task):
+        report.add(part)
+    return report
+
+
+def _reports(task: Task) -> Iterator[Report]:
+    """A report a file, of all the findings that no comment suppresses."""
+    from ampwise.source.project import Project
+
+    project = Project(task.project_paths, task.texts or None)
+    modules = source_rules()
+    for path, codes in task.codes.items():
+        report = Report()
+        _check_file(project, path, [module for module in modules if module.RULE.code in codes], report)
+        yield _without_suppressed(report, project)
+
+
+def _check_file(project: Project, path: str, modules: Iterable[ModuleType], report: Report) -> None:
+    try:
+        code = project.code(path)
+    except Unreadable as error:
+        report.unreadable.append(error)
+        return
+    except Exception as error:  # a mistake of ours must not cost the other files
+        report.unreadable.append(Unreadable(path, _internal("reading it", _told(error))))
+        return
+    report.files_checked += 1
+    report.notes += [f"{path}: {note}" for note in code.script.notes]
+    failed: dict[str, list[str]] = {}  # by what happened: one mistake may make many rules fail
+    for module in modules:
+        try:
+            report.findings += module.check(code)
+        except Exception as error:
+            failed.setdefault(_told(error), []).append(module.RULE.code)
+    report.notes += [f"{path}: {_internal(', '.join(codes), what)}" for what, codes in failed.items()]
+
+
+def _told(error: Exception) -> str:
+    """A mistake of ours, or of a plugin's, in one line; under AMPWISE_DEBUG it is raised."""
+    if os.environ.get(DEBUG):
+        raise error
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+
+
+def _internal(where: str, what: str) -> str:
+    return f"internal error in {where}: {what}; please report it ({DEBUG}=1 shows where)"
+
+
+def _without_suppressed(report: Report, project: Project) -> Report:
+    known: dict[str | None, tuple[Script, Suppressions] | None] = {}
+    kept = []
+    for finding in report.findings:
+        path = finding.place.file
+        if path not in known:
+            known[path] = _suppressions(project, path)
+        here = known[path]
+        if here is None or not here[1].cover(finding, here[0].line_of(finding.place)):
+            kept.append(finding)
+    report.findings = kept
+    return report
+
+
+def _suppressions(project: Project, path: str | None) -> tuple[Script, Suppressions] | None:
+    if path is None:
+        return None
+    try:
+        script = project.code(path).script
+    except Unreadable:  # a finding in a file that was only looked into
+        return None
+    return script, suppressions(script)
+
+
+def _finished(report: Report, codes: Mapping[str, frozenset[str]]) -> Report:
+    """Only what was asked for, once each, in the order of files and lines."""
+    asked = [finding for finding in report.findings if finding.rule.code in codes.get(finding.place.file or "", ())]
+    report.findings = sorted({(found.rule.code, found.place): found for found in asked}.values(), key=_order)
+    report.notes = list(dict.fromkeys(report.notes))
+    return report
+
+
+def _order(finding: Finding) -> tuple[object, ...]:
+    place = finding.place
+    return (place.file, place.cell or 0, place.line or 0, place.column or 0, finding.rule.code, finding.message)
+
+
+# Which files are worth parsing.
+
+
+def _candidates(files: Sequence[str], report: Report) -> Iterator[tuple[str, int]]:
+    """The files that may hold a finding, with their size; the others are counted, or found unreadable."""
+    all_of_them = len(files) <= FEW_FILES
+    for path in files:
+        try:
+            data = read_bytes(path)
+        except Unreadable as error:
+            report.unreadable.append(error)
+            continue
+        if all_of_them or matters(data):
+            yield path, len(data)
+        else:
+            report.files_checked += 1
+
+
+# Sharing them among processes.
+
+
+def _check(task: Task, sizes: Mapping[str, int], jobs: int | None, progress: bool) -> Report:
+    from ampwise.lint.progress import Progress
+
+    jobs = jobs or _cores()
+    many = jobs > 1 and len(sizes) > 1 and sum(sizes.values()) > WORTH_PROCESSES
+    report = Report()
+    with Progress(len(sizes), sys.stderr if progress else None) as bar:
+        for part in _shared_reports(task, sizes, jobs) if many else _reports(task):
+            report.add(part)
+            bar.advance(part.files_checked + len(part.unreadable))
+    return report
+
+
+def _shared_reports(task: Task, sizes: Mapping[str, int], jobs: int) -> Iterator[Report]:
+    from ampwise.lint.processes import in_processes
+
+    source_rules()  # loaded once here, before the processes are forked
+    tasks = [
+        Task(task.project_paths, {path: task.codes[path] for path in share})
+        for share in shares(sizes, jobs * SHARES_PER_JOB)
+    ]
+    for part, report in in_processes(check_share, tasks, min(jobs, len(tasks))):
+        if report is None:
+            yield Report(unreadable=[Unreadable(path, "the process that read it died") for path in part.codes])
+        else:
+            yield report
+
+
+def shares(sizes: Mapping[str, int], number: int) -> list[list[str]]:
+    """The files in about ``number`` parts of like size, in order.
+
+    Modules that import each other mostly lie in one folder, and each process reads what it needs for itself; so a
+    part ends where a folder does, if that is near.
+    """
+    full = max(1, sum(sizes.values()) // number)
+    parts: list[list[str]] = [[]]
+    folder, filled = None, 0
+    for path, size in sizes.items():
+        is_new_folder = os.path.dirname(path) != folder
+        if parts[-1] and (filled >= 2 * full or (filled >= full // 2 and is_new_folder)):
+            parts.append([])
+            filled = 0
+        parts[-1].append(path)
+        folder, filled = os.path.dirname(path), filled + size
+    return [part for part in parts if part]
+
+
+def _cores() -> int:
+    try:
+        return len(os.sched_getaffinity(0))  # what this process may use, which in a container is less than there is
+    except AttributeError:  # not Linux
+        return os.cpu_count() or 1
+
+
+def _selectors(layer: Layer) -> tuple[str, ...]:
+    return (*(layer.select or ()), *layer.extend_select, *layer.ignore)
+
+
+def _where(settings: Settings, key: str = "") -> str:
+    return f" in {settings.source}{f' ({key})' if key else ''}" if settings.source else ""

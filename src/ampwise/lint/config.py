@@ -1,0 +1,166 @@
+"""Settings: ``[tool.ampwise]`` of the nearest pyproject.toml, or an ampwise.toml with the same keys at its top.
+
+The nearest one upward from a file's folder that says anything about ampwise holds for that file, whole: settings of
+folders further up are not mixed in. Globs in it count from its folder.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from ampwise.errors import BadInput, UnknownName, nearest
+
+__all__ = ["Configs", "Settings", "read_settings"]
+
+OWN_FILE, PROJECT_FILE = "ampwise.toml", "pyproject.toml"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """What one file of settings says; None where it says nothing."""
+
+    source: str | None = None  # the file itself
+    folder: str = "."  # what its globs are relative to
+    select: tuple[str, ...] | None = None
+    ignore: tuple[str, ...] = ()
+    extend_select: tuple[str, ...] = ()
+    exclude: tuple[str, ...] | None = None
+    extend_exclude: tuple[str, ...] = ()
+    per_file_ignores: Mapping[str, tuple[str, ...]] = field(default_factory=dict, hash=False)
+    output_format: str | None = None
+    fix: bool | None = None
+    unsafe_fixes: bool | None = None
+
+
+LISTS = ("select", "ignore", "extend-select", "exclude", "extend-exclude")
+SWITCHES = ("fix", "unsafe-fixes")
+KEYS = (*LISTS, "per-file-ignores", "output-format", *SWITCHES)
+
+
+class Configs:
+    """The settings that hold for each folder, each looked up once."""
+
+    def __init__(self, config: str | None = None, *, isolated: bool = False) -> None:
+        self._everywhere: Settings | None = None
+        if config is not None and isolated:
+            raise BadInput(f"check --config {config} --isolated: settings of a file, or none at all; not both")
+        if isolated:
+            self._everywhere = Settings()
+        elif config is not None:
+            self._everywhere = _named_settings(config)
+        self._known: dict[str, Settings] = {}
+
+    def for_file(self, path: str) -> Settings:
+        """The settings that hold for a file."""
+        return self.for_folder(os.path.dirname(path))  # noqa: PTH120 (once a file: a Path would show)
+
+    def for_folder(self, folder: str) -> Settings:
+        """The settings that hold in a folder."""
+        return self._everywhere or self._nearest(os.path.abspath(folder))  # noqa: PTH100
+
+    def _nearest(self, folder: str) -> Settings:
+        if folder not in self._known:
+            above = os.path.dirname(folder)  # noqa: PTH120
+            here = _settings_in(folder)
+            self._known[folder] = here or (Settings(folder=folder) if above == folder else self._nearest(above))
+        return self._known[folder]
+
+
+def read_settings(path: str) -> Settings | None:
+    """What a TOML file says about ampwise; None if nothing, BadInput if it cannot be understood."""
+    data = _bytes(path)
+    is_project_file = os.path.basename(path) == PROJECT_FILE  # noqa: PTH119
+    if is_project_file and b"ampwise" not in data:  # most say nothing, and the parser is slow to import
+        return None
+    import tomllib
+
+    try:
+        table: Any = tomllib.loads(data.decode("utf-8"))
+    except ValueError as error:  # TOMLDecodeError and UnicodeDecodeError are
+        raise BadInput(f"{path} is not TOML: {error}") from error
+    if is_project_file or "tool" in table:
+        tool = table.get("tool")
+        table = tool.get("ampwise") if isinstance(tool, dict) else None
+    if table is None:
+        return None
+    if not isinstance(table, dict):
+        raise BadInput(f"{path}: tool.ampwise is {_kind(table)}; it must be a table, [tool.ampwise]")
+    return _understood(table, path)
+
+
+def _settings_in(folder: str) -> Settings | None:
+    for name in (OWN_FILE, PROJECT_FILE):
+        path = os.path.join(folder, name)  # noqa: PTH118
+        if os.path.isfile(path):  # noqa: PTH113
+            found = read_settings(path)
+            if found is not None:
+                return found
+    return None
+
+
+def _named_settings(path: str) -> Settings:
+    if not os.path.isfile(path):  # noqa: PTH113
+        raise BadInput(f"check --config {path}: there is no such file")
+    found = read_settings(path)
+    if found is None:
+        raise BadInput(f"check --config {path}: it has no [tool.ampwise]")
+    return replace(found, folder=os.getcwd())  # noqa: PTH109 (as ruff: its globs count from where one stands)
+
+
+def _bytes(path: str) -> bytes:
+    try:
+        return Path(path).read_bytes()
+    except OSError as error:
+        raise BadInput(f"cannot read the settings in {path}: {(error.strerror or str(error)).lower()}") from error
+
+
+def _understood(table: dict[str, Any], path: str) -> Settings:
+    values: dict[str, Any] = {}
+    for key, value in table.items():
+        if key not in KEYS:
+            close = nearest(key, KEYS)
+            guess = f" Did you mean {' or '.join(close)}?" if close else ""
+            raise BadInput(f"{path}: unknown key {key!r}.{guess} The keys are {', '.join(KEYS)}.")
+        values[key.replace("-", "_")] = _checked(key, value, path)
+    folder = os.path.dirname(os.path.abspath(path))  # noqa: PTH100, PTH120
+    return Settings(source=path, folder=folder, **values)
+
+
+def _checked(key: str, value: Any, path: str) -> Any:
+    if key in LISTS:
+        return _strings(key, value, path)
+    if key in SWITCHES:
+        if not isinstance(value, bool):
+            raise BadInput(f"{path}: {key} is {_kind(value)}; it must be true or false")
+        return value
+    if key == "per-file-ignores":
+        if not isinstance(value, dict):
+            raise BadInput(f'{path}: {key} is {_kind(value)}; it must be a table, such as {{"tests/*" = ["AMP101"]}}')
+        return {glob: _strings(f"{key}.{glob!r}", codes, path) for glob, codes in value.items()}
+    return _output_format(value, path)
+
+
+def _strings(key: str, value: Any, path: str) -> tuple[str, ...]:
+    if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+        raise BadInput(f"{path}: {key} is {_kind(value)}; it must be a list of strings")
+    return tuple(value)
+
+
+def _output_format(value: Any, path: str) -> str:
+    from ampwise.printers import output_formats
+
+    if not isinstance(value, str):
+        raise BadInput(f"{path}: output-format is {_kind(value)}; it must be one of {', '.join(output_formats())}")
+    if value not in output_formats():
+        listing = f"The formats are {', '.join(output_formats())}."
+        raise UnknownName(f"output-format in {path}", value, output_formats(), listing=listing)
+    return value
+
+
+def _kind(value: Any) -> str:
+    names = {bool: "a boolean", int: "a number", float: "a number", str: "a string", dict: "a table"}
+    return names.get(type(value), "a list with something else than strings" if isinstance(value, list) else "a date")

@@ -1,0 +1,116 @@
+"""Comments that suppress findings: ``# noqa``, ``# noqa: AMP101``, and ``# ampwise: noqa`` for a whole file.
+
+A comment counts on the line of the finding, and on the first and last line of the statement's logical line that it
+lies on. Names of rules do as well as codes.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from ampwise.finding import Finding
+from ampwise.source.script import Script
+
+__all__ = ["Suppressions", "suppressions", "with_noqa"]
+
+# Also what the cheap look at the text is for: most files have neither, and are not tokenized.
+MENTION = re.compile(r"#[^\n]*\bnoqa\b", re.I)
+CODES = r"(?::\s*(?P<codes>{item}(?:[,\s]+{item})*)?|(?![\w:-]))".format(
+    item=r"(?:[A-Z]+[0-9]+|[A-Z0-9]+(?:-[A-Z0-9]+)+)\b"
+)
+ON_LINE = re.compile(rf"#\s*noqa{CODES}", re.I)
+IN_FILE = re.compile(rf"#\s*ampwise:\s*noqa{CODES}", re.I)
+EVERYTHING = frozenset({"*"})
+
+
+@dataclass(frozen=True, slots=True)
+class Suppressions:
+    """What one file's comments suppress. Codes are in capitals, names too; EVERYTHING is all of them."""
+
+    in_file: frozenset[str]
+    by_line: dict[int, frozenset[str]]
+    logical_lines: dict[int, tuple[int, int]]  # first and last line, for lines of statements that have several
+
+    def cover(self, finding: Finding, line: int) -> bool:
+        """Whether ``finding``, which lies on ``line`` of the script's text, is suppressed."""
+        lines = {line, *self.logical_lines.get(line, ())}
+        spoken_of = self.in_file.union(*(self.by_line.get(number, ()) for number in lines))
+        return not spoken_of.isdisjoint({"*", finding.rule.code, finding.rule.name.upper()})
+
+
+NOTHING = Suppressions(frozenset(), {}, {})
+
+
+def suppressions(script: Script) -> Suppressions:
+    """What the comments of ``script`` suppress; codes are not checked, since other tools' stand there too."""
+    if not MENTION.search(script.text):
+        return NOTHING
+    comments, logical_lines = _tokenized(script)
+    in_file: set[str] = set()
+    by_line: dict[int, frozenset[str]] = {}
+    for line, comment in comments:
+        in_file |= _codes(IN_FILE.search(comment))
+        codes = _codes(ON_LINE.search(comment))
+        if codes:
+            by_line[line] = codes
+    return Suppressions(frozenset(in_file), by_line, logical_lines)
+
+
+def with_noqa(script: Script, findings: Iterable[Finding]) -> str:
+    """The text of ``script`` with a comment for each of ``findings``, added to one that is there already."""
+    _, logical_lines = _tokenized(script)
+    wanted: dict[int, set[str]] = {}
+    for finding in findings:
+        line = script.line_of(finding.place)
+        # At the end of the statement nothing can follow: neither a backslash nor the rest of a string.
+        wanted.setdefault(logical_lines.get(line, (line, line))[1], set()).add(finding.rule.code)
+    lines = list(script.lines)
+    for line, codes in wanted.items():
+        lines[line - 1] = _with_codes(lines[line - 1], sorted(codes))
+    return "\n".join(lines)
+
+
+def _with_codes(line: str, codes: Sequence[str]) -> str:
+    present = next((match for match in reversed(list(ON_LINE.finditer(line))) if match["codes"]), None)
+    if present:
+        return f"{line[: present.end()]}, {', '.join(codes)}{line[present.end() :]}"
+    return f"{line.rstrip()}  # noqa: {', '.join(codes)}"
+
+
+def _codes(match: re.Match[str] | None) -> frozenset[str]:
+    if match is None:
+        return frozenset()
+    if match["codes"]:
+        return frozenset(re.split(r"[,\s]+", match["codes"].upper()))
+    # "noqa: because" names nothing: a colon announces codes, so it does not mean all of them.
+    return frozenset() if ":" in match[0].rpartition("noqa")[2] else EVERYTHING
+
+
+def _tokenized(script: Script) -> tuple[list[tuple[int, str]], dict[int, tuple[int, int]]]:
+    """The comments by line, and the logical lines that have several lines."""
+    import tokenize
+
+    comments: list[tuple[int, str]] = []
+    logical_lines: dict[int, tuple[int, int]] = {}
+    first: int | None = None
+    passive = {tokenize.NL, tokenize.COMMENT, tokenize.INDENT, tokenize.DEDENT}
+    try:
+        for token in tokenize.generate_tokens(io.StringIO(script.parsed).readline):
+            if token.type == tokenize.COMMENT:
+                comments.append((token.start[0], token.string))
+            elif token.type == tokenize.NEWLINE:
+                first, start = None, first or token.start[0]
+                logical_lines.update(_lines_of(start, token.start[0]))
+            elif first is None and token.type not in passive:
+                first = token.start[0]
+    except (tokenize.TokenError, SyntaxError):  # ast read it, and tokenize stumbles: then a # starts a comment
+        comments = [(number, line[line.index("#") :]) for number, line in enumerate(script.lines, 1) if "#" in line]
+    return comments, logical_lines
+
+
+def _lines_of(first: int, last: int) -> Iterator[tuple[int, tuple[int, int]]]:
+    if last > first:
+        yield from ((line, (first, last)) for line in range(first, last + 1))

@@ -1,0 +1,92 @@
+"""Gradients of n micro-batches added up, and the loss not divided by n."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from ampwise.finding import Edit, Finding, Rule, Severity
+from ampwise.source.accumulation import windows_of
+from ampwise.source.losses import may_be_normalised
+from ampwise.source.names import dotted_text
+
+if TYPE_CHECKING:
+    from ampwise.source.accumulation import Window
+    from ampwise.source.events import Event
+    from ampwise.source.project import Code
+
+__all__ = ["RULE", "check"]
+
+RULE = Rule(
+    code="AMP205",
+    name="accum-not-normalised",
+    severity=Severity.WARNING,
+    summary="Gradients accumulate over n micro-batches and the loss is not divided by n.",
+    why=(
+        "`backward()` adds to the gradients. After n micro-batches of a mean loss they are n times those of one large "
+        "batch: the learning rate is n times what it says, a clip to a fixed norm cuts n times as much, and "
+        "float16 gradients reach their limit of 65504 at an n times smaller loss scale."
+    ),
+    fix="Divide the loss by the number of micro-batches in the backward: `scaler.scale(loss / n).backward()`.",
+    bad=(
+        "scaler.scale(loss).backward()\nif (i + 1) % n == 0:\n    scaler.step(optimizer)\n"
+        "    scaler.update()\n    optimizer.zero_grad()"
+    ),
+    good=(
+        "scaler.scale(loss / n).backward()\nif (i + 1) % n == 0:\n    scaler.step(optimizer)\n"
+        "    scaler.update()\n    optimizer.zero_grad()"
+    ),
+    fixable="sometimes",
+)
+
+
+def check(code: Code) -> Iterator[Finding]:
+    for region in code.regions:
+        if not _is_mixed_precision(region.trace.events()):
+            continue
+        told: set[Event] = set()
+        for window in windows_of(region):
+            backwards = [event for event in _never_divided(window) if event not in told]
+            if backwards:
+                told.update(backwards)
+                edits = tuple(edit for event in backwards for edit in _divide(event, window))
+                yield RULE.at(
+                    backwards[0].place,
+                    "n micro-batches add up to n times the gradient: the loss is not divided by n",
+                    edits=edits if len(edits) == len(backwards) else (),
+                    safe=False,  # the effective learning rate changes, as it should
+                )
+
+
+def _is_mixed_precision(events: Iterator[Event]) -> bool:
+    return any(event.kind in ("scaled backward", "scaler step") or event.context.in_autocast for event in events)
+
+
+def _never_divided(window: Window) -> list[Event]:
+    """The backwards of micro-batches that accumulate and of which none divides its loss."""
+    found: dict[Event, None] = {}
+    for path in window.paths:
+        backwards = window.backwards(path)
+        clears = any(event.kind == "zero grad" for event in path.events if _in_window(event, window))
+        if backwards and not clears and not any(may_be_normalised(event, window) for event in backwards):
+            found.update(dict.fromkeys(backwards))
+    return sorted(found, key=lambda event: event.line)
+
+
+def _in_window(event: Event, window: Window) -> bool:
+    return window.loop is None or window.loop in event.context.loops
+
+
+def _divide(event: Event, window: Window) -> Iterator[Edit]:
+    """``loss / n`` in place of ``loss``, where n can be named in the same function."""
+    size, loss, script = window.size, event.value, event.frame.outline.script
+    loop = window.loop or window.region.loop
+    if loop is None or event.frame is not loop.frame or not isinstance(loss, ast.Name) or size is None:
+        return
+    if dotted_text(size) is None and not isinstance(size, ast.Constant):
+        return
+    divided = f"{loss.id} / {ast.unparse(size)}"
+    call = event.node
+    receives = isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and call.func.value is loss
+    yield script.replace(loss, f"({divided})" if receives else divided)

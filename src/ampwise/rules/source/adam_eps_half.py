@@ -1,0 +1,70 @@
+"""Adam on FP16 parameters with an eps that FP16 rounds to zero."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from ampwise.finding import Finding, Rule, Severity
+
+if TYPE_CHECKING:
+    from ampwise.source.frame import Frame
+    from ampwise.source.project import Code
+
+__all__ = ["RULE", "check"]
+
+RULE = Rule(
+    code="AMP305",
+    name="adam-eps-half",
+    severity=Severity.ERROR,
+    summary="Adam runs on FP16 parameters with an eps that is zero in FP16.",
+    why=(
+        "Adam keeps its state in the dtype of the parameters. FP16 rounds everything up to 2**-25, about 3e-8, to "
+        "zero: the default eps of 1e-8 vanishes, and so do the squares of gradients below 1.7e-4. Where both are "
+        "zero the update is a division by zero, and the weight becomes inf or NaN."
+    ),
+    fix="Keep the parameters in FP32 and use autocast; if they must be FP16, give an eps of at least 1e-6.",
+    bad="model.half()\noptimizer = torch.optim.Adam(model.parameters(), lr=1e-3)",
+    good=(
+        "optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)\n"
+        "with torch.autocast('cuda', dtype=torch.float16):\n    loss = model(x).sum()"
+    ),
+)
+
+DIVIDING = frozenset(f"torch.optim.{name}" for name in ("Adam", "AdamW", "NAdam", "RAdam", "RMSprop"))
+DEFAULT_EPS = 1e-8
+LARGEST_THAT_ROUNDS_TO_ZERO = 2.0**-25
+
+
+def check(code: Code) -> Iterator[Finding]:
+    if "optim" not in code.script.text:
+        return
+    from ampwise.source.half_models import trained_half_models
+    from ampwise.source.vocabulary import FP16
+
+    reported = set()
+    for pair in trained_half_models(code):
+        if pair.model.dtype != FP16 or pair.optimizer in reported:
+            continue
+        eps = _eps(pair.optimizer, pair.frame) if pair.frame.qualified(pair.optimizer.func) in DIVIDING else None
+        if eps is not None and eps <= LARGEST_THAT_ROUNDS_TO_ZERO:
+            reported.add(pair.optimizer)
+            yield RULE.at(
+                pair.frame.outline.script.place(pair.optimizer),
+                f"eps {eps:g} is zero in FP16, the dtype the parameters were given in line {pair.model.node.lineno}",
+            )
+
+
+def _eps(call: ast.Call, frame: Frame) -> float | None:
+    """The eps in use; None when it cannot be told, or when a fused kernel adds it in FP32."""
+    from ampwise.source.precision import keyword
+
+    if any(word.arg is None or word.arg == "fused" for word in call.keywords) or len(call.args) > 2:
+        return None
+    given = keyword(call, "eps")
+    if given is None:
+        return DEFAULT_EPS
+    values = frame.values(given)
+    node = values[0].node if len(values) == 1 else None
+    return float(node.value) if isinstance(node, ast.Constant) and isinstance(node.value, int | float) else None

@@ -1,0 +1,177 @@
+"""Binary cross entropy on probabilities, evaluated inside autocast."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from ampwise.finding import Edit, Finding, Rule, Severity
+
+if TYPE_CHECKING:
+    from ampwise.source.frame import Frame
+    from ampwise.source.project import Code
+    from ampwise.source.walk import Site
+
+__all__ = ["RULE", "check"]
+
+RULE = Rule(
+    code="AMP402",
+    name="bceloss-autocast",
+    severity=Severity.ERROR,
+    summary="`nn.BCELoss` or `F.binary_cross_entropy` is evaluated inside autocast.",
+    why=(
+        "A sigmoid in FP16 is exactly 0 below -17.4 and exactly 1 above 8.4, so its logarithm is infinite. CUDA "
+        "autocast therefore refuses `binary_cross_entropy` with a RuntimeError, whatever the dtype of its inputs. "
+        "`BCEWithLogitsLoss` takes the scores from before the sigmoid and runs in FP32 by itself."
+    ),
+    fix=(
+        "Use `nn.BCEWithLogitsLoss` and leave out the sigmoid; or evaluate the loss under "
+        "`torch.autocast(device_type, enabled=False)` on `.float()` inputs."
+    ),
+    bad='with torch.autocast("cuda"):\n    loss = F.binary_cross_entropy(torch.sigmoid(logits), y)',
+    good='with torch.autocast("cuda"):\n    loss = F.binary_cross_entropy_with_logits(logits, y)',
+    fixable="sometimes",
+)
+
+FUNCTION = "torch.nn.functional.binary_cross_entropy"
+CLASSES = ("torch.nn.BCELoss", "torch.nn.modules.loss.BCELoss", "torch.nn.modules.BCELoss")
+SIGMOIDS = ("torch.sigmoid", "torch.nn.functional.sigmoid", "torch.special.expit")
+
+
+def check(code: Code) -> Iterator[Finding]:
+    text = code.script.text
+    if "BCELoss" not in text and "binary_cross_entropy" not in text and "autocast" not in text:
+        return
+    seen: set[ast.AST] = set()
+    for site in code.calls:
+        autocast = site.context.autocast
+        if site.node in seen or autocast is None or not autocast.may_be_on:
+            continue
+        if not autocast.known or autocast.device in ("cpu", "xla", "mps"):
+            continue
+        assert isinstance(site.node, ast.Call)
+        frame = site.context.frame
+        if frame.qualified(site.node.func) == FUNCTION:
+            seen.add(site.node)
+            yield RULE.at(
+                code.script.place(site.node),
+                "`binary_cross_entropy` raises an error under CUDA autocast",
+                edits=_mended_function(code, site.node, frame),
+            )
+        elif _is_bce_loss(site.node.func, frame):
+            seen.add(site.node)
+            yield RULE.at(
+                code.script.place(site.node),
+                "`BCELoss` raises an error under CUDA autocast",
+                edits=_mended_class(code, site),
+            )
+
+
+def _is_bce_loss(func: ast.expr, frame: Frame) -> bool:
+    from ampwise.source.instances import makers
+
+    made = makers(func, frame)
+    return bool(made) and all(_makes_bce_loss(node, home) for node, home in made)
+
+
+def _makes_bce_loss(node: ast.expr | None, frame: Frame) -> bool:
+    return isinstance(node, ast.Call) and frame.qualified(node.func) in CLASSES
+
+
+# -- mending ----------------------------------------------------------------------------------------------
+
+
+def _mended_function(code: Code, call: ast.Call, frame: Frame) -> tuple[Edit, ...]:
+    """``F.binary_cross_entropy(torch.sigmoid(x), y)`` as ``F.binary_cross_entropy_with_logits(x, y)``."""
+    if not isinstance(call.func, ast.Attribute) or call.func.attr != "binary_cross_entropy":
+        return ()
+    logits = _without_sigmoid(code, call, frame)
+    renamed = code.script.replace(call.func, f"{code.script.segment(call.func)}_with_logits")
+    return (renamed, logits) if logits else ()
+
+
+def _mended_class(code: Code, site: Site) -> tuple[Edit, ...]:
+    """The constructor renamed, and every sigmoid taken off; nothing unless all uses of it are in sight."""
+    assert isinstance(site.node, ast.Call)
+    from ampwise.source.instances import makers
+
+    constructors = makers(site.node.func, site.context.frame)
+    made, owner = constructors[0]
+    name = ast.unparse(site.node.func)
+    if len(constructors) != 1 or not isinstance(made, ast.Call) or not isinstance(made.func, ast.Attribute):
+        return ()
+    if made.func.attr != "BCELoss" or owner.outline is not code.outline or not _is_assigned(name, made, code):
+        return ()
+    script = code.script
+    edits = [script.replace(made.func, f"{script.segment(made.func.value)}.BCEWithLogitsLoss")]
+    called = {node.func: node for node in code.tree_nodes if isinstance(node, ast.Call)}
+    frames = {other.node: other.context.frame for other in code.calls}
+    for node in code.tree_nodes:
+        if not _is_read(node, name):
+            continue
+        use = called.get(node)  # type: ignore[call-overload]
+        logits = _without_sigmoid(code, use, frames[use]) if use in frames else None
+        if logits is None:
+            return ()
+        edits.append(logits)
+    return tuple(edits)
+
+
+def _is_read(node: ast.AST, name: str) -> bool:
+    return isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Load) and ast.unparse(node) == name
+
+
+def _is_assigned(name: str, made: ast.Call, code: Code) -> bool:
+    """Whether the object goes by this very name where it is made, and the name is given to nothing else."""
+    assigned = [node for node in code.tree_nodes if isinstance(node, ast.Assign | ast.AnnAssign)]
+    bound = []
+    for node in assigned:
+        targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+        bound += [node for target in targets if ast.unparse(target) == name]
+    parameters = {node.arg for node in code.tree_nodes if isinstance(node, ast.arg)}
+    return len(bound) == 1 and _holds(bound[0].value, made) and name not in parameters
+
+
+def _holds(value: ast.expr | None, made: ast.Call) -> bool:
+    """Whether ``value`` is ``made``, or ``made`` on its way to a device."""
+    while isinstance(value, ast.Call) and value is not made and isinstance(value.func, ast.Attribute):
+        value = value.func.value
+    return value is made
+
+
+def _without_sigmoid(code: Code, call: ast.Call, frame: Frame) -> Edit | None:
+    """The edit that gives the loss what goes into the sigmoid, when one is to be seen."""
+    if not call.args:
+        return None
+    given = call.args[0]
+    logits = _in_sigmoid(given, frame)
+    if logits is not None:
+        return code.script.replace(given, code.script.segment(logits))
+    if not isinstance(given, ast.Name):
+        return None
+    bound = frame.function.bindings.get(given.id, [])
+    uses = [node for node in ast.walk(frame.function.node) if isinstance(node, ast.Name) and node.id == given.id]
+    if len(bound) != 1 or bound[0].value is None or given.id in frame.function.params:
+        return None
+    logits = _in_sigmoid(bound[0].value, frame)
+    if logits is None:
+        return None
+    if len(uses) == 2:  # where it is assigned, and here
+        return code.script.replace(bound[0].value, code.script.segment(logits))
+    stays = isinstance(logits, ast.Name) and len(frame.function.bindings.get(logits.id, [])) == 1
+    return code.script.replace(given, code.script.segment(logits)) if stays else None
+
+
+def _in_sigmoid(node: ast.expr, frame: Frame) -> ast.expr | None:
+    if not isinstance(node, ast.Call) or node.keywords:
+        return None
+    func = node.func
+    if frame.qualified(func) in SIGMOIDS and len(node.args) == 1:
+        return node.args[0]
+    if isinstance(func, ast.Attribute) and func.attr == "sigmoid" and not node.args:
+        return func.value
+    layers = frame.values(func) if isinstance(func, ast.Attribute | ast.Name) else []
+    made = [value.frame.qualified(value.node.func) for value in layers if isinstance(value.node, ast.Call)]
+    is_layer = len(made) == len(layers) > 0 and set(made) == {"torch.nn.Sigmoid"}
+    return node.args[0] if is_layer and len(node.args) == 1 else None

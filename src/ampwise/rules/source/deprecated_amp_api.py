@@ -1,0 +1,42 @@
+"""Names of torch.cuda.amp and torch.cpu.amp, deprecated for those of torch.amp."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from ampwise.finding import Finding, Rule, Severity
+
+if TYPE_CHECKING:
+    from ampwise.source.project import Code
+
+__all__ = ["RULE", "check"]
+
+RULE = Rule(
+    code="AMP310",
+    name="deprecated-amp-api",
+    severity=Severity.WARNING,
+    summary="`torch.cuda.amp` or `torch.cpu.amp` is used, deprecated since torch 2.4.",
+    why=(
+        "`torch.cuda.amp.autocast`, `GradScaler`, `custom_fwd` and `custom_bwd` warn at each use since torch 2.4 and "
+        "will go. `torch.amp` has the same names with the device as an argument, so one script serves GPU and CPU."
+    ),
+    fix=(
+        "Use `torch.amp.autocast('cuda', ...)`, `torch.amp.GradScaler('cuda', ...)` and "
+        "`torch.amp.custom_fwd(device_type='cuda')`."
+    ),
+    bad="scaler = torch.cuda.amp.GradScaler()\nwith torch.cuda.amp.autocast():\n    loss = model(x).sum()",
+    good='scaler = torch.amp.GradScaler("cuda")\nwith torch.amp.autocast("cuda"):\n    loss = model(x).sum()',
+    fixable="sometimes",
+)
+
+
+def check(code: Code) -> Iterator[Finding]:
+    text = code.script.text
+    if "amp" not in text or ("torch.c" not in text and "from torch" not in text):
+        return
+    from ampwise.source.deprecated_names import deprecated_uses
+
+    for use in deprecated_uses(code):
+        new = "torch.amp" if use.name.endswith(".amp") else f"torch.amp.{use.name.rpartition('.')[2]}"
+        yield RULE.at(code.script.place(use.node), f"`{use.name}` is deprecated, use `{new}`", edits=use.edits)

@@ -1,0 +1,47 @@
+"""One update applied twice."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from ampwise.finding import Finding, Rule, Severity
+
+if TYPE_CHECKING:
+    from ampwise.source.events import Event
+    from ampwise.source.project import Code
+    from ampwise.source.steps import Moment
+
+__all__ = ["RULE", "check"]
+
+RULE = Rule(
+    code="AMP110",
+    name="double-step",
+    severity=Severity.ERROR,
+    summary="The optimizer is stepped twice for one backward, once through the scaler.",
+    why=(
+        "`scaler.step(optimizer)` calls `optimizer.step()` itself. A second call applies the same gradients again, "
+        "moves momentum and the step count on, and applies them even when the scaler found infs and skipped."
+    ),
+    fix="Keep `scaler.step(optimizer)` and remove the other step.",
+    bad="scaler.step(optimizer)\noptimizer.step()\nscaler.update()",
+    good="scaler.step(optimizer)\nscaler.update()",
+)
+
+
+def check(code: Code) -> Iterator[Finding]:
+    for region in code.regions:
+        for step, moments in region.visits("scaler step", "optimizer step"):
+            firsts = [_step_before(moment) for moment in moments]
+            if all(firsts):
+                first = next(first for first in firsts if first)
+                yield RULE.at(step.place, f"these gradients were already applied in line {first.line}")
+
+
+def _step_before(moment: Moment) -> Event | None:
+    event = moment.event
+    optimizer = event.other if event.kind == "scaler step" else event.key
+    first = moment.stepped.get(optimizer) if optimizer else None
+    if first is None or moment.opaque or (first.kind == event.kind == "optimizer step"):
+        return None
+    return first

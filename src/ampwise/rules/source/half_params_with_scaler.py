@@ -1,0 +1,55 @@
+"""FP16 parameters handed to an optimizer that a GradScaler steps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from ampwise.finding import Finding, Rule, Severity
+
+if TYPE_CHECKING:
+    from ampwise.source.project import Code
+
+__all__ = ["RULE", "check"]
+
+RULE = Rule(
+    code="AMP304",
+    name="half-params-with-scaler",
+    severity=Severity.ERROR,
+    summary="A model cast to FP16 is trained with a GradScaler.",
+    why=(
+        "A GradScaler wants FP32 parameters: `unscale_`, and so `step`, raises `Attempting to unscale FP16 gradients` "
+        "for FP16 ones. And FP16 weights lose every update smaller than about 1/2048 of the weight. Under autocast "
+        "the weights stay FP32 and are cast for each matrix product."
+    ),
+    fix="Leave the model in FP32 and run its forward under `torch.autocast('cuda', dtype=torch.float16)`.",
+    bad=(
+        "model = Net().cuda().half()\noptimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
+        "scaler.scale(loss_fn(model(x), y)).backward()\nscaler.step(optimizer)"
+    ),
+    good=(
+        "model = Net().cuda()\noptimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
+        "with torch.autocast('cuda', dtype=torch.float16):\n    loss = loss_fn(model(x), y)\n"
+        "scaler.scale(loss).backward()\nscaler.step(optimizer)"
+    ),
+)
+
+
+def check(code: Code) -> Iterator[Finding]:
+    if "caler" not in code.script.text:
+        return
+    from ampwise.source.half_models import trained_half_models
+    from ampwise.source.scaler_objects import scaler_is_off
+    from ampwise.source.vocabulary import FP16
+
+    steps = [event for event in code.events if event.kind == "scaler step"]
+    stepped = {event.other: event for event in steps if not scaler_is_off(event)}
+    reported = set()
+    for pair in trained_half_models(code):
+        step = stepped.get(pair.optimizer_key)
+        if pair.model.dtype == FP16 and step is not None and pair.model.node not in reported:
+            reported.add(pair.model.node)
+            yield RULE.at(
+                pair.model.context.frame.outline.script.place(pair.model.node),
+                f"FP16 parameters, which the GradScaler that steps their optimizer in line {step.line} refuses",
+            )

@@ -1,0 +1,158 @@
+"""Autocast that changes nothing: never entered, around the wrong lines, or switched off for good."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from ampwise.finding import Finding, Rule, Severity
+
+if TYPE_CHECKING:
+    from ampwise.source.frame import Frame
+    from ampwise.source.precision import Autocast
+    from ampwise.source.project import Code
+
+__all__ = ["RULE", "check"]
+
+RULE = Rule(
+    code="AMP312",
+    name="ineffective-autocast",
+    severity=Severity.WARNING,
+    summary="An autocast that has no effect: never entered, without a forward inside, or always disabled.",
+    why=(
+        "Autocast chooses the dtype of the operations that run while it is entered, and the backward follows what the "
+        "forward chose. Made and not entered, or entered only around `backward()` and `step()`, it changes nothing: "
+        "the model runs in FP32, at the speed and memory of FP32."
+    ),
+    fix="Enter autocast with `with` around the forward and the loss, and only around these.",
+    bad="loss = loss_fn(model(x), y)\nwith torch.autocast('cuda'):\n    scaler.step(optimizer)",
+    good="with torch.autocast('cuda'):\n    loss = loss_fn(model(x), y)\nscaler.step(optimizer)",
+)
+
+# Calls on which autocast has no influence.
+UNTOUCHED = frozenset(
+    (
+        *("backward", "step", "update", "unscale_", "zero_grad", "scale", "clip_grad_norm_", "clip_grad_value_"),
+        *("parameters", "to", "cuda", "cpu", "detach", "item", "print", "len", "append", "float", "int", "format"),
+        *("set_postfix", "set_description", "get_scale", "get_last_lr", "synchronize"),
+    )
+)
+OF_THE_STEP = frozenset(("backward", "step", "update", "unscale_", "zero_grad", "to", "cuda"))
+HARMLESS = (ast.Expr, ast.Assign, ast.AugAssign, ast.If, ast.Pass)
+
+
+def check(code: Code) -> Iterator[Finding]:
+    if "autocast" not in code.script.text:
+        return
+    reported: set[ast.AST] = set()
+    for node, message in [*_never_entered(code), *_without_forward(code), *_always_disabled(code)]:
+        if node not in reported:
+            reported.add(node)
+            yield RULE.at(code.script.place(node), message)
+
+
+def _never_entered(code: Code) -> Iterator[tuple[ast.expr, str]]:
+    from ampwise.source.vocabulary import AUTOCASTS
+
+    for site in code.statements:
+        call = site.node.value if isinstance(site.node, ast.Expr) else None
+        if isinstance(call, ast.Call) and site.context.frame.qualified(call.func) in AUTOCASTS:
+            yield call, "this autocast is made and never entered: it needs a `with`"
+
+
+def _without_forward(code: Code) -> Iterator[tuple[ast.expr, str]]:
+    """``with autocast():`` around nothing but backward, step and copies."""
+    for function in code.outline.functions:
+        frame = code.frame(function)
+        for node in _own_nodes(function.node):
+            if isinstance(node, ast.With) and len(node.items) == 1 and _nothing_to_cast(node.body):
+                autocast = _plain_autocast(node.items[0].context_expr, frame)
+                if autocast is not None and autocast.may_be_on:
+                    yield node.items[0].context_expr, "no forward or loss is computed in this autocast region"
+
+
+def _own_nodes(function: ast.AST) -> Iterator[ast.AST]:
+    """The nodes of a function, without those of functions and classes defined in it."""
+    for child in ast.iter_child_nodes(function):
+        if not isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Lambda):
+            yield child
+            yield from _own_nodes(child)
+
+
+def _plain_autocast(node: ast.expr, frame: Frame) -> Autocast | None:
+    from ampwise.source.precision import autocast_of
+
+    autocast = autocast_of(node, frame)
+    return autocast if autocast is not None and autocast.known else None
+
+
+def _nothing_to_cast(body: list[ast.stmt]) -> bool:
+    parts = [part for statement in body for part in ast.walk(statement)]
+    statements = [part for part in parts if isinstance(part, ast.stmt)]
+    calls = [part for part in parts if isinstance(part, ast.Call)]
+    operators = [part for part in parts if isinstance(part, ast.BinOp | ast.UnaryOp | ast.Compare)]
+    names = [_name(call) for call in calls]
+    return (
+        all(isinstance(statement, HARMLESS) for statement in statements)
+        and bool(calls)
+        and any(name in OF_THE_STEP for name in names)
+        and all(name in UNTOUCHED and not _makes_a_graph(call) for name, call in zip(names, calls, strict=True))
+        and not any(_computes(operator) for operator in operators)
+        and not any(isinstance(part, ast.ListComp | ast.GeneratorExp | ast.Await | ast.Lambda) for part in parts)
+    )
+
+
+def _name(call: ast.Call) -> str:
+    func = call.func
+    return func.attr if isinstance(func, ast.Attribute) else func.id if isinstance(func, ast.Name) else ""
+
+
+def _makes_a_graph(call: ast.Call) -> bool:
+    return any(word.arg in ("create_graph", "closure") for word in call.keywords) or (
+        _name(call) == "step"
+        and any(isinstance(argument, ast.Name) and "clos" in argument.id for argument in call.args)
+    )
+
+
+def _computes(node: ast.expr) -> bool:
+    """Anything but the division of a loss, a test of a counter and the like."""
+    if isinstance(node, ast.BinOp):
+        return not isinstance(node.op, ast.Div | ast.Mod | ast.Add | ast.Mult)
+    return False
+
+
+def _always_disabled(code: Code) -> Iterator[tuple[ast.expr, str]]:
+    """A GradScaler at work while the forward runs in ``autocast(enabled=False)`` and no autocast is ever on."""
+    from ampwise.source.scaler_objects import is_switched_off, scaler_constructors
+
+    if code.script.text.count("autocast") > 40 or not _all_disabled(code):
+        return
+    made = list(scaler_constructors(code))
+    on = [
+        site for site in made if isinstance(site.node, ast.Call) and not is_switched_off(site.node, site.context.frame)
+    ]
+    for region in code.regions:
+        if not on or not region.has("scaled backward"):
+            continue
+        forwards = [event for event in region.events if event.kind == "forward" and not event.context.no_grad]
+        autocasts = [event.context.autocast for event in forwards]
+        off = [autocast for autocast in autocasts if autocast is not None and autocast.enabled is False]
+        if off and len(off) == len(autocasts):
+            yield off[0].node, "autocast is always disabled here, though the loss is scaled as for FP16"
+
+
+def _all_disabled(code: Code) -> bool:
+    """Whether the file enters autocast only to switch it off."""
+    from ampwise.source.vocabulary import AUTOCASTS
+
+    imports = code.outline.imports
+    uses = [
+        node
+        for node in code.tree_nodes
+        if isinstance(node, ast.Name | ast.Attribute) and imports.qualified(node) in AUTOCASTS
+    ]
+    calls = [node for node in code.tree_nodes if isinstance(node, ast.Call) and node.func in uses]
+    switched = [word for call in calls for word in call.keywords if word.arg == "enabled"]
+    off = [word for word in switched if isinstance(word.value, ast.Constant) and word.value.value is False]
+    return bool(uses) and len(off) == len(calls) == len(uses)

@@ -1,0 +1,134 @@
+"""A loss scaled by a constant of one's own instead of a GradScaler."""
+
+from __future__ import annotations
+
+import ast
+import math
+import re
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from ampwise.finding import Finding, Rule, Severity
+
+if TYPE_CHECKING:
+    from ampwise.source.events import Event
+    from ampwise.source.frame import Frame
+    from ampwise.source.project import Code
+
+__all__ = ["RULE", "check"]
+
+RULE = Rule(
+    code="AMP308",
+    name="manual-loss-scale",
+    severity=Severity.WARNING,
+    summary="The loss is scaled by hand, with a constant, instead of by a GradScaler.",
+    why=(
+        "A constant scale is too small for some layers or too large for some steps, and nothing looks for infs: one "
+        "overflow puts inf or NaN into the weights. A GradScaler skips such a step, lowers the scale, and raises it "
+        "again after 2000 clean steps."
+    ),
+    fix=(
+        "Use `torch.amp.GradScaler('cuda')`: `scaler.scale(loss).backward()`, `scaler.step(optimizer)`, "
+        "`scaler.update()`."
+    ),
+    bad=("(loss * 1024).backward()\nfor p in model.parameters():\n    p.grad /= 1024\noptimizer.step()"),
+    good="scaler.scale(loss).backward()\nscaler.step(optimizer)\nscaler.update()",
+)
+
+SMALLEST_SCALE = 128  # below it a factor is more likely the weight of a loss
+SCALE_NAME = re.compile(r"(^|_)(loss_?scal\w*|scale_?factor|static_scale|fp16_scale|grad_?scale|scale)$", re.IGNORECASE)
+AROUND_FP16 = re.compile(r"\.half\(|float16|autocast|torch\.half|fp16", re.IGNORECASE)
+# Whoever looks for infs, or has a scaler, does not scale by a constant alone.
+LOOKED_AFTER = re.compile(r"GradScaler|[sS]caler\b|overflow|isinf|isfinite|isnan|found_inf|inf_check")
+
+
+def check(code: Code) -> Iterator[Finding]:
+    text = code.script.text
+    if "backward" not in text or LOOKED_AFTER.search(text) or code.uses_framework:
+        return
+    if not AROUND_FP16.search(text.replace("bfloat16", "")):
+        return
+    divided = {ast.unparse(factor) for factor in _divisors_of_gradients(code)}
+    reported = set()
+    for event in code.events:
+        if event.kind != "backward" or event.value is None or event.node in reported:
+            continue
+        factor = _scale_of(event)
+        if factor is not None and (_is_large_power_of_two(factor) or _is_named_scale(factor, divided)):
+            reported.add(event.node)
+            yield RULE.at(event.place, f"the loss is multiplied by {ast.unparse(factor)} by hand")
+
+
+def _scale_of(event: Event) -> ast.expr | None:
+    """The scale in ``(loss * scale).backward()``, or in the ``loss = loss * scale`` before it."""
+    assert event.value is not None
+    for value in event.frame.values(event.value):
+        product = value.node
+        if isinstance(product, ast.BinOp) and isinstance(product.op, ast.Mult):
+            for side in (product.right, product.left):
+                constant = _constant(side, value.frame)
+                if (constant is not None and _is_large_power_of_two(constant)) or _has_scale_name(side):
+                    return side if constant is None else constant
+    return _multiplied_in_place(event)
+
+
+def _multiplied_in_place(event: Event) -> ast.expr | None:
+    """``loss *= scale`` in the function of the backward, above it."""
+    if not isinstance(event.value, ast.Name):
+        return None
+    for node in ast.walk(event.frame.function.node):
+        if not isinstance(node, ast.AugAssign) or not isinstance(node.op, ast.Mult) or node.lineno >= event.line:
+            continue
+        if isinstance(node.target, ast.Name) and node.target.id == event.value.id:
+            return _constant(node.value, event.frame) or node.value
+    return None
+
+
+def _constant(node: ast.expr, frame: Frame) -> ast.expr | None:
+    values = frame.values(node)
+    found = values[0].node if len(values) == 1 else None
+    return found if found is not None and _number(found) is not None else None
+
+
+def _number(node: ast.expr) -> float | None:
+    """The value of ``1024``, ``2 ** 16`` and the like."""
+    if isinstance(node, ast.Constant) and isinstance(node.value, int | float) and not isinstance(node.value, bool):
+        return float(node.value)
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Pow):
+        base, exponent = _number(node.left), _number(node.right)
+        if base == 2 and exponent is not None and abs(exponent) <= 64:
+            return math.ldexp(1.0, int(exponent))
+    return None
+
+
+def _is_large_power_of_two(node: ast.expr) -> bool:
+    value = _number(node)
+    return value is not None and value >= SMALLEST_SCALE and math.frexp(value)[0] == 0.5
+
+
+def _is_named_scale(node: ast.expr, divided: set[str]) -> bool:
+    return _has_scale_name(node) and ast.unparse(node) in divided
+
+
+def _has_scale_name(node: ast.expr) -> bool:
+    return isinstance(node, ast.Name | ast.Attribute) and bool(SCALE_NAME.search(ast.unparse(node).rpartition(".")[2]))
+
+
+def _divisors_of_gradients(code: Code) -> Iterator[ast.expr]:
+    """What gradients are divided by: ``p.grad /= s``, ``p.grad.div_(s)``, ``p.grad = p.grad / s``."""
+    for node in code.tree_nodes:
+        if isinstance(node, ast.AugAssign) and isinstance(node.op, ast.Div) and "grad" in ast.unparse(node.target):
+            yield node.value
+        elif isinstance(node, ast.BinOp) and isinstance(node.op, ast.Div) and ".grad" in ast.unparse(node.left):
+            yield node.right
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.args:
+            receiver = ast.unparse(node.func.value)
+            if node.func.attr in ("div_", "mul_") and "grad" in receiver:
+                yield from _inverse(node.args[0], node.func.attr)
+
+
+def _inverse(node: ast.expr, method: str) -> Iterator[ast.expr]:
+    if method == "div_":
+        yield node
+    elif isinstance(node, ast.BinOp) and isinstance(node.op, ast.Div):
+        yield node.right

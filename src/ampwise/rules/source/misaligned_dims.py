@@ -1,0 +1,84 @@
+"""Layer sizes that the matrix units cannot load in whole words."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ampwise.finding import Finding, Rule, Severity
+
+if TYPE_CHECKING:
+    from ampwise.source.project import Code
+
+__all__ = ["RULE", "check"]
+
+RULE = Rule(
+    code="AMP503",
+    name="misaligned-dims",
+    severity=Severity.INFO,
+    summary="A layer's size is not a multiple of 8.",
+    why=(
+        "Matrix units read 16-byte words: 8 elements of FP16 or BF16. A product with a size that is no multiple of 8 "
+        "runs with slower kernels or on padded copies; 64 elements are preferred on an A100. It is a matter of speed, "
+        "not of being right."
+    ),
+    fix="Round the size up: a hidden size of 1001 to 1008, a vocabulary of 50257 to 50304; unused rows do no harm.",
+    bad="up = nn.Linear(512, 1001)\ndown = nn.Linear(1001, 512)",
+    good="up = nn.Linear(512, 1008)\ndown = nn.Linear(1008, 512)",
+    on_by_default=False,
+)
+
+# Where the two sizes stand in each layer's arguments, and what they are called.
+LAYERS = {
+    "Linear": ("in_features", "out_features"),
+    "Embedding": ("num_embeddings", "embedding_dim"),
+    **dict.fromkeys(("Conv1d", "Conv2d", "Conv3d"), ("in_channels", "out_channels")),
+}
+MULTIPLE = 8
+SMALL = 64  # below this the layer is too small to matter
+VOCABULARY = 8192  # that many outputs are a vocabulary, which can be padded; fewer may be the classes of the data
+
+
+@dataclass(slots=True)
+class _Layer:
+    node: ast.Call
+    kind: str
+    size_in: int | None
+    size_out: int | None
+
+
+def check(code: Code) -> Iterator[Finding]:
+    if "autocast" not in code.script.text and "GradScaler" not in code.script.text:
+        return
+    layers = sorted(_layers(code), key=lambda layer: (layer.node.lineno, layer.node.col_offset))
+    reported: set[int] = set()
+    for index, layer in enumerate(layers):
+        size = layer.size_out
+        if size is None or size % MULTIPLE == 0 or size <= SMALL or size in reported:
+            continue
+        goes_on = any(later.size_in == size for later in layers[index + 1 :] if later.kind != "Embedding")
+        if goes_on or (layer.kind == "Linear" and size >= VOCABULARY):
+            reported.add(size)
+            better = -(-size // MULTIPLE) * MULTIPLE
+            yield RULE.at(code.script.place(layer.node), f"{size} is not a multiple of 8; {better} is")
+
+
+def _layers(code: Code) -> Iterator[_Layer]:
+    for node in code.tree_nodes:
+        if not isinstance(node, ast.Call):
+            continue
+        space, _, kind = (code.outline.imports.qualified(node.func) or "").rpartition(".")
+        if space == "torch.nn" and kind in LAYERS:
+            sizes = [_size(node, name, position) for position, name in enumerate(LAYERS[kind])]
+            yield _Layer(node, kind, *sizes)
+
+
+def _size(call: ast.Call, name: str, position: int) -> int | None:
+    """A size written as a literal in the layer itself; one with a name of its own is somebody's choice elsewhere."""
+    from ampwise.source.precision import keyword
+
+    node = keyword(call, name, position)
+    value = node.value if isinstance(node, ast.Constant) else None
+    return value if isinstance(value, int) else None

@@ -1,0 +1,87 @@
+"""FP16 and BF16 in one training step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from ampwise.finding import Finding, Rule, Severity
+
+if TYPE_CHECKING:
+    from ampwise.source.events import Event
+    from ampwise.source.precision import Autocast
+    from ampwise.source.project import Code
+    from ampwise.source.steps import Region
+
+__all__ = ["RULE", "check"]
+
+RULE = Rule(
+    code="AMP307",
+    name="mixed-half-dtypes",
+    severity=Severity.WARNING,
+    summary="One training step computes partly in FP16, partly in BF16.",
+    why=(
+        "What passes from one to the other loses twice: FP16 overflows above 65504 where BF16 does not, and BF16 drops "
+        "three of FP16's significant bits. Such a step has the range of the one and the precision of the other, and "
+        "still needs a GradScaler."
+    ),
+    fix="Use one half dtype: BF16 where the GPU has it in its matrix units, else FP16 with a GradScaler.",
+    bad="model.bfloat16()\nwith torch.autocast('cuda', dtype=torch.float16):\n    loss = model(x).sum()",
+    good="with torch.autocast('cuda', dtype=torch.bfloat16):\n    loss = model(x).sum()",
+)
+
+
+def check(code: Code) -> Iterator[Finding]:
+    text = code.script.text
+    if "autocast" not in text or "bfloat16" not in text:
+        return
+    reported: set[object] = set()
+    for region in code.regions:
+        if not region.has("backward", "scaled backward"):
+            continue
+        for autocast, place_of, message in [*_against_the_model(code, region), *_two_autocasts(region)]:
+            if autocast.node not in reported:
+                reported.add(autocast.node)
+                yield RULE.at(place_of.frame.outline.script.place(autocast.node), message)
+
+
+def _against_the_model(code: Code, region: Region) -> Iterator[tuple[Autocast, Event, str]]:
+    """A forward of a half model under an autocast of the other dtype."""
+    from ampwise.source.half_models import half_models
+    from ampwise.source.vocabulary import BF16, FP16
+
+    models = half_models(code)
+    for event, dtype, autocast in _forwards(region):
+        model = models.get(event.key or "")
+        if model is not None and {model.dtype, dtype} == {FP16, BF16}:
+            yield autocast, event, f"{dtype} autocast over a model that is {model.dtype} since line {model.node.lineno}"
+
+
+def _two_autocasts(region: Region) -> Iterator[tuple[Autocast, Event, str]]:
+    """Two forwards on one path, each under an autocast of its own dtype."""
+    from ampwise.source.vocabulary import BF16, FP16
+
+    forwards = {event: (dtype, autocast) for event, dtype, autocast in _forwards(region)}
+    for path in region.paths:
+        passed = [forwards[event] for event in path.events if event in forwards]
+        events = [event for event in path.events if event in forwards]
+        dtypes = {dtype for dtype, _ in passed}
+        if dtypes == {FP16, BF16}:
+            first = passed[0][0]
+            at = next(index for index, (dtype, _) in enumerate(passed) if dtype != first)
+            dtype, autocast = passed[at]
+            yield autocast, events[at], f"{dtype} here, but {first} in line {events[0].line} of the same step"
+
+
+def _forwards(region: Region) -> Iterator[tuple[Event, str, Autocast]]:
+    """The forwards that are trained through, under an autocast whose dtype is beyond doubt."""
+    from ampwise.source.vocabulary import BF16, FP16
+
+    for event in region.events:
+        autocast = event.context.autocast
+        if event.kind != "forward" or autocast is None or event.context.no_grad:
+            continue
+        sure = autocast.known and autocast.may_be_on and not autocast.optional
+        for dtype in (FP16, BF16):
+            if sure and autocast.dtype_given and autocast.is_surely(dtype):
+                yield event, dtype, autocast

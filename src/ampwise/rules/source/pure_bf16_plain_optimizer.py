@@ -1,0 +1,50 @@
+"""BF16 weights updated by an optimizer that rounds small updates away."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from ampwise.finding import Finding, Rule, Severity
+
+if TYPE_CHECKING:
+    from ampwise.source.project import Code
+
+__all__ = ["RULE", "check"]
+
+RULE = Rule(
+    code="AMP306",
+    name="pure-bf16-plain-optimizer",
+    severity=Severity.WARNING,
+    summary="BF16 parameters are updated in place by a plain torch optimizer.",
+    why=(
+        "BF16 has 8 significant bits. An update smaller than about 1/512 of a weight is rounded away, and with usual "
+        "learning rates most updates are that small: as training goes on, more and more weights stand still."
+    ),
+    fix=(
+        "Keep FP32 parameters and run the forward under `torch.autocast('cuda', dtype=torch.bfloat16)`, or use an "
+        "optimizer with stochastic rounding, Kahan summation or FP32 master weights."
+    ),
+    bad="model = Net().to(torch.bfloat16)\noptimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)",
+    good=(
+        "model = Net()\noptimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)\n"
+        "with torch.autocast('cuda', dtype=torch.bfloat16):\n    loss = loss_fn(model(x), y)"
+    ),
+)
+
+
+def check(code: Code) -> Iterator[Finding]:
+    if "bfloat16" not in code.script.text or code.uses_framework:
+        return
+    from ampwise.source.half_models import trained_half_models
+    from ampwise.source.vocabulary import BF16
+
+    reported = set()
+    for pair in trained_half_models(code):
+        maker = pair.frame.qualified(pair.optimizer.func) or ""
+        if pair.model.dtype == BF16 and maker.startswith("torch.optim.") and pair.optimizer not in reported:
+            reported.add(pair.optimizer)
+            yield RULE.at(
+                pair.frame.outline.script.place(pair.optimizer),
+                f"the weights are BF16 since line {pair.model.node.lineno}: updates below 1/512 of a weight are lost",
+            )

@@ -1,0 +1,63 @@
+"""A GradScaler for BF16, which needs none."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from ampwise.finding import Finding, Rule, Severity
+from ampwise.source.scalers import scalers_made
+from ampwise.source.vocabulary import BF16
+
+if TYPE_CHECKING:
+    from ampwise.source.precision import Autocast
+    from ampwise.source.project import Code
+
+__all__ = ["RULE", "check"]
+
+RULE = Rule(
+    code="AMP302",
+    name="scaler-with-bf16",
+    severity=Severity.INFO,
+    summary="A GradScaler beside autocast that is always BF16.",
+    why=(
+        "BF16 has the exponents of FP32: nothing underflows that FP32 would keep, so there is nothing for a loss "
+        "scale to rescue. The scaler costs a pass over all gradients and a wait each step, and hides a NaN as "
+        "one more skipped step."
+    ),
+    fix="Remove the scaler: `loss.backward()` and `optimizer.step()`; or `GradScaler(enabled=dtype == torch.float16)`.",
+    bad=(
+        'scaler = torch.amp.GradScaler("cuda")\nwith torch.autocast("cuda", dtype=torch.bfloat16):\n'
+        "    loss = loss_fn(model(x), y)\nscaler.scale(loss).backward()"
+    ),
+    good='with torch.autocast("cuda", dtype=torch.bfloat16):\n    loss = loss_fn(model(x), y)\nloss.backward()',
+)
+
+
+def check(code: Code) -> Iterator[Finding]:
+    autocasts = _autocasts(code)
+    if not autocasts or not all(autocast.known and autocast.is_surely(BF16) for autocast in autocasts):
+        return
+    for made in scalers_made(code):
+        if not made.depends_on_dtype and not _chosen_for_another_dtype(made.contexts[0][0].guards):
+            yield RULE.at(
+                code.script.place(made.node),
+                f"autocast is always BF16 (line {autocasts[0].node.lineno}): there is nothing to scale",
+            )
+
+
+def _autocasts(code: Code) -> list[Autocast]:
+    """The autocast regions that may be on, each once."""
+    found = {
+        autocast.node: autocast
+        for trace in code.traces
+        for site in trace.statements
+        for autocast in site.context.autocasts
+        if autocast.may_be_on
+    }
+    return sorted(found.values(), key=lambda autocast: autocast.node.lineno)
+
+
+def _chosen_for_another_dtype(guards: object) -> bool:
+    texts = " ".join(guard.text for guard in guards).lower()  # type: ignore[attr-defined]
+    return any(word in texts for word in ("fp16", "float16", "half", "dtype", "precision", "bf16"))

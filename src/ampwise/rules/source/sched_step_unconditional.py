@@ -1,0 +1,88 @@
+"""A scheduler stepped each iteration, also when the scaler skipped the optimizer's step."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from ampwise.finding import Finding, Rule, Severity
+
+if TYPE_CHECKING:
+    from ampwise.source.events import Event
+    from ampwise.source.project import Code
+    from ampwise.source.steps import Moment, Region
+
+__all__ = ["RULE", "check"]
+
+RULE = Rule(
+    code="AMP114",
+    name="sched-step-unconditional",
+    severity=Severity.INFO,
+    summary="A per-iteration scheduler is stepped even when the scaler skipped the optimizer step.",
+    why=(
+        "`scaler.step(optimizer)` does nothing when it finds infs, which is normal in the first iterations while "
+        "the scale is found. A scheduler stepped all the same runs ahead of the optimizer: warm-up shortens by the "
+        "number of skipped steps, and torch warns that `lr_scheduler.step()` came before `optimizer.step()`."
+    ),
+    fix=(
+        "Step the scheduler only if the scale did not shrink:\n"
+        "scale = scaler.get_scale()\nscaler.update()\nif scaler.get_scale() >= scale:\n    scheduler.step()"
+    ),
+    bad="scaler.step(optimizer)\nscaler.update()\nscheduler.step()",
+    good=(
+        "scaler.step(optimizer)\nscale = scaler.get_scale()\nscaler.update()\n"
+        "if scaler.get_scale() >= scale:\n    scheduler.step()"
+    ),
+)
+
+# Asking any of these is asking whether the step was applied.
+ASKS_ABOUT_THE_STEP = re.compile(r"scale|skip|overflow|found_inf|isfinite|isnan|isinf|applied|did_step|stepped|finite")
+LR_FINDER = re.compile(r"lr_?find|find_?lr|record_lr|range_test|lr_range", re.IGNORECASE)
+
+
+def check(code: Code) -> Iterator[Finding]:
+    for region in code.regions:
+        if region.hidden:
+            continue
+        for step, moments in region.visits("scheduler step"):
+            if any(_follows_a_scaled_step(moment) for moment in moments) and not _knows(step, region):
+                yield RULE.at(step.place, "the scheduler moves on even when the scaler skips the optimizer's step")
+
+
+def _follows_a_scaled_step(moment: Moment) -> bool:
+    """The scaler's step is taken on the same path, so it is once an iteration, like this."""
+    around = [*moment.earlier("scaler step"), *moment.later("scaler step")]
+    return any(step.context.loops == moment.event.context.loops for step in around)
+
+
+def _knows(step: Event, region: Region) -> bool:
+    """Whether this step is told when to stay away, or is not one of those that count iterations."""
+    if _given_a_position(step) or any(LR_FINDER.search(frame.function.name) for frame in step.frame.callers()):
+        return True
+    applied = {guard for event in region.events if event.kind == "scaler step" for guard in event.context.guards}
+    for guard in region.own_guards(step):
+        asked = guard.text if guard.test is None else f"{guard.text} {_source(step, guard.test)}"
+        if guard in applied:
+            continue
+        if guard.boundary is not None or ASKS_ABOUT_THE_STEP.search(_without_scaler(asked)):
+            return True
+    return False
+
+
+def _source(step: Event, test: object) -> str:
+    import ast
+
+    return ast.unparse(test) if isinstance(test, ast.AST) else ""
+
+
+def _without_scaler(text: str) -> str:
+    """``if scaler is not None`` asks for a scaler, not about a step; ``scaler.get_scale()`` does."""
+    return re.sub(r"\w*scaler\b(?!\.)", "", text)
+
+
+def _given_a_position(step: Event) -> bool:
+    """``scheduler.step(epoch + i / n)`` sets a position, and ``step(loss)`` a plateau: nothing runs ahead."""
+    import ast
+
+    return isinstance(step.node, ast.Call) and bool(step.node.args or step.node.keywords)

@@ -1,0 +1,121 @@
+"""One GradScaler handed to several processes or threads."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from ampwise.finding import Finding, Rule, Severity
+
+if TYPE_CHECKING:
+    from ampwise.source.frame import Frame
+    from ampwise.source.project import Code
+    from ampwise.source.walk import Site
+
+__all__ = ["RULE", "check"]
+
+RULE = Rule(
+    code="AMP203",
+    name="shared-scaler",
+    severity=Severity.WARNING,
+    summary="One GradScaler is handed to several processes or threads.",
+    why=(
+        "A scaler remembers, between `unscale_` and `update`, which optimizers it has seen and whether it found infs. "
+        "Threads that share one mix these up. Processes get a copy each: the scaler of the parent never changes, so "
+        "what it saves or prints is the scale of the start."
+    ),
+    fix="Make the GradScaler in the function that each process or thread runs.",
+    bad="scaler = torch.amp.GradScaler('cuda')\nmp.spawn(train, args=(model, scaler), nprocs=4)",
+    good=(
+        "def train(rank, model):\n    scaler = torch.amp.GradScaler('cuda')\n\n\n"
+        "mp.spawn(train, args=(model,), nprocs=4)"
+    ),
+)
+
+SPAWN = frozenset(("torch.multiprocessing.spawn", "torch.multiprocessing.start_processes"))
+STARTED_ONE_BY_ONE = frozenset(
+    ("torch.multiprocessing.Process", "multiprocessing.Process", "multiprocessing.context.Process", "threading.Thread")
+)
+
+
+def check(code: Code) -> Iterator[Finding]:
+    text = code.script.text
+    if "caler" not in text or not any(word in text for word in ("spawn", "Process", "Thread", "start_processes")):
+        return
+    reported = set()
+    for site, scaler, kind in _handed_over(code):
+        if site.node not in reported:
+            reported.add(site.node)
+            yield RULE.at(code.script.place(scaler), f"every {kind} is handed the same GradScaler")
+
+
+def _handed_over(code: Code) -> Iterator[tuple[Site, ast.expr, str]]:
+    given: dict[str, list[tuple[Site, ast.expr, str]]] = {}
+    for site in code.calls:
+        assert isinstance(site.node, ast.Call)
+        kind = _starts(site.node, site.context.frame)
+        scaler = _scaler_in_arguments(site.node, site) if kind else None
+        if scaler is None:
+            continue
+        key = site.context.frame.key(scaler) or ast.unparse(scaler)
+        if kind != "spawned process" and not site.context.loops and not _in_comprehension(site.node, code):
+            given.setdefault(key, []).append((site, scaler, kind))
+        else:
+            yield site, scaler, kind
+    for starts in given.values():
+        if len({site.node for site, _, _ in starts}) > 1:
+            yield from starts[1:2]
+
+
+def _starts(call: ast.Call, frame: Frame) -> str:
+    """What a call starts: processes, a process, a thread, or nothing."""
+    qualified = frame.qualified(call.func) or ""
+    if qualified in SPAWN:
+        from ampwise.source.precision import keyword
+
+        count = keyword(call, "nprocs", 2)
+        alone = count is None or (isinstance(count, ast.Constant) and count.value == 1)
+        return "" if alone else "spawned process"
+    if qualified in STARTED_ONE_BY_ONE or _of_a_context(call, frame):
+        return "thread" if qualified.endswith("Thread") else "process"
+    return ""
+
+
+def _of_a_context(call: ast.Call, frame: Frame) -> bool:
+    """``mp.get_context("spawn").Process(...)``, the context perhaps held in a name."""
+    if not isinstance(call.func, ast.Attribute) or call.func.attr != "Process":
+        return False
+    made = (value.node for value in frame.values(call.func.value))
+    return any(isinstance(node, ast.Call) and ast.unparse(node.func).endswith("get_context") for node in made)
+
+
+def _scaler_in_arguments(call: ast.Call, site: Site) -> ast.expr | None:
+    """The scaler among the arguments for the started function: one that a constructor in sight has made."""
+    from ampwise.source.precision import keyword
+
+    frame = site.context.frame
+    positional = keyword(call, "args", 1 if frame.qualified(call.func) in SPAWN else 3)
+    named = keyword(call, "kwargs", 4)
+    parts: list[ast.expr] = []
+    if isinstance(positional, ast.Tuple | ast.List):
+        parts += positional.elts
+    if isinstance(named, ast.Dict):
+        parts += named.values
+    return next((part for part in parts if isinstance(part, ast.Name | ast.Attribute) and _is_one(part, site)), None)
+
+
+def _is_one(node: ast.expr, site: Site) -> bool:
+    """Whether ``node`` holds one scaler, and not one made anew for each process that a loop starts."""
+    from ampwise.source.scaler_objects import scalers_made_for
+
+    made = scalers_made_for(node, site.context.frame)
+    inside = {part for loop in site.context.loops for part in ast.walk(loop.node)}
+    return bool(made) and not any(call in inside for call in made)
+
+
+def _in_comprehension(call: ast.Call, code: Code) -> bool:
+    around = (
+        node for node in ast.walk(code.script.statement(call)) if isinstance(node, ast.ListComp | ast.GeneratorExp)
+    )
+    return any(part is call for node in around for part in ast.walk(node.elt))

@@ -1,0 +1,176 @@
+"""The loss scale read once, and used after ``update()`` may have changed it."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from ampwise.finding import Finding, Rule, Severity
+from ampwise.source.vocabulary import SCALER
+
+if TYPE_CHECKING:
+    from ampwise.source.events import Event, Loop
+    from ampwise.source.frame import Frame
+    from ampwise.source.project import Code
+    from ampwise.source.walk import Site, Trace
+
+__all__ = ["RULE", "check"]
+
+RULE = Rule(
+    code="AMP112",
+    name="stale-scale",
+    severity=Severity.ERROR,
+    summary="A loss scale read before `scaler.update()` is used after it.",
+    why=(
+        "`update()` halves the scale after an overflow and doubles it after 2000 clean steps. A copy taken earlier "
+        "then multiplies or divides by the wrong power of two, and the gradients or the norms that come of it are "
+        "off by that factor without any error."
+    ),
+    fix="Read `scaler.get_scale()` where it is used; or call `scaler.unscale_(optimizer)` and do without it.",
+    bad=(
+        "scale = scaler.get_scale()\nfor x, y in loader:\n    scaler.scale(loss_fn(model(x), y)).backward()\n"
+        "    norm = grad_norm(model) / scale\n    scaler.step(optimizer)\n    scaler.update()"
+    ),
+    good=(
+        "for x, y in loader:\n    scaler.scale(loss_fn(model(x), y)).backward()\n"
+        "    norm = grad_norm(model) / scaler.get_scale()\n    scaler.step(optimizer)\n    scaler.update()"
+    ),
+)
+
+# What a loss scale is there to multiply or divide.
+SCALED_THINGS = re.compile(r"grad|norm|loss", re.IGNORECASE)
+IN_PLACE = frozenset(("mul_", "div_", "mul", "div", "_foreach_mul_", "_foreach_div_"))
+
+
+def check(code: Code) -> Iterator[Finding]:
+    for trace in code.traces:
+        yield from _stale_in(trace)
+
+
+def _stale_in(trace: Trace) -> Iterator[Finding]:
+    taken = _scales_taken(trace)
+    if not taken:
+        return
+    assigned = _assignments(trace, set(taken))
+    told: set[tuple[str, ast.AST]] = set()
+    for site in trace.statements:
+        for key, used in _uses(site, set(taken)):
+            first = taken[key]
+            stale = _from_before_the_loop(first, site, assigned[key], trace) or _from_before_the_update(
+                first, site, assigned[key], trace
+            )
+            if stale and (key, site.node) not in told:
+                told.add((key, site.node))
+                place = site.context.frame.outline.script.place(used)
+                yield RULE.at(place, f"the scale of line {first.node.lineno}; update() may have changed it since")  # type: ignore[attr-defined]
+
+
+# -- where a scale is kept --------------------------------------------------------------------------------
+
+
+def _scales_taken(trace: Trace) -> dict[str, Site]:
+    """``s = scaler.get_scale()``, ``self.inv = 1 / scaler.get_scale()``: by key, the first place each."""
+    found: dict[str, Site] = {}
+    for site in trace.statements:
+        if isinstance(site.node, ast.Assign) and _reads_scale(site.node.value, site.context.frame):
+            for target in site.node.targets:
+                key = site.context.frame.key(target) if isinstance(target, ast.Name | ast.Attribute) else None
+                if key is not None:
+                    found.setdefault(key, site)
+    return found
+
+
+def _reads_scale(value: ast.expr, frame: Frame) -> bool:
+    """The scale itself or its inverse, as a number; the live tensor ``scaler._scale`` follows every update."""
+    if isinstance(value, ast.BinOp) and isinstance(value.op, ast.Div) and isinstance(value.left, ast.Constant):
+        return _reads_scale(value.right, frame)
+    if isinstance(value, ast.Call) and isinstance(value.func, ast.Name) and value.func.id == "float" and value.args:
+        return _reads_scale(value.args[0], frame)
+    if not isinstance(value, ast.Call) or not isinstance(value.func, ast.Attribute):
+        return False
+    inner = value.func.value
+    if value.func.attr == "get_scale":
+        return frame.role(inner) == SCALER
+    if value.func.attr in ("item", "clone", "double", "reciprocal", "float"):
+        live = isinstance(inner, ast.Attribute) and inner.attr == "_scale" and frame.role(inner.value) == SCALER
+        return live or _reads_scale(inner, frame)
+    return False
+
+
+def _assignments(trace: Trace, keys: set[str]) -> dict[str, list[Site]]:
+    found: dict[str, list[Site]] = {key: [] for key in keys}
+    for site in trace.statements:
+        for part in ast.walk(site.node):
+            if isinstance(part, ast.Name | ast.Attribute) and isinstance(part.ctx, ast.Store):
+                key = site.context.frame.key(part)
+                if key in found:
+                    found[key].append(site)
+    return found
+
+
+# -- where it is used -------------------------------------------------------------------------------------
+
+
+def _uses(site: Site, keys: set[str]) -> Iterator[tuple[str, ast.expr]]:
+    """A kept scale that multiplies or divides a loss, a gradient or a norm. Comparing scales is another matter."""
+    frame = site.context.frame
+    for part in ast.walk(site.node):
+        factor, scaled = _factor_and_scaled(part)
+        if factor is None or not SCALED_THINGS.search(scaled):
+            continue
+        for name in ast.walk(factor):
+            if isinstance(name, ast.Name | ast.Attribute) and (key := frame.key(name)) in keys:
+                assert key is not None
+                yield key, name
+
+
+def _factor_and_scaled(node: ast.AST) -> tuple[ast.expr | None, str]:
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Div | ast.Mult):
+        if isinstance(node.op, ast.Mult) and SCALED_THINGS.search(ast.unparse(node.right)):
+            return node.left, ast.unparse(node.right)
+        return node.right, ast.unparse(node.left)
+    if isinstance(node, ast.AugAssign) and isinstance(node.op, ast.Div | ast.Mult):
+        return node.value, ast.unparse(node.target)
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in IN_PLACE and node.args:
+        return node.args[-1], ast.unparse(node.func.value) + " ".join(map(ast.unparse, node.args[:-1]))
+    return None, ""
+
+
+# -- whether it is stale ----------------------------------------------------------------------------------
+
+
+def _from_before_the_loop(taken: Site, use: Site, assigned: list[Site], trace: Trace) -> bool:
+    """Taken outside a loop that updates the scaler and uses the copy, and never taken again in it."""
+    outside, inside = taken.context.loops, use.context.loops
+    if inside[: len(outside)] != outside or len(inside) == len(outside):
+        return False
+    loops = inside[len(outside) :]
+    if any(set(loops) & set(site.context.loops) for site in assigned):
+        return False
+    return any(_updates(loop, trace) for loop in loops)
+
+
+def _from_before_the_update(taken: Site, use: Site, assigned: list[Site], trace: Trace) -> bool:
+    """Taken, then update(), then a backward with the new scale, then used: all in one function and one loop."""
+    if len(assigned) != 1 or taken.context.frame is not use.context.frame or taken.context.loops != use.context.loops:
+        return False
+    if taken.context.guards != use.context.guards:
+        return False
+    first, last = _line(taken), _line(use)
+    between = [event for event in trace.events() if _is_between(event, taken, first, last)]
+    updates = [event.line for event in between if event.kind == "update"]
+    return bool(updates) and any(event.kind == "scaled backward" and min(updates) < event.line for event in between)
+
+
+def _is_between(event: Event, taken: Site, first: int, last: int) -> bool:
+    return event.frame is taken.context.frame and first < event.line <= last
+
+
+def _line(site: Site) -> int:
+    return getattr(site.node, "lineno", 0)
+
+
+def _updates(loop: Loop, trace: Trace) -> bool:
+    return any(event.kind == "update" and loop in event.context.loops for event in trace.events())

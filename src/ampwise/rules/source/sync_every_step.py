@@ -1,0 +1,144 @@
+"""Waiting for the GPU once for each parameter, or only to log the loss scale, in every training step."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from ampwise.finding import Finding, Rule, Severity
+
+if TYPE_CHECKING:
+    from ampwise.source.events import Guard
+    from ampwise.source.project import Code
+    from ampwise.source.steps import Region
+    from ampwise.source.walk import Site
+
+__all__ = ["RULE", "check"]
+
+RULE = Rule(
+    code="AMP502",
+    name="sync-every-step",
+    severity=Severity.INFO,
+    summary="Every training step waits for the GPU: for each parameter, or to log the loss scale.",
+    why=(
+        "`.item()`, `.cpu()` and `float(tensor)` wait until the GPU has done all that was asked of it. Done for each "
+        "parameter, that is hundreds of waits a step, between which the GPU has nothing to do. "
+        "`scaler.get_scale()` waits too."
+    ),
+    fix="Gather on the GPU, as `torch.nn.utils.get_total_norm` does, and wait once; log every so many steps.",
+    bad=(
+        "for x, y in loader:\n    train_step(x, y)\n"
+        "    norm = sum(p.grad.norm().item() ** 2 for p in model.parameters()) ** 0.5"
+    ),
+    good=(
+        "for x, y in loader:\n    train_step(x, y)\n    grads = [p.grad for p in model.parameters()]\n"
+        "    norm = torch.nn.utils.get_total_norm(grads)"
+    ),
+)
+
+OVER_PARAMETERS = re.compile(r"\b(named_)?parameters\(")
+# Guards that tell parameters apart rather than steps.
+ABOUT_PARAMETERS = re.compile(r"grad|\bp\b|param|dim\b|weight|bias")
+LOGS = re.compile(r"^(log|log_\w+|add_scalars?|print|info|debug|set_postfix|set_postfix_str|set_description|write)$")
+
+
+COMPREHENSIONS = (ast.ListComp, ast.GeneratorExp, ast.SetComp, ast.DictComp)
+STEP = ("backward", "scaled backward", "scaler step", "optimizer step")
+KNOWN_WITHOUT_WAITING = frozenset(("numel", "shape", "size", "dim", "ndim", "nelement"))
+FOR_EACH = "waits for the GPU once for each parameter, in every step"
+FOR_THE_LOG = "waits for the GPU in every step, only to log the loss scale"
+
+
+def check(code: Code) -> Iterator[Finding]:
+    text = code.script.text
+    if "parameters(" not in text and "get_scale" not in text:
+        return
+    seen: set[ast.AST] = set()
+    for region in code.regions:
+        if not region.has(*STEP[:2]) or not region.has(*STEP[2:]):
+            continue
+        for site, guards in _every_step(region, code):
+            for node, whole, message in [*_for_each_parameter(site, region, guards), *_logged_scale(site, guards)]:
+                if whole not in seen:
+                    seen.add(whole)
+                    yield RULE.at(code.script.place(node), message)
+
+
+def _every_step(region: Region, code: Code) -> Iterator[tuple[Site, list[Guard]]]:
+    """The statements of this file in the region, with what must hold for them beyond what the step itself asks."""
+    steps = [event for event in region.events if event.kind in STEP]
+    asked = {guard for event in steps for guard in event.context.guards}
+    frames = {frame for event in steps for frame in event.frame.callers()}
+    for site in region.trace.statements:
+        context = site.context
+        inside = region.loop in context.loops if region.loop is not None else context.frame in frames
+        if inside and context.frame.outline is code.outline:
+            yield site, [guard for guard in context.guards if guard not in asked]
+
+
+def _for_each_parameter(site: Site, region: Region, guards: list[Guard]) -> Iterator[tuple[ast.AST, ast.AST, str]]:
+    """Each place that waits, and the loop it is part of: a loop is reported once."""
+    if not all(_is_about_parameters(guard) for guard in guards):
+        return
+    loops = site.context.loops
+    further = loops[loops.index(region.loop) + 1 :] if region.loop in loops else loops
+    if not further:
+        for node in ast.walk(site.node):
+            if isinstance(node, COMPREHENSIONS) and _is_over_parameters(node.generators[0].iter):
+                inside = node.value if isinstance(node, ast.DictComp) else node.elt
+                if _reads_tensor(inside, _names(node.generators[0].target)):
+                    yield node, node, FOR_EACH
+    elif len(further) == 1:
+        loop = further[0].node
+        is_over = isinstance(loop, ast.For) and _is_over_parameters(loop.iter)
+        if is_over and isinstance(loop, ast.For) and _reads_tensor(site.node, _names(loop.target)):
+            yield site.node, loop, FOR_EACH
+
+
+def _is_over_parameters(node: ast.expr) -> bool:
+    return OVER_PARAMETERS.search(ast.unparse(node)) is not None
+
+
+def _is_about_parameters(guard: Guard) -> bool:
+    return guard.boundary is None and bool(ABOUT_PARAMETERS.search(guard.text)) and "%" not in guard.text
+
+
+def _names(target: ast.expr) -> set[str]:
+    return {node.id for node in ast.walk(target) if isinstance(node, ast.Name)}
+
+
+def _reads_tensor(node: ast.AST, names: set[str]) -> bool:
+    """Whether a value of the parameter, or of its gradient, is fetched from the GPU."""
+    fetched = [part for call in ast.walk(node) if isinstance(call, ast.Call) and (part := _fetched(call)) is not None]
+    for tensor in fetched:
+        parts = list(ast.walk(tensor))
+        named = any(isinstance(part, ast.Name) and part.id in names for part in parts)
+        if named and not any(isinstance(part, ast.Attribute) and part.attr in KNOWN_WITHOUT_WAITING for part in parts):
+            return True
+    return False
+
+
+def _fetched(call: ast.Call) -> ast.expr | None:
+    func = call.func
+    if isinstance(func, ast.Attribute) and func.attr in ("item", "cpu", "tolist") and not call.args:
+        return func.value
+    return call.args[0] if isinstance(func, ast.Name) and func.id == "float" and call.args else None
+
+
+def _logged_scale(site: Site, guards: list[Guard]) -> Iterator[tuple[ast.AST, ast.AST, str]]:
+    """``scaler.get_scale()`` in the arguments of a call that logs."""
+    from ampwise.source.vocabulary import SCALER
+
+    if guards or not isinstance(site.node, ast.Expr) or not isinstance(site.node.value, ast.Call):
+        return
+    func = site.node.value.func
+    name = func.attr if isinstance(func, ast.Attribute) else func.id if isinstance(func, ast.Name) else ""
+    nodes = list(ast.walk(site.node))
+    if not LOGS.match(name) or any(isinstance(node, ast.Compare | ast.IfExp) for node in nodes):
+        return
+    for node in nodes:
+        asks = isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "get_scale"
+        if asks and site.context.frame.role(node.func.value) == SCALER:  # type: ignore[attr-defined]
+            yield node, node, FOR_THE_LOG

@@ -1,0 +1,82 @@
+"""TF32 switched off in a script that trains."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from ampwise.finding import Finding, Rule, Severity
+
+if TYPE_CHECKING:
+    from ampwise.source.project import Code
+    from ampwise.source.walk import Site
+
+__all__ = ["RULE", "check"]
+
+RULE = Rule(
+    code="AMP311",
+    name="tf32-off",
+    severity=Severity.INFO,
+    summary="TF32 is switched off for FP32 matrix products or convolutions.",
+    why=(
+        "From Ampere on, FP32 matrix products and convolutions can run on the matrix units as TF32: the range of FP32 "
+        "with 10 explicit bits of mantissa, at several times the speed. It is off for matrix products by default and "
+        "on for cuDNN's convolutions. What autocast leaves in FP32 gains too."
+    ),
+    fix='Call `torch.set_float32_matmul_precision("high")`, and leave `torch.backends.cudnn.allow_tf32` alone.',
+    bad="torch.backends.cuda.matmul.allow_tf32 = False\ntorch.backends.cudnn.allow_tf32 = False",
+    good='torch.set_float32_matmul_precision("high")',
+    on_by_default=False,
+)
+
+SWITCHES = frozenset(("torch.backends.cuda.matmul.allow_tf32", "torch.backends.cudnn.allow_tf32"))
+SETTER = "torch.set_float32_matmul_precision"
+ABOUT_TF32 = re.compile(r"allow_tf32|set_float32_matmul_precision|fp32_precision")
+ON_PURPOSE = re.compile(
+    r"determin|reprod|seed|test|bench|compar|verif|accura|precis|numeric|exact|stabil|debug|nan|bug"
+)
+
+
+def check(code: Code) -> Iterator[Finding]:
+    if not ABOUT_TF32.search(code.script.text) or ON_PURPOSE.search(code.path.rpartition("/")[2].lower()):
+        return
+    off = [site for site in code.statements if _switches(site) is False]
+    set_otherwise = any(_switches(site) for site in code.statements)
+    trains = any(event.kind in ("backward", "scaled backward") for event in code.events)
+    reported = set()
+    for site in off if trains and not set_otherwise else ():
+        if site.node not in reported and not any(_has_a_reason(same, code) for same in off if same.node is site.node):
+            reported.add(site.node)
+            yield RULE.at(code.script.place(site.node), "FP32 matrix products run several times slower without TF32")
+
+
+def _switches(site: Site) -> bool | None:
+    """False for a statement that switches TF32 off, True for one that may switch it on, None for others."""
+    node, frame = site.node, site.context.frame
+    if isinstance(node, ast.Assign):
+        for target in node.targets:
+            if isinstance(target, ast.Attribute) and frame.outline.imports.qualified(target) in SWITCHES:
+                return not (isinstance(node.value, ast.Constant) and node.value.value is False)
+    elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
+        call = node.value
+        if frame.qualified(call.func) == SETTER and call.args:
+            return not (isinstance(call.args[0], ast.Constant) and call.args[0].value == "highest")
+    return None
+
+
+def _has_a_reason(site: Site, code: Code) -> bool:
+    """A test decides it, the function is about reproducible runs, or a comment says why."""
+    from ampwise.source.half_models import only_named_main
+
+    functions = [frame.function for frame in site.context.frame.callers()]
+    if not only_named_main(site.context) or any(ON_PURPOSE.search(function.name.lower()) for function in functions):
+        return True
+    beside = [node for node in functions[0].body if not isinstance(node, ast.FunctionDef | ast.ClassDef)]
+    makes_deterministic = any("deterministic" in ast.unparse(node) for node in beside)
+    lines = code.script.lines
+    line = getattr(site.node, "lineno", 1)
+    said = lines[line - 1].partition("#")[2]
+    above = lines[line - 2] if line > 1 and lines[line - 2].lstrip().startswith("#") else ""
+    return makes_deterministic or bool(ON_PURPOSE.search(f"{said} {above}".lower()))

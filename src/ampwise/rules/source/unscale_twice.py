@@ -1,0 +1,64 @@
+"""``unscale_`` called twice on one optimizer between two updates."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from ampwise.finding import Finding, Rule, Severity
+from ampwise.source.accumulation import fixed_name
+
+if TYPE_CHECKING:
+    from ampwise.source.events import Event
+    from ampwise.source.project import Code
+    from ampwise.source.steps import Moment
+
+__all__ = ["RULE", "check"]
+
+RULE = Rule(
+    code="AMP103",
+    name="unscale-twice",
+    severity=Severity.ERROR,
+    summary="`scaler.unscale_` is called twice on one optimizer before `scaler.update`.",
+    why=(
+        "The scaler remembers which optimizers it has unscaled since the last `update()`. A second "
+        "`unscale_(optimizer)` raises RuntimeError: `unscale_() has already been called on this optimizer since the "
+        "last update()`. Were it allowed, the gradients would be divided by the loss scale twice."
+    ),
+    fix="Keep the first `scaler.unscale_(optimizer)` and drop the second.",
+    bad=(
+        "scaler.scale(loss).backward()\nscaler.unscale_(optimizer)\nlog(grad_norm(model))\n"
+        "scaler.unscale_(optimizer)\nclip_grad_norm_(model.parameters(), 1.0)\nscaler.step(optimizer)\nscaler.update()"
+    ),
+    good=(
+        "scaler.scale(loss).backward()\nscaler.unscale_(optimizer)\nlog(grad_norm(model))\n"
+        "clip_grad_norm_(model.parameters(), 1.0)\nscaler.step(optimizer)\nscaler.update()"
+    ),
+)
+
+
+def check(code: Code) -> Iterator[Finding]:
+    for region in code.regions:
+        if region.hidden:
+            continue
+        for event, moments in region.visits("unscale"):
+            first = [_before(moment) for moment in moments]
+            if first and all(first) and _names_one_optimizer(event):
+                line = next(found.line for found in first if found)
+                yield RULE.at(event.place, f"this optimizer's gradients were already unscaled in line {line}")
+
+
+def _before(moment: Moment) -> Event | None:
+    """The unscale of the same optimizer, by the same scaler, since the last update on this path."""
+    event = moment.event
+    if moment.opaque or event.key is None or event.other is None:
+        return None
+    earlier = moment.unscaled.get((event.key, event.other))
+    return earlier if earlier is not None and _names_one_optimizer(earlier) else None
+
+
+def _names_one_optimizer(event: Event) -> bool:
+    """In ``for opt in generators: unscale_(opt)`` the name stands for another optimizer each time."""
+    node = event.node
+    return isinstance(node, ast.Call) and bool(node.args) and fixed_name(node.args[0], event)

@@ -1,0 +1,172 @@
+"""What a script saves: the dictionaries that go to disk, and whether an optimizer or a scaler is in them."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ampwise.source.frame import Frame
+from ampwise.source.names import dotted_text
+from ampwise.source.vocabulary import OPTIMIZER, SCALER
+
+if TYPE_CHECKING:
+    from ampwise.source.events import Context
+    from ampwise.source.project import Code
+
+__all__ = ["Checkpoint", "checkpoints_in"]
+
+SAVES = re.compile(r"(^|_)save(_|$)|checkpoint|ckpt", re.IGNORECASE)
+SCALER_ENTRY = re.compile(r"scaler|(^|_)amp($|_)|grad_scal|loss_scal|fp16", re.IGNORECASE)
+OPTIMIZER_ENTRY = re.compile(r"optim|(^|_)opt(_|$|\d)", re.IGNORECASE)
+
+
+@dataclass(slots=True, eq=False)
+class Checkpoint:
+    """A dictionary handed to a function that saves it."""
+
+    node: ast.Call  # what saves it
+    payload: ast.expr  # the dictionary
+    frame: Frame  # where the dictionary is written
+    context: Context
+    has_optimizer: bool
+    has_scaler: bool
+    is_whole: bool  # False: more is put into it that we cannot see
+
+    @property
+    def where(self) -> ast.expr:
+        """The node to point at: the saving call, or the dictionary when it comes from another function."""
+        return self.node if self.frame is self.context.frame else self.payload
+
+
+def checkpoints_in(code: Code) -> list[Checkpoint]:
+    """Every dictionary saved, once, with its first save."""
+    found: dict[ast.expr, Checkpoint] = {}
+    for trace in code.traces:
+        for site in trace.calls:
+            if isinstance(site.node, ast.Call) and _saves(site.node, site.context.frame):
+                for checkpoint in _payloads(site.node, site.context):
+                    found.setdefault(checkpoint.payload, checkpoint)
+    return list(found.values())
+
+
+def _saves(call: ast.Call, frame: Frame) -> bool:
+    if frame.qualified(call.func) == "torch.save":
+        return True
+    name = (dotted_text(call.func) or "").rpartition(".")[2]
+    return bool(SAVES.search(name)) and frame.callee(call) is None
+
+
+def _payloads(call: ast.Call, context: Context) -> Iterator[Checkpoint]:
+    for argument in [*call.args, *(word.value for word in call.keywords)]:
+        for node, frame in _dictionaries(argument, context.frame, call.lineno):
+            entries, whole = _entries(node, frame)
+            yield Checkpoint(
+                call,
+                node,
+                frame,
+                context,
+                has_optimizer=any(_is_state_of(entry, OPTIMIZER, OPTIMIZER_ENTRY, frame) for entry in entries),
+                has_scaler=any(_mentions_scaler(entry, frame) for entry in entries),
+                is_whole=whole,
+            )
+
+
+def _dictionaries(node: ast.expr, frame: Frame, line: int, depth: int = 0) -> Iterator[tuple[ast.expr, Frame]]:
+    """The dictionary displays an expression may be."""
+    if _is_dictionary(node):
+        yield node, frame
+    elif isinstance(node, ast.Call) and depth < 3:
+        target = frame.callee(node)
+        if target is not None and target[0].name != "__init__":
+            inside = frame.enter(target[0], node, target[1])
+            for part in ast.walk(target[0].node):
+                if isinstance(part, ast.Return) and part.value is not None:
+                    yield from _dictionaries(part.value, inside, part.lineno, depth + 1)
+    elif isinstance(node, ast.Name | ast.Attribute) and depth < 5:
+        yield from _from_name(node, frame, line, depth)
+
+
+def _from_name(
+    node: ast.Name | ast.Attribute, frame: Frame, line: int, depth: int
+) -> Iterator[tuple[ast.expr, Frame]]:
+    if isinstance(node, ast.Name) and node.id in frame.function.bindings:
+        bindings = [b for b in frame.function.bindings[node.id] if b.value is not None]
+        before = [b for b in bindings if b.value is not None and b.value.lineno <= line] or bindings
+        if before:
+            latest = before[-1].value
+            assert latest is not None
+            yield from _dictionaries(latest, frame, line, depth + 1)
+        return
+    for value in frame.values(node):
+        if value.node is not None and value.node is not node:
+            yield from _dictionaries(value.node, value.frame, 10**9, depth + 1)
+
+
+def _is_dictionary(node: ast.expr) -> bool:
+    return isinstance(node, ast.Dict) or (
+        isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "dict"
+    )
+
+
+Entry = tuple[str, ast.expr]
+
+
+def _entries(node: ast.expr, frame: Frame) -> tuple[list[Entry], bool]:
+    """The entries of a dictionary, those added later in its function too, and whether these are all."""
+    entries: list[Entry] = []
+    whole = True
+    if isinstance(node, ast.Dict):
+        for key, value in zip(node.keys, node.values, strict=True):
+            if key is None:
+                inner = list(_dictionaries(value, frame, value.lineno))
+                for display, home in inner:
+                    entries += _entries(display, home)[0]
+                whole = whole and bool(inner)
+            else:
+                entries.append((key.value if isinstance(key, ast.Constant) else ast.unparse(key), value))  # type: ignore[arg-type]
+    elif isinstance(node, ast.Call):
+        entries += [(word.arg, word.value) for word in node.keywords if word.arg]
+        whole = not node.args and all(word.arg for word in node.keywords)
+    added, sure = _added_later(node, frame)
+    return entries + added, whole and sure
+
+
+def _added_later(node: ast.expr, frame: Frame) -> tuple[list[Entry], bool]:
+    names = {
+        name
+        for name, bindings in frame.function.bindings.items()
+        if any(binding.value is node for binding in bindings)
+    }
+    entries: list[Entry] = []
+    sure = True
+    for part in ast.walk(frame.function.node) if names else ():
+        if isinstance(part, ast.Assign):
+            for target in part.targets:
+                if isinstance(target, ast.Subscript) and dotted_text(target.value) in names:
+                    key = target.slice
+                    entries.append((str(key.value) if isinstance(key, ast.Constant) else "", part.value))
+        elif isinstance(part, ast.Call) and isinstance(part.func, ast.Attribute) and part.func.attr == "update":
+            if dotted_text(part.func.value) in names:
+                entries += [("", argument) for argument in part.args]
+                sure = sure and all(isinstance(argument, ast.Dict) for argument in part.args)
+    return entries, sure
+
+
+def _is_state_of(entry: Entry, role: str, name: re.Pattern[str], frame: Frame) -> bool:
+    key, value = entry
+    for part in ast.walk(value):
+        if isinstance(part, ast.Call) and isinstance(part.func, ast.Attribute) and part.func.attr == "state_dict":
+            if frame.role(part.func.value) == role or name.search(str(key)):
+                return True
+    return False
+
+
+def _mentions_scaler(entry: Entry, frame: Frame) -> bool:
+    key, value = entry
+    if SCALER_ENTRY.search(str(key)):
+        return True
+    names = (part for part in ast.walk(value) if isinstance(part, ast.Name | ast.Attribute))
+    return any(frame.role(name) == SCALER for name in names) or "scaler" in ast.unparse(value).lower()

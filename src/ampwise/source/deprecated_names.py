@@ -1,0 +1,316 @@
+"""The names of ``torch.cuda.amp`` and ``torch.cpu.amp`` that ``torch.amp`` has taken over, and how to rewrite them.
+
+A rewritten call must work, so everything that a change touches goes together: an import with all uses of what it
+brings. Whatever cannot be rewritten beyond doubt makes the whole set stay as it is.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from ampwise.finding import Edit
+from ampwise.source.project import Code
+
+__all__ = ["DeprecatedUse", "deprecated_uses"]
+
+MOVED = ("autocast", "GradScaler", "custom_fwd", "custom_bwd")
+# What `torch.cuda.amp.autocast(...)` took by position; torch.amp's takes the device and then the dtype.
+POSITIONS = ("enabled", "dtype", "cache_enabled")
+MODULES = {
+    f"torch.{device}.amp{inner}": device
+    for device in ("cuda", "cpu")
+    for inner in ("", ".autocast_mode", ".grad_scaler")
+}
+DEPRECATED = {f"{module}.{name}": (device, name) for module, device in MODULES.items() for name in MOVED}
+# Code under such a test, or in a `try`, is there for old versions of torch.
+ABOUT_VERSIONS = re.compile(
+    r"version|hasattr|getattr|TORCH|_available|__dict__|dir\(|find_spec|callable", re.IGNORECASE
+)
+
+
+class _NotSure(Exception):
+    """Something is used in a way that cannot be rewritten beyond doubt."""
+
+
+@dataclass(slots=True, frozen=True)
+class DeprecatedUse:
+    """A place where a deprecated name is used, and the edits that do away with it (none: do it by hand)."""
+
+    node: ast.AST
+    name: str
+    edits: tuple[Edit, ...] = ()
+
+
+def deprecated_uses(code: Code) -> list[DeprecatedUse]:
+    """The imports of deprecated names, and the uses that are written with the name of their module."""
+    return _Deprecated(code).uses()
+
+
+class _Deprecated:
+    def __init__(self, code: Code) -> None:
+        self.code = code
+        self.script = code.script
+        self.imports = code.outline.imports
+
+    def uses(self) -> list[DeprecatedUse]:
+        found = [*self._imported(), *self._dotted()]
+        return sorted(found, key=lambda use: (use.node.lineno, use.node.col_offset))  # type: ignore[attr-defined]
+
+    # -- from torch.cuda.amp import autocast ---------------------------------------------------------------
+
+    def _imported(self) -> Iterator[DeprecatedUse]:
+        statements = [
+            node
+            for node in self.code.tree_nodes
+            if isinstance(node, ast.ImportFrom)
+            and node.module in MODULES
+            and not node.level
+            and any(alias.name in (*MOVED, "*") for alias in node.names)
+        ]
+        edits = self._edits_of_imports(statements) if statements else ()
+        for node in statements:
+            yield DeprecatedUse(node, f"{node.module}", edits)
+
+    def _edits_of_imports(self, statements: list[ast.ImportFrom]) -> tuple[Edit, ...]:
+        """Edits for all these imports and every use of the names they bring; none unless all can be made."""
+        names: dict[str, tuple[str, str]] = {}
+        edits: list[Edit] = []
+        try:
+            for node in statements:
+                self._require(not self._for_old_versions(node))
+                for alias in node.names:
+                    self._require(alias.name in MOVED)
+                    what = (MODULES[node.module or ""], alias.name)
+                    self._require(names.setdefault(alias.asname or alias.name, what) == what)
+                edits.append(self._renamed_module(node))
+            self._require(not self._is_taken_elsewhere(set(names)))
+            for name, (device, moved) in names.items():
+                self._require(self._is_bound_only_by(name, statements))
+                for use in self._names(name):
+                    edits += self._rewritten(use, device, moved, written=name)
+        except _NotSure:
+            return ()
+        return tuple(edits)
+
+    def _renamed_module(self, node: ast.ImportFrom) -> Edit:
+        """``from torch.cuda.amp import`` as ``from torch.amp import``; what follows stays as it is."""
+        text = self.script.segment(node)
+        found = re.match(rf"from\s+{re.escape(node.module or '')}(?=\s+import\b)", text)
+        if found is None:
+            raise _NotSure
+        line, column = self.script.span(node)[0]
+        return self.script.edit(line, column, line, column + found.end(), "from torch.amp")
+
+    def _is_taken_elsewhere(self, names: set[str]) -> bool:
+        """Whether other files may get these names from here, and call them as they were."""
+        if self.code.path.endswith("__init__.py") or "__all__" in self.script.text:
+            return True
+        taken = set().union(*self.code.project.importers(self.code.path).values())
+        return bool(taken & names)
+
+    # -- torch.cuda.amp.autocast(), amp.autocast() ------------------------------------------------------------
+
+    def _dotted(self) -> Iterator[DeprecatedUse]:
+        uses = [
+            node
+            for node in self.code.tree_nodes
+            if isinstance(node, ast.Attribute) and self._full_name(node) in DEPRECATED
+        ]
+        for node in uses:
+            device, name = DEPRECATED[self._full_name(node)]
+            yield DeprecatedUse(node, f"torch.{device}.amp.{name}", self._edits_of_use(node, uses))
+
+    def _full_name(self, node: ast.expr) -> str:
+        return self.imports.qualified(node) or ""
+
+    def _edits_of_use(self, node: ast.Attribute, uses: list[ast.Attribute]) -> tuple[Edit, ...]:
+        root = _root(node)
+        try:
+            if self.imports.names.get(root) == "torch":
+                return tuple(self._edits_of_full_name(node, uses))
+            return tuple(self._edits_of_module_alias(root, uses))
+        except _NotSure:
+            return ()
+
+    def _edits_of_full_name(self, node: ast.Attribute, uses: list[ast.Attribute]) -> list[Edit]:
+        """One use, and with a GradScaler the ``isinstance`` tests for it too, which would no longer hold."""
+        device, name = DEPRECATED[self._full_name(node)]
+        root = _root(node)
+        edits = self._rewritten(node, device, name, written=f"{root}.amp.{name}")
+        for other in uses if name == "GradScaler" else ():
+            if other is not node and not isinstance(self.parent(other), ast.Call | ast.AnnAssign | ast.arg):
+                same = DEPRECATED[self._full_name(other)]
+                if same[1] == name:
+                    edits += self._rewritten(other, *same, written=f"{_root(other)}.amp.{name}")
+            elif other is not node and self._is_instance_test(other):
+                edits += self._rewritten(other, device, name, written=f"{_root(other)}.amp.{name}")
+        return edits
+
+    def _edits_of_module_alias(self, alias: str, uses: list[ast.Attribute]) -> list[Edit]:
+        """``from torch.cuda import amp`` made ``from torch import amp``, with every use of ``amp``."""
+        statements = [
+            node
+            for node in self.code.tree_nodes
+            if isinstance(node, ast.Import | ast.ImportFrom)
+            and any((name.asname or name.name) == alias for name in node.names)
+        ]
+        self._require(len(statements) == 1 and len(statements[0].names) == 1)
+        statement = statements[0]
+        self._require(not self._for_old_versions(statement) and not self._is_taken_elsewhere({alias}))
+        self._require(self._is_bound_only_by(alias, [statement]))
+        new = f"import torch.amp as {alias}"
+        if isinstance(statement, ast.ImportFrom):
+            self._require(statement.module in ("torch.cuda", "torch.cpu") and statement.names[0].name == "amp")
+            new = "from torch import amp" + ("" if alias == "amp" else f" as {alias}")
+        edits = [self.script.replace(statement, new)]
+        for name in self._names(alias):
+            use = self.parent(name)
+            self._require(isinstance(use, ast.Attribute) and use in uses)
+            assert isinstance(use, ast.Attribute)
+            device, what = DEPRECATED[self._full_name(use)]
+            self._require(self._full_name(use).count(".") == 3)  # not through amp.autocast_mode
+            edits += self._rewritten(use, device, what, written=f"{alias}.{what}")
+        return edits
+
+    # -- one use ----------------------------------------------------------------------------------------------
+
+    def _rewritten(self, node: ast.expr, device: str, name: str, *, written: str) -> list[Edit]:
+        """The edits for one use of ``name``, which is to be written ``written``."""
+        self._require(not self._for_old_versions(node))
+        parent = self.parent(node)
+        if isinstance(parent, ast.Call) and parent.func is node:
+            return self._rewritten_call(parent, device, name, written)
+        if self._is_decorator(node) and name.startswith("custom_"):
+            return [self.script.replace(node, f'{written}(device_type="{device}")')]
+        # As a type it stands for the old class too, which is derived from it.
+        self._require(
+            name in ("GradScaler", "autocast") and (self._is_annotation(node) or self._is_instance_test(node))
+        )
+        return [] if self.script.segment(node) == written else [self.script.replace(node, written)]
+
+    def _rewritten_call(self, call: ast.Call, device: str, name: str, written: str) -> list[Edit]:
+        start, function_end = self.script.span(call.func)
+        opening = re.match(r"\s*\(", self.script.text[self.script.offset(*function_end) :])
+        self._require(opening is not None and start[0] == function_end[0] and "\n" not in opening[0])
+        self._require(not any(isinstance(argument, ast.Starred) for argument in call.args))
+        assert opening is not None
+        given = f'"{device}"' if name in ("autocast", "GradScaler") else f'device_type="{device}"'
+        more = self._has_arguments(call)
+        head = f"{written}({given}{', ' if more == 'same line' else ',' if more else ''}"
+        line, column = function_end
+        edits = [self.script.edit(*start, line, column + len(opening[0]), head)]
+        if name == "autocast":
+            self._require(len(call.args) <= len(POSITIONS))
+            for word, argument in zip(POSITIONS, call.args, strict=False):
+                edits.append(self.script.replace(argument, f"{word}={self.script.segment(argument)}"))
+                self._require(self._stands_alone(argument))
+        else:
+            self._require(name == "GradScaler" or not call.args)
+        return edits
+
+    def _has_arguments(self, call: ast.Call) -> str:
+        """Whether arguments follow the bracket on its line, further down, or not at all."""
+        first = [*call.args, *(word.value for word in call.keywords)]
+        if not first:
+            return ""
+        after = self.script.span(call.func)[1]
+        rest = self.script.lines[after[0] - 1][after[1] - 1 :].partition("(")[2]
+        return "same line" if rest.strip() and not rest.lstrip().startswith("#") else "below"
+
+    def _stands_alone(self, argument: ast.expr) -> bool:
+        """Whether the text of an argument is all of it: brackets around it do not belong to its node."""
+        start = self.script.offset(*self.script.span(argument)[0])
+        before = self.script.text[:start].rstrip()
+        return before.endswith(",") or (before.endswith("(") and self._opens_call(argument, len(before)))
+
+    def _opens_call(self, argument: ast.expr, end: int) -> bool:
+        call = self.parent(argument)
+        assert isinstance(call, ast.Call)
+        return self.script.offset(*self.script.span(call.func)[1]) >= len(self.script.text[: end - 1].rstrip())
+
+    # -- around a use -------------------------------------------------------------------------------------------
+
+    @functools.cached_property
+    def parents(self) -> dict[ast.AST, ast.AST]:
+        return {child: node for node in self.code.tree_nodes for child in ast.iter_child_nodes(node)}
+
+    def parent(self, node: ast.AST) -> ast.AST | None:
+        return self.parents.get(node)
+
+    def _around(self, node: ast.AST) -> Iterator[tuple[ast.AST, ast.AST]]:
+        """Each node around ``node``, with the part of it that leads there."""
+        inner: ast.AST = node
+        outer = self.parent(node)
+        while outer is not None:
+            yield outer, inner
+            inner, outer = outer, self.parent(outer)
+
+    def _for_old_versions(self, node: ast.AST) -> bool:
+        for outer, inner in self._around(node):
+            if isinstance(outer, ast.ExceptHandler) or (
+                isinstance(outer, ast.Try) and self._tries_imports(outer, inner)
+            ):
+                return True
+            test = outer.test if isinstance(outer, ast.If | ast.IfExp) else None
+            if test is not None and test is not inner and ABOUT_VERSIONS.search(ast.unparse(test)):
+                return True
+        return False
+
+    def _tries_imports(self, node: ast.Try, inner: ast.AST) -> bool:
+        """A ``try`` that is about what torch has: not one around a whole training run."""
+        caught = " ".join(ast.unparse(handler.type) if handler.type else "" for handler in node.handlers)
+        about = re.search(r"ImportError|ModuleNotFoundError|AttributeError|TypeError", caught)
+        return inner in node.body and (bool(about) or (bool(node.handlers) and len(node.body) <= 2))
+
+    def _is_decorator(self, node: ast.expr) -> bool:
+        return node in getattr(self.parent(node), "decorator_list", ())
+
+    def _is_annotation(self, node: ast.expr) -> bool:
+        for outer, inner in self._around(node):
+            if inner in (getattr(outer, "annotation", None), getattr(outer, "returns", None)):
+                return True
+            if not isinstance(outer, ast.Subscript | ast.BinOp | ast.Tuple):
+                return False
+        return False
+
+    def _is_instance_test(self, node: ast.expr) -> bool:
+        outer: ast.AST | None = self.parent(node)
+        if isinstance(outer, ast.Tuple):
+            outer = self.parent(outer)
+        return isinstance(outer, ast.Call) and isinstance(outer.func, ast.Name) and outer.func.id == "isinstance"
+
+    def _names(self, name: str) -> Iterator[ast.Name]:
+        return (node for node in self.code.tree_nodes if isinstance(node, ast.Name) and node.id == name)
+
+    def _is_bound_only_by(
+        self, name: str, statements: list[ast.ImportFrom] | list[ast.Import | ast.ImportFrom]
+    ) -> bool:
+        """Whether these imports alone give ``name`` its meaning in the file."""
+        for node in self.code.tree_nodes:
+            if isinstance(node, ast.Name):
+                bound = node.id == name and not isinstance(node.ctx, ast.Load)
+            elif isinstance(node, ast.Import | ast.ImportFrom):
+                aliases = {alias.asname or alias.name.partition(".")[0] for alias in node.names}
+                bound = node not in statements and (name in aliases or "*" in aliases)
+            elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+                bound = node.name == name
+            else:
+                bound = isinstance(node, ast.arg) and node.arg == name
+            if bound:
+                return False
+        return True
+
+    @staticmethod
+    def _require(condition: bool) -> None:
+        if not condition:
+            raise _NotSure
+
+
+def _root(node: ast.expr) -> str:
+    while isinstance(node, ast.Attribute):
+        node = node.value
+    return node.id if isinstance(node, ast.Name) else ""

@@ -1,0 +1,233 @@
+"""Models whose own parameters are FP16 or BF16 and that are trained so, where the source says it beyond doubt."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from ampwise.source.events import Context, Kind
+from ampwise.source.frame import Frame
+from ampwise.source.precision import dtypes_of, keyword
+from ampwise.source.project import Code
+from ampwise.source.vocabulary import BF16, FP16, FP32, OPTIMIZER
+from ampwise.source.walk import Site
+
+__all__ = ["HalfModel", "TrainedHalfModel", "half_models", "only_named_main", "trained_half_models"]
+
+# Methods that give the module back.
+CHAINED = frozenset(
+    ("to", "cuda", "cpu", "half", "bfloat16", "float", "double", "train", "eval", "requires_grad_", "share_memory")
+)
+WRAPPERS = re.compile(r"(DataParallel|DistributedDataParallel|FullyShardedDataParallel|DDP|FSDP|torch\.compile)$")
+CASTS = {"half": FP16, "bfloat16": BF16, "float": FP32, "double": "float64"}
+# Where a model is made smaller for another purpose than training.
+ASIDE = re.compile(r"eval|test|valid|infer|predict|export|save|convert|generat|sampl|bench|teacher|ema|onnx|trace")
+FROZEN_NAME = re.compile(
+    r"teacher|(^|_|\.)ema|vae|clip|text_enc|tokenizer|frozen|reference|ref_model|critic_target|lpips|vgg"
+)
+# Adapters, quantised bases, master copies, roundings that keep small updates: what is trained is something else.
+TRAINED_OTHERWISE = re.compile(
+    r"peft|lora|adapter|requires_grad|load_in_[48]bit|bitsandbytes|\bbnb\b|prepare_model_for|cast_training_params|"
+    r"master|fp32_(param|weight|copy)|float_params|param_copy|stochastic|kahan|\boptimi\b|torchao|adamw_?bf16|"
+    r"grad_dtype|keep_fp32|upcast",
+    re.IGNORECASE,
+)
+
+
+@dataclass(slots=True, eq=False)
+class HalfModel:
+    """A module cast to a half dtype, in every run of the script."""
+
+    key: str
+    dtype: str
+    node: ast.Call  # the cast
+    context: Context
+    statement: ast.stmt
+
+
+@dataclass(slots=True, eq=False)
+class TrainedHalfModel:
+    """Such a model, and the optimizer that gets its parameters."""
+
+    model: HalfModel
+    optimizer: ast.Call
+    frame: Frame  # where the optimizer is made
+    optimizer_key: str | None
+
+
+@dataclass(slots=True, eq=False)
+class _Cast:
+    dtype: str | None  # None: cannot be told
+    node: ast.Call
+    site: Site
+
+
+def half_models(code: Code) -> dict[str, HalfModel]:
+    """The modules of this file that are surely FP16 or surely BF16, by key."""
+    casts: dict[str, list[_Cast]] = {}
+    for site in code.statements:
+        for key, cast in _casts_in(site):
+            casts.setdefault(key, []).append(cast)
+    found = {}
+    for key, those in casts.items():
+        dtypes = {cast.dtype for cast in those}
+        first = those[0]
+        if len(dtypes) == 1 and first.dtype in (FP16, BF16) and all(_always(cast.site.context) for cast in those):
+            assert isinstance(first.site.node, ast.stmt)
+            found[key] = HalfModel(key, first.dtype, first.node, first.site.context, first.site.node)
+    return found
+
+
+def trained_half_models(code: Code) -> list[TrainedHalfModel]:
+    """The half models whose parameters an optimizer gets and a backward reaches, all of them trained as they are."""
+    if TRAINED_OTHERWISE.search(code.script.text) or not _mentions_half(code):
+        return []
+    models = half_models(code)
+    found: dict[tuple[int, str], TrainedHalfModel] = {}
+    for site in code.statements if models else ():
+        for call in ast.walk(site.node):
+            if isinstance(call, ast.Call) and site.context.frame.role_of_call(call) == OPTIMIZER:
+                frame = site.context.frame
+                for key in _models_optimized(call, frame):
+                    model = models.get(key)
+                    if model is not None and not FROZEN_NAME.search(key.rpartition(":")[2].lower()):
+                        pair = TrainedHalfModel(model, call, frame, _target_key(site))
+                        found.setdefault((id(call), key), pair)
+    return [pair for pair in found.values() if _before_training(pair.model, code)]
+
+
+def only_named_main(context: Context) -> bool:
+    """Whether nothing but ``if __name__ == "__main__"`` decides that we come here."""
+    return all(_is_main_guard(guard.text) for guard in context.guards)
+
+
+def _is_main_guard(text: str) -> bool:
+    return "__name__" in text
+
+
+def _mentions_half(code: Code) -> bool:
+    return re.search(r"half|float16", code.script.text) is not None
+
+
+def _always(context: Context) -> bool:
+    names = (frame.function.name.lower() for frame in context.frame.callers())
+    plain = only_named_main(context) and not context.loops and not context.no_grad
+    return plain and not any(ASIDE.search(name) for name in names)
+
+
+def _casts_in(site: Site) -> Iterator[tuple[str, _Cast]]:
+    """The casts of ``model.half()`` and ``model = Net().to(torch.half)``, under each key the module has."""
+    node, frame = site.node, site.context.frame
+    if isinstance(node, ast.Assign):
+        targets, value = node.targets, node.value
+    elif isinstance(node, ast.AnnAssign) and node.value is not None:
+        targets, value = [node.target], node.value
+    elif isinstance(node, ast.Expr):
+        targets, value = [], node.value
+    else:
+        return
+    casts, root = _spine(value, site)
+    keys = {frame.key(target) for target in targets if isinstance(target, ast.Name | ast.Attribute)}
+    if isinstance(root, ast.Name | ast.Attribute):
+        keys.add(frame.key(root))
+    for key in keys:
+        if key is not None and casts:
+            yield key, casts[0]
+
+
+def _spine(node: ast.expr, site: Site) -> tuple[list[_Cast], ast.expr]:
+    """The casts along ``wrap(Net(...).half().cuda())``, the last one first, and what it all starts from."""
+    casts: list[_Cast] = []
+    frame = site.context.frame
+    while isinstance(node, ast.Call):
+        method = node.func.attr if isinstance(node.func, ast.Attribute) else ""
+        dtype = _cast_dtype(node, method, frame)
+        if dtype != "":
+            casts.append(_Cast(dtype, node, site))
+        if method in CHAINED and isinstance(node.func, ast.Attribute) and frame.qualified(node.func) is None:
+            node = node.func.value
+        elif node.args and _wraps(node, frame):
+            node = node.args[0]
+        else:
+            break
+    return casts, node
+
+
+def _cast_dtype(call: ast.Call, method: str, frame: Frame) -> str | None:
+    """The dtype a call casts to; "" when it casts nothing, None when it may."""
+    if method in CASTS and not call.args and not call.keywords:
+        return CASTS[method]
+    if method == "to":
+        return _dtype_of_to(call, frame)
+    if method in ("from_pretrained", "from_config"):
+        given = keyword(call, "torch_dtype") or keyword(call, "dtype")
+        return "" if given is None else _single(dtypes_of(given, frame))
+    return ""
+
+
+def _dtype_of_to(call: ast.Call, frame: Frame) -> str | None:
+    given = keyword(call, "dtype")
+    if given is not None:
+        return _single(dtypes_of(given, frame))
+    for argument in call.args:
+        dtypes = dtypes_of(argument, frame)
+        if dtypes is not None and dtypes & {FP16, BF16, FP32, "float64"}:
+            return _single(dtypes)
+        if "dtype" in ast.unparse(argument):
+            return None
+    return ""
+
+
+def _single(dtypes: frozenset[str] | None) -> str | None:
+    return next(iter(dtypes)) if dtypes is not None and len(dtypes) == 1 else None
+
+
+def _models_optimized(call: ast.Call, frame: Frame) -> set[str]:
+    """The keys of the modules whose ``parameters()`` an optimizer is given."""
+    given = keyword(call, "params", 0)
+    found = set()
+    for value in frame.values(given) if given is not None else ():
+        for part in ast.walk(value.node) if value.node is not None else ():
+            method = part.func if isinstance(part, ast.Call) else None
+            if isinstance(method, ast.Attribute) and method.attr in ("parameters", "named_parameters"):
+                found |= _keys_of_module(method.value, value.frame)
+    return found
+
+
+def _keys_of_module(node: ast.expr, frame: Frame) -> set[str]:
+    """The keys of a module and, where it wraps another, of that one."""
+    keys = {frame.key(node)}
+    for value in frame.values(node):
+        inner = value.node
+        if isinstance(inner, ast.Call) and inner.args and _wraps(inner, value.frame):
+            keys.add(value.frame.key(inner.args[0]))
+    return {key for key in keys if key is not None}
+
+
+def _wraps(call: ast.Call, frame: Frame) -> bool:
+    return WRAPPERS.search(frame.qualified(call.func) or ast.unparse(call.func)) is not None
+
+
+def _target_key(site: Site) -> str | None:
+    node = site.node
+    if isinstance(node, ast.Assign) and len(node.targets) == 1:
+        return site.context.frame.key(node.targets[0])
+    return None
+
+
+def _before_training(model: HalfModel, code: Code) -> bool:
+    """Whether the cast comes before a backward: one that comes after is for saving or evaluation."""
+    elsewhere = False
+    for trace in code.traces:
+        backward = {event.node for event in trace.events() if event.kind in (Kind.BACKWARD, Kind.SCALED_BACKWARD)}
+        if not backward:
+            continue
+        order = [site.node for site in trace.statements]
+        if model.statement not in order:
+            elsewhere = True
+            continue
+        after = order[order.index(model.statement) + 1 :]
+        return any(part in backward for node in after for part in ast.walk(node))
+    return elsewhere and model.context.frame.function.name == "__init__"

@@ -1,0 +1,192 @@
+"""Where a loss comes from, and whether it is divided by something on the way to its backward."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from ampwise.source.accumulation import ACCUMULATES, Window
+from ampwise.source.names import dotted_text
+
+if TYPE_CHECKING:
+    from ampwise.source.events import Event
+    from ampwise.source.frame import Frame
+    from ampwise.source.outline import Binding, Function
+
+__all__ = ["may_be_normalised"]
+
+DEEPEST = 6  # names and calls followed on the way back from a backward
+DIVIDES = frozenset(("div", "div_", "true_divide", "divide", "reciprocal"))
+# A factor called like this may be 1 / n.
+INVERSE = re.compile(r"accum|scale|norm|inv|factor|ratio|weight$|coef", re.IGNORECASE)
+GRADIENTS = re.compile(r"\.grad\b|(^|\W)grads?\b")
+LEARNING_RATE = re.compile(r"(^|[\W_])lr\b|learning_rate", re.IGNORECASE)
+
+
+def may_be_normalised(backward: Event, window: Window) -> bool:
+    """Whether the loss of ``backward`` may be a share of the window's loss: divided, summed, or made out of sight.
+
+    Any division by something that is not a literal counts, and so does one of the gradients or of the learning
+    rate by the window's size anywhere in the file: only what is certainly not normalised is not.
+    """
+    size = ast.unparse(window.size) if window.size is not None else ""
+    if backward.value is None or _arguments_of(backward) or _divides_elsewhere(backward.frame, size):
+        return True
+    return _Flow(size).divides(backward.value, backward.frame, 0)
+
+
+def _arguments_of(backward: Event) -> bool:
+    """``loss.backward(gradient)`` weighs the loss by hand."""
+    call = backward.node
+    if not isinstance(call, ast.Call) or dotted_text(call.func) == "torch.autograd.backward":
+        return True
+    return bool(call.args) or any(word.arg == "gradient" for word in call.keywords)
+
+
+def _divides_elsewhere(frame: Frame, size: str) -> bool:
+    """The gradients, the learning rate, or a loss kept where we do not look (``losses["a"] /= n``)."""
+    around = [caller.function.node for caller in frame.callers()]
+    for node in ast.walk(frame.outline.script.tree):
+        target, divisor = _division(node)
+        if target is not None and divisor is not None:
+            text = ast.unparse(target)
+            if GRADIENTS.search(text) or (LEARNING_RATE.search(text) and _names(size, divisor)):
+                return True
+    for function in around:
+        for node in ast.walk(function) if not isinstance(function, ast.Module) else ():
+            target, divisor = _division(node)
+            if target is not None and divisor is not None and _names(size, divisor):
+                text = ast.unparse(target)
+                if "loss" in text.lower() and ".item()" not in text:
+                    return True
+    return False
+
+
+def _names(size: str, divisor: ast.expr) -> bool:
+    return bool(size) and re.search(rf"(?<![\w.]){re.escape(size)}(?!\w)", ast.unparse(divisor)) is not None
+
+
+def _division(node: ast.AST) -> tuple[ast.expr | None, ast.expr | None]:
+    if isinstance(node, ast.BinOp | ast.AugAssign) and isinstance(node.op, ast.Div):
+        return (node.left, node.right) if isinstance(node, ast.BinOp) else (node.target, node.value)
+    if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute) or not node.args:
+        return None, None
+    by_name = node.func.attr in DIVIDES or node.func.attr == "mul_"
+    return (node.func.value, node.args[0]) if by_name else (None, None)
+
+
+class _Flow:
+    """Follows a loss back through the names and functions that made it."""
+
+    def __init__(self, size: str) -> None:
+        self.size = size
+        self.seen: set[int] = set()
+
+    def divides(self, node: ast.expr, frame: Frame, depth: int, strict: bool = False) -> bool:
+        """``strict``: inside a loss function, where dividing is ordinary, only dividing by the window counts."""
+        if id(node) in self.seen or depth > DEEPEST:
+            return False
+        self.seen.add(id(node))
+        for part in ast.walk(node):
+            if self._divides_here(part, strict):
+                return True
+            if isinstance(part, ast.Call) and self._call_divides(part, frame, depth, strict):
+                return True
+            if isinstance(part, ast.Name | ast.Attribute) and self._name_divides(part, frame, depth, strict):
+                return True
+        return False
+
+    def _divides_here(self, node: ast.AST, strict: bool) -> bool:
+        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Div | ast.FloorDiv):
+            return self._is_share(node.right, strict)
+        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
+            return not strict and any(_may_be_inverse(side) for side in (node.left, node.right))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            name = node.func.attr
+            return name in DIVIDES and (not node.args or any(self._is_share(part, strict) for part in node.args))
+        return False
+
+    def _is_share(self, divisor: ast.expr, strict: bool) -> bool:
+        text = ast.unparse(divisor)
+        if _names(self.size, divisor) or ACCUMULATES.search(text):
+            return True
+        return not strict and not isinstance(divisor, ast.Constant)
+
+    def _call_divides(self, call: ast.Call, frame: Frame, depth: int, strict: bool) -> bool:
+        if _sums(call):
+            return True
+        target = frame.callee(call)
+        if target is None:
+            return self._unseen(call, frame)
+        function, owner = target
+        inside = frame.enter(function, call, owner)
+        return any(self.divides(value, inside, depth + 1, True) for value in _returned(function)) or any(
+            self._statement_divides(node) for node in ast.walk(function.node)
+        )
+
+    def _unseen(self, call: ast.Call, frame: Frame) -> bool:
+        """A function out of sight that knows the window: it is given n, or is a method we have not."""
+        given = [*call.args, *(word.value for word in call.keywords)]
+        if any(_names(self.size, part) or ACCUMULATES.search(ast.unparse(part)) for part in given):
+            return True
+        if any(isinstance(argument, ast.Name) and argument.id == "self" for argument in call.args):
+            return True
+        func = call.func
+        if isinstance(func, ast.Attribute) and isinstance(func.value, ast.Name) and func.value.id == "self":
+            owner = frame.class_of(func.value)
+            return owner is None or func.attr not in {name for cls in frame.ancestry(owner) for name in cls.attributes}
+        return False
+
+    def _statement_divides(self, node: ast.AST) -> bool:
+        return any(self._divides_here(part, True) for part in ast.walk(node)) if isinstance(node, ast.stmt) else False
+
+    def _name_divides(self, node: ast.Name | ast.Attribute, frame: Frame, depth: int, strict: bool) -> bool:
+        for binding, home in _bindings(node, frame):
+            statement = binding.node
+            if isinstance(statement, ast.AugAssign):
+                if isinstance(statement.op, ast.Div | ast.Mult):
+                    return True
+                if self.divides(statement.value, home, depth + 1, strict):
+                    return True
+            elif isinstance(statement, ast.Assign | ast.AnnAssign) and statement.value is not None:
+                value = binding.value if binding.value is not None else statement.value
+                if self.divides(value, home, depth + 1, strict):
+                    return True
+        return False
+
+
+def _bindings(node: ast.Name | ast.Attribute, frame: Frame) -> Iterator[tuple[Binding, Frame]]:
+    """What is assigned to a name in its function, or was given for it by the caller's own assignments."""
+    if isinstance(node, ast.Attribute):
+        return
+    for function in frame.function.chain():
+        if function.holds(node.id):
+            for binding in function.bindings.get(node.id, ()):
+                yield binding, frame
+            break
+    caller = frame.caller
+    if caller is not None and node.id in frame.arguments and isinstance(frame.arguments[node.id], ast.Name):
+        argument = frame.arguments[node.id]
+        assert isinstance(argument, ast.Name)
+        yield from _bindings(argument, caller)
+
+
+def _returned(function: Function) -> Iterator[ast.expr]:
+    for node in ast.walk(function.node):
+        if isinstance(node, ast.Return) and node.value is not None:
+            yield node.value
+
+
+def _sums(call: ast.Call) -> bool:
+    """A loss that is a sum and not a mean adds up as it should."""
+    if any(word.arg == "reduction" and isinstance(word.value, ast.Constant) for word in call.keywords):
+        reduction = next(word.value for word in call.keywords if word.arg == "reduction")
+        return isinstance(reduction, ast.Constant) and reduction.value == "sum"
+    return isinstance(call.func, ast.Attribute) and call.func.attr == "sum" and not call.args
+
+
+def _may_be_inverse(side: ast.expr) -> bool:
+    name = dotted_text(side)
+    return name is not None and bool(INVERSE.search(name.rpartition(".")[2]))

@@ -1,0 +1,233 @@
+"""The outline of a file: its functions and classes, and every value bound to a name."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from ampwise.source.names import Imports
+from ampwise.source.script import Script
+
+__all__ = ["Binding", "Class", "Function", "Outline", "outline"]
+
+MODEL_USE = re.compile(r"([A-Za-z_][\w.]*)\.(?:eval|train|parameters|named_parameters)\(")
+FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef | ast.Module
+
+
+@dataclass(slots=True, eq=False)
+class Binding:
+    """One assignment: ``value`` is None where it cannot be told (a loop variable, an unpacked tuple)."""
+
+    value: ast.expr | None
+    function: Function
+    node: ast.AST
+    guarded: bool = False  # under an `if`, a loop or a `try` of its function
+
+
+@dataclass(slots=True, eq=False)
+class Function:
+    """A function, a method, or the body of the module."""
+
+    name: str
+    node: FunctionNode
+    outline: Outline
+    parent: Function | None = None
+    owner: Class | None = None
+    params: list[str] = field(default_factory=list)
+    defaults: dict[str, ast.expr] = field(default_factory=dict)
+    annotations: dict[str, ast.expr] = field(default_factory=dict)
+    bindings: dict[str, list[Binding]] = field(default_factory=dict)
+    functions: dict[str, Function] = field(default_factory=dict)
+    outside: set[str] = field(default_factory=set)  # declared global or nonlocal
+
+    @property
+    def body(self) -> list[ast.stmt]:
+        return self.node.body
+
+    @property
+    def text(self) -> str:
+        """Its source, decorators left out; the whole file for the module."""
+        if isinstance(self.node, ast.Module):
+            return self.outline.script.text
+        return "\n".join(self.outline.script.lines[self.node.lineno - 1 : self.node.end_lineno])
+
+    @property
+    def decorators(self) -> list[ast.expr]:
+        return [] if isinstance(self.node, ast.Module) else self.node.decorator_list
+
+    @property
+    def self_name(self) -> str | None:
+        """What the instance is called in a method; None in functions and static methods."""
+        if self.owner is None or not self.params:
+            return None
+        static = any(isinstance(node, ast.Name) and node.id == "staticmethod" for node in self.decorators)
+        return None if static else self.params[0]
+
+    def holds(self, name: str) -> bool:
+        return name not in self.outside and (name in self.bindings or name in self.params)
+
+    def chain(self) -> Iterator[Function]:
+        """This function and those around it, ending with the module."""
+        function: Function | None = self
+        while function is not None:
+            yield function
+            function = function.parent
+
+
+@dataclass(slots=True, eq=False)
+class Class:
+    """A class: its methods, and what is assigned to attributes of ``self`` in any of them."""
+
+    name: str
+    node: ast.ClassDef
+    outline: Outline
+    methods: dict[str, Function] = field(default_factory=dict)
+    attributes: dict[str, list[Binding]] = field(default_factory=dict)
+    ancestry: list[Class] | None = None  # itself and its bases, once someone has asked
+
+
+@dataclass(slots=True, eq=False)
+class Outline:
+    """One file: imports, functions and classes by name, in order of definition."""
+
+    script: Script
+    imports: Imports
+    module: Function = None  # type: ignore[assignment]
+    functions: list[Function] = field(default_factory=list)
+    classes: dict[str, Class] = field(default_factory=dict)
+    models: set[str] = field(default_factory=set)  # what is called .eval(), .train() or .parameters() on
+
+    @property
+    def path(self) -> str:
+        return self.script.path
+
+
+def outline(script: Script, package: str = "") -> Outline:
+    """Read off the outline in one walk over the statements."""
+    result = Outline(script, Imports(package), models=set(MODEL_USE.findall(script.text)))
+    result.module = Function(name="", node=script.tree, outline=result)
+    result.functions.append(result.module)
+    _Collector(result).statements(script.tree.body, result.module, None, False)
+    return result
+
+
+class _Collector:
+    def __init__(self, result: Outline) -> None:
+        self.result = result
+
+    def statements(self, body: Sequence[ast.stmt], function: Function, owner: Class | None, guarded: bool) -> None:
+        for node in body:
+            self.statement(node, function, owner, guarded)
+
+    def statement(self, node: ast.stmt, function: Function, owner: Class | None, guarded: bool) -> None:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            self.function(node, function, owner)
+        elif isinstance(node, ast.ClassDef):
+            self.class_(node, function)
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            self.result.imports.add(node)
+        elif isinstance(node, ast.Global | ast.Nonlocal):
+            function.outside.update(node.names)
+        else:
+            self.plain(node, function, owner, guarded)
+
+    def plain(self, node: ast.stmt, function: Function, owner: Class | None, guarded: bool) -> None:
+        if isinstance(node, ast.Assign):
+            for target in node.targets:
+                self.bind(target, node.value, function, node, guarded)
+        elif isinstance(node, ast.AnnAssign):
+            self.bind(node.target, node.value, function, node, guarded)
+        elif isinstance(node, ast.AugAssign):
+            self.bind(node.target, None, function, node, guarded)
+        elif isinstance(node, ast.For | ast.AsyncFor):
+            self.bind(node.target, None, function, node, guarded)
+        elif isinstance(node, ast.With | ast.AsyncWith):
+            for item in node.items:
+                if item.optional_vars is not None:
+                    self.bind(item.optional_vars, item.context_expr, function, node, guarded)
+        deeper = guarded or not isinstance(node, ast.With | ast.AsyncWith)
+        for block in _blocks(node):
+            self.statements(block, function, owner, deeper)
+
+    def function(self, node: ast.FunctionDef | ast.AsyncFunctionDef, parent: Function, owner: Class | None) -> None:
+        function = Function(name=node.name, node=node, outline=self.result, parent=parent, owner=owner)
+        _add_parameters(function, node.args)
+        self.result.functions.append(function)
+        if owner is not None:
+            owner.methods[node.name] = function
+        else:
+            parent.functions[node.name] = function
+        self.statements(node.body, function, None, False)
+
+    def class_(self, node: ast.ClassDef, parent: Function) -> None:
+        owner = Class(node.name, node, self.result)
+        self.result.classes.setdefault(node.name, owner)
+        for child in node.body:
+            if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
+                self.function(child, parent, owner)
+            elif isinstance(child, ast.Assign | ast.AnnAssign):
+                targets = child.targets if isinstance(child, ast.Assign) else [child.target]
+                for target in targets:
+                    if isinstance(target, ast.Name):
+                        owner.attributes.setdefault(target.id, []).append(Binding(child.value, parent, child))
+            elif isinstance(child, ast.ClassDef):
+                self.class_(child, parent)
+
+    def bind(self, target: ast.expr, value: ast.expr | None, function: Function, node: ast.AST, guarded: bool) -> None:
+        if isinstance(target, ast.Tuple | ast.List):
+            values: Sequence[ast.expr | None] = [None] * len(target.elts)
+            if isinstance(value, ast.Tuple | ast.List) and len(value.elts) == len(target.elts):
+                values = value.elts
+            for part, part_value in zip(target.elts, values, strict=True):
+                self.bind(part, part_value, function, node, guarded)
+        elif isinstance(target, ast.Starred):
+            self.bind(target.value, None, function, node, guarded)
+        elif isinstance(target, ast.Name):
+            self._home(target.id, function).setdefault(target.id, []).append(Binding(value, function, node, guarded))
+        elif isinstance(target, ast.Attribute) and isinstance(target.value, ast.Name):
+            self.bind_attribute(target.value.id, target.attr, Binding(value, function, node, guarded))
+
+    def bind_attribute(self, base: str, attribute: str, binding: Binding) -> None:
+        for function in binding.function.chain():  # a function nested in a method has its self too
+            if function.owner is not None and function.self_name == base:
+                function.owner.attributes.setdefault(attribute, []).append(binding)
+                return
+        binding.function.bindings.setdefault(f"{base}.{attribute}", []).append(binding)
+
+    def _home(self, name: str, function: Function) -> dict[str, list[Binding]]:
+        if name in function.outside:
+            return self.result.module.bindings
+        return function.bindings
+
+
+def _add_parameters(function: Function, arguments: ast.arguments) -> None:
+    positional = [*arguments.posonlyargs, *arguments.args]
+    function.params = [argument.arg for argument in [*positional, *arguments.kwonlyargs]]
+    function.annotations = {
+        argument.arg: argument.annotation
+        for argument in [*positional, *arguments.kwonlyargs]
+        if argument.annotation is not None
+    }
+    first = len(positional) - len(arguments.defaults)
+    function.defaults = {
+        argument.arg: default for argument, default in zip(positional[first:], arguments.defaults, strict=True)
+    }
+    for argument, keyword_default in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True):
+        if keyword_default is not None:
+            function.defaults[argument.arg] = keyword_default
+    for extra in (arguments.vararg, arguments.kwarg):
+        if extra is not None:
+            function.params.append(extra.arg)
+
+
+def _blocks(node: ast.stmt) -> Iterator[list[ast.stmt]]:
+    for name in ("body", "orelse", "finalbody"):
+        block = getattr(node, name, None)
+        if block:
+            yield block
+    for handler in getattr(node, "handlers", ()):
+        yield handler.body
+    for case in getattr(node, "cases", ()):
+        yield case.body

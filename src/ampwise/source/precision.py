@@ -1,0 +1,198 @@
+"""What an expression says about precision: dtypes, autocast contexts, switches that are on or off."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from ampwise.source.frame import Frame, Value
+from ampwise.source.names import dotted_text
+from ampwise.source.outline import Class, Function
+from ampwise.source.vocabulary import AUTOCASTS, BF16, DTYPES, FP16
+
+__all__ = ["Autocast", "autocast_of", "dtypes_of", "keyword", "switch_of"]
+
+# A context manager that is called like this is taken for autocast, though we cannot see what it does.
+AUTOCAST_NAME = re.compile(r"autocast|(^|_)amp_?(ctx|context|cast)|mixed_?precision|precision_?(ctx|context)", re.I)
+NO_CONTEXT = re.compile(r"(^|\.)(nullcontext|suppress|contextlib\.\w+)$")
+SPELLINGS = {"bf16": BF16, "bfloat16": BF16, "fp16": FP16, "float16": FP16, "half": FP16, "16-mixed": FP16}
+
+
+@dataclass(slots=True, eq=False)
+class Autocast:
+    """An autocast context, as far as the source tells."""
+
+    node: ast.expr
+    device: str | None = None  # None: a variable
+    dtypes: frozenset[str] | None = None  # what it may be; None: cannot be told
+    dtype_given: bool = False
+    enabled: bool | None = None  # None: a variable decides
+    optional: bool = False  # a null context stands in for it at times
+    known: bool = True  # False: only its name says that it is autocast
+
+    @property
+    def may_be_on(self) -> bool:
+        return self.enabled is not False
+
+    def is_surely(self, dtype: str) -> bool:
+        return self.dtypes is not None and self.dtypes == {dtype}
+
+    @property
+    def surely_fp16(self) -> bool:
+        """FP16 on a GPU; a device that is a variable counts as one, a CPU does not."""
+        return self.may_be_on and self.device != "cpu" and self.is_surely(FP16)
+
+
+def autocast_of(node: ast.expr, frame: Frame) -> Autocast | None:
+    """The autocast context that ``with node:`` enters; None when it is something else."""
+    candidates = frame.values(node) if not isinstance(node, ast.Call) else [Value(node, frame)]
+    found = [autocast for value in candidates for autocast in _autocasts(value)]
+    if not found:
+        return _by_name(node)
+    first = found[0]
+    others = [value for value in candidates if not any(True for _ in _autocasts(value))]
+    first.optional = first.optional or bool(others)
+    for other in found[1:]:
+        first.dtypes = None if first.dtypes is None or other.dtypes is None else first.dtypes | other.dtypes
+        first.enabled = first.enabled if first.enabled == other.enabled else None
+    return first
+
+
+def dtypes_of(node: ast.expr | None, frame: Frame) -> frozenset[str] | None:
+    """The dtypes an expression may be; None as soon as one of them cannot be told."""
+    if node is None:
+        return None
+    found: set[str] = set()
+    for value in frame.values(node):
+        dtypes = _dtypes_of_value(value)
+        if dtypes is None:
+            return None
+        found |= dtypes
+    return frozenset(found)
+
+
+def switch_of(node: ast.expr | None, frame: Frame) -> bool | None:
+    """True or False where the source says so with a literal; None for anything that is decided elsewhere."""
+    if node is None:
+        return None
+    if isinstance(node, ast.Constant) and isinstance(node.value, bool):
+        return node.value
+    # A name may hold a literal too, but such a constant is there to be changed.
+    return None
+
+
+def keyword(call: ast.Call, name: str, position: int | None = None) -> ast.expr | None:
+    """An argument by keyword or position."""
+    for word in call.keywords:
+        if word.arg == name:
+            return word.value
+    if position is not None and position < len(call.args):
+        return None if isinstance(call.args[position], ast.Starred) else call.args[position]
+    return None
+
+
+def _autocasts(value: Value) -> Iterator[Autocast]:
+    node, frame = value.node, value.frame
+    if isinstance(node, ast.Call):
+        qualified = frame.qualified(node.func)
+        if qualified in AUTOCASTS:
+            yield _autocast(node, frame, AUTOCASTS[qualified], [])
+        elif qualified is None or qualified.partition(".")[0] not in ("torch", "contextlib"):
+            yield from _made_by_call(node, frame)
+
+
+def _made_by_call(call: ast.Call, frame: Frame) -> Iterator[Autocast]:
+    """Autocast made by ``partial(autocast, ...)`` or by a function of the script that returns it."""
+    for value in frame.values(call.func) if isinstance(call.func, ast.Name | ast.Attribute) else ():
+        inner = value.node
+        if isinstance(inner, ast.Call) and _is_partial(inner, value.frame) and inner.args:
+            qualified = value.frame.qualified(inner.args[0])
+            if qualified in AUTOCASTS:
+                made = _autocast(call, value.frame, AUTOCASTS[qualified], [(inner, 1)])
+                made.optional = made.optional or len(frame.values(call.func)) > 1
+                yield made
+        elif isinstance(inner, ast.Attribute | ast.Name) and value.frame.qualified(inner) in AUTOCASTS:
+            yield _autocast(call, frame, AUTOCASTS[value.frame.qualified(inner) or ""], [])
+    target = frame.callee(call)
+    if target is not None and not isinstance(target[0].node, ast.Module) and frame.depth() < 12:
+        yield from _returned(target[0], target[1], call, frame)
+
+
+def _returned(function: Function, owner: Class | None, call: ast.Call, frame: Frame) -> Iterator[Autocast]:
+    inside = frame.enter(function, call, owner)
+    for node in ast.walk(function.node):
+        if isinstance(node, ast.Return | ast.Yield) and node.value is not None:
+            for value in inside.values(node.value):
+                if isinstance(value.node, ast.Call) and value.node is not call:
+                    qualified = value.frame.qualified(value.node.func)
+                    if qualified in AUTOCASTS:
+                        yield _autocast(value.node, value.frame, AUTOCASTS[qualified], [])
+
+
+def _autocast(call: ast.Call, frame: Frame, device: str | None, further: list[tuple[ast.Call, int]]) -> Autocast:
+    """Read one constructor call; ``further`` calls, as partial's, give the arguments it lacks."""
+    shift = 0 if device is None else -1  # torch.cuda.amp.autocast(enabled, dtype) has no device
+
+    def argument(name: str, position: int) -> ast.expr | None:
+        for source, skip in [(call, 0), *further]:
+            found = keyword(source, name, position + skip if position + skip >= 0 else None)
+            if found is not None:
+                return found
+        return None
+
+    if device is None:
+        device = _text(argument("device_type", 0), frame)
+    # The two families order their arguments differently: (device_type, dtype, enabled) and (enabled, dtype).
+    dtype = argument("dtype", 1)
+    enabled = argument("enabled", 2 if shift == 0 else 0)
+    dtypes = dtypes_of(dtype, frame) if dtype is not None else _default_dtypes(device)
+    return Autocast(
+        node=call,
+        device=device,
+        dtypes=dtypes,
+        dtype_given=dtype is not None,
+        enabled=True if enabled is None else switch_of(enabled, frame),
+    )
+
+
+def _default_dtypes(device: str | None) -> frozenset[str]:
+    return frozenset([BF16 if device in ("cpu", "xla", "tpu") else FP16])
+
+
+def _text(node: ast.expr | None, frame: Frame) -> str | None:
+    if node is None:
+        return None
+    texts = {
+        value.node.value.partition(":")[0]
+        for value in frame.values(node)
+        if isinstance(value.node, ast.Constant) and isinstance(value.node.value, str)
+    }
+    return texts.pop() if len(texts) == 1 and len(frame.values(node)) == 1 else None
+
+
+def _by_name(node: ast.expr) -> Autocast | None:
+    name = dotted_text(node.func if isinstance(node, ast.Call) else node) or ""
+    if NO_CONTEXT.search(name) or not AUTOCAST_NAME.search(name.rpartition(".")[2]):
+        return None
+    return Autocast(node=node, known=False)
+
+
+def _is_partial(call: ast.Call, frame: Frame) -> bool:
+    name = frame.qualified(call.func) or dotted_text(call.func) or ""
+    return name.rpartition(".")[2] == "partial"
+
+
+def _dtypes_of_value(value: Value) -> set[str] | None:
+    node, frame = value.node, value.frame
+    if isinstance(node, ast.Attribute | ast.Name):
+        qualified = frame.outline.imports.qualified(node)
+        return {DTYPES[qualified]} if qualified in DTYPES else None
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        name = node.value.lower()
+        return {SPELLINGS.get(name, name)}
+    if isinstance(node, ast.Subscript) and isinstance(node.value, ast.Dict):
+        parts = [dtypes_of(part, frame) for part in node.value.values]
+        return None if None in parts else {name for part in parts if part for name in part}
+    return None

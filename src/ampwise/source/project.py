@@ -1,0 +1,252 @@
+"""The files given to the linter, read on demand, and what each of them tells: ``Project`` and ``Code``."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+
+from ampwise.source.events import Event
+from ampwise.source.frame import Frame
+from ampwise.source.outline import Class, Function, Outline, outline
+from ampwise.source.script import Script, Unreadable, read_script, script_from_text
+from ampwise.source.steps import Region, regions_of
+from ampwise.source.vocabulary import FRAMEWORKS
+from ampwise.source.walk import Site, Trace, trace
+
+__all__ = ["Code", "Project"]
+
+IMPORTED = re.compile(r"^[ \t]*from[ \t]+([.\w]+)[ \t]+import[ \t]+(\([^)]*\)|[^\n#]+)|^[ \t]*import[ \t]+([\w., ]+)", re.M)
+# Only files with these words can call a training step of another file.
+TRAINS = re.compile(r"GradScaler|autocast|scaler|backward|optimizer|half\(|bfloat16|float16")
+# A function without any of these words, that calls none with them, is not followed.
+MATTERS = re.compile(
+    r"backward|\.step\(|unscale_|[sS]caler|autocast|zero_grad|clip_grad|clamp_\(|\.grad\b|_foreach_|\.half\(|float16|"
+    r"torch\.save|checkpoint|\.eval\(|no_grad|inference_mode|BCELoss|binary_cross_entropy|masked_fill|\.exp\(|\.log\(|"
+    r"1e-?\d|\bmodel\b|[nN]et\("
+)
+FORWARDS_REEXPORTS = 3  # how many __init__ files a name is followed through
+
+
+class Project:
+    """The given files. Each is read once, when it is first asked for."""
+
+    def __init__(self, paths: Sequence[str], texts: Mapping[str, str] | None = None) -> None:
+        self.paths = list(paths)
+        self.texts = dict(texts or {})
+        self._codes: dict[str, Code | Unreadable] = {}
+        self._by_stem: dict[str, list[str]] | None = None
+        self._frames: dict[tuple[Function, Class | None], Frame] = {}
+        self._matter: dict[Function, bool] = {}
+
+    def frame(self, function: Function, instance_of: Class | None = None) -> Frame:
+        """A function as if called from nowhere."""
+        key = (function, instance_of)
+        if key not in self._frames:
+            self._frames[key] = Frame(function, self, instance_of=instance_of)
+        return self._frames[key]
+
+    def matters(self, function: Function) -> bool:
+        """Whether anything of the step can happen in a function or in those it calls."""
+        if function not in self._matter:
+            self._matter[function] = False  # while we look: a function that only calls itself does not
+            own = bool(MATTERS.search(function.text))
+            self._matter[function] = own or any(self.matters(callee) for callee in self._callees(function))
+        return self._matter[function]
+
+    def _callees(self, function: Function) -> Iterator[Function]:
+        frame = self.frame(function)
+        for node in ast.walk(function.node):
+            if isinstance(node, ast.Call):
+                target = frame.callee(node)
+                if target is not None:
+                    yield target[0]
+
+    def code(self, path: str) -> Code:
+        """What the file at ``path`` tells; raises Unreadable."""
+        if path not in self._codes:
+            self._codes[path] = self._read(path)
+        found = self._codes[path]
+        if isinstance(found, Unreadable):
+            raise found
+        return found
+
+    def find(self, qualified: str, importer: Outline, depth: int = 0) -> Function | Class | None:
+        """The function or class of this full name, when a given file defines it."""
+        module, _, name = qualified.rpartition(".")
+        path = self._path_of(module, importer.path) if module else None
+        if path is None:
+            return None
+        try:
+            found = self.code(path).outline
+        except Unreadable:
+            return None
+        defined = found.module.functions.get(name) or found.classes.get(name)
+        if defined is None and name in found.imports.names and depth < FORWARDS_REEXPORTS:
+            return self.find(found.imports.names[name], found, depth + 1)
+        return defined
+
+    def importers(self, path: str) -> dict[str, set[str]]:
+        """The other given files that import from ``path``, and the names they take ("*": the module itself)."""
+        stem = _module_parts(path)[-1] if _module_parts(path) else ""
+        return {other: names for other, names in self._importers_by_stem.get(stem, {}).items() if other != path}
+
+    @functools.cached_property
+    def _importers_by_stem(self) -> dict[str, dict[str, set[str]]]:
+        found: dict[str, dict[str, set[str]]] = {}
+        if len(self.paths) < 2:
+            return found
+        for path in self.paths:
+            text = self._text(path)
+            if text is None or not TRAINS.search(text):
+                continue
+            for module, names in _imports_in(text):
+                stem = module.rpartition(".")[2]
+                found.setdefault(stem, {}).setdefault(path, set()).update(names)
+        return found
+
+    def _text(self, path: str) -> str | None:
+        if path in self.texts:
+            return self.texts[path]
+        if not path.endswith(".py"):
+            return None
+        try:
+            with open(path, encoding="utf-8", errors="replace") as file:
+                return file.read()
+        except OSError:
+            return None
+
+    def _read(self, path: str) -> Code | Unreadable:
+        try:
+            script = script_from_text(self.texts[path], path) if path in self.texts else read_script(path)
+        except Unreadable as error:
+            return error
+        return Code(self, script, outline(script, ".".join(_folder_parts(path))))
+
+    def _path_of(self, module: str, importer: str) -> str | None:
+        if self._by_stem is None:
+            self._by_stem = {}
+            for path in self.paths:
+                parts = _module_parts(path)
+                if parts:
+                    self._by_stem.setdefault(parts[-1], []).append(path)
+        wanted = module.split(".")
+        fitting = [path for path in self._by_stem.get(wanted[-1], ()) if _module_parts(path)[-len(wanted) :] == wanted]
+        if not fitting:
+            return None
+        return max(fitting, key=lambda path: len(os.path.commonprefix([path, importer])))
+
+
+class Code:
+    """One file and all that was found out about it: what the source rules look at."""
+
+    def __init__(self, project: Project, script: Script, outline: Outline) -> None:
+        self.project = project
+        self.script = script
+        self.outline = outline
+
+    @property
+    def path(self) -> str:
+        return self.script.path
+
+    @functools.cached_property
+    def tree_nodes(self) -> list[ast.AST]:
+        """Every node of the file, for rules that need no context."""
+        return list(ast.walk(self.script.tree))
+
+    @functools.cached_property
+    def own_traces(self) -> list[Trace]:
+        """What happens from each function on that nobody in this file calls, the module itself first."""
+        if not MATTERS.search(self.script.text):
+            return []
+        matters = self.project.matters
+        found = [trace(self.frame(self.outline.module))]
+        pending = [f for f in self.outline.functions[1:] if matters(f) and not _in_framework_class(f)]
+        # First those that no call names: the others are likely to be met on the way.
+        pending.sort(key=lambda function: self._is_called(function))
+        for function in pending:
+            if not any(function in other.followed for other in found):
+                found.append(trace(self.frame(function)))
+        followed = {function for one in found for function in one.followed}
+        return [one for one in found if one.frame.function not in followed]
+
+    @functools.cached_property
+    def traces(self) -> list[Trace]:
+        """The traces that pass through this file: its own, and those of the files that import it."""
+        taken: set[Function] = set()
+        foreign: list[Trace] = []
+        for path in self.project.importers(self.path):
+            try:
+                other = self.project.code(path)
+            except Unreadable:
+                continue
+            passing = [one for one in other.own_traces if any(f.outline is self.outline for f in one.followed)]
+            foreign += passing
+            taken |= {function for one in passing for function in one.followed}
+        return [one for one in self.own_traces if one.frame.function not in taken] + foreign
+
+    @functools.cached_property
+    def regions(self) -> list[Region]:
+        """The training steps."""
+        return [region for one in self.traces for region in regions_of(one)]
+
+    @functools.cached_property
+    def events(self) -> list[Event]:
+        """Every event of every trace; the same call comes once for each context it is made in."""
+        return [event for one in self.traces for event in one.events()]
+
+    @functools.cached_property
+    def calls(self) -> list[Site]:
+        """Every call of this file, once for each context."""
+        return [site for one in self.traces for site in one.calls if site.context.frame.outline is self.outline]
+
+    @functools.cached_property
+    def statements(self) -> list[Site]:
+        """Every plain statement of this file, once for each context."""
+        return [site for one in self.traces for site in one.statements if site.context.frame.outline is self.outline]
+
+    @functools.cached_property
+    def uses_framework(self) -> bool:
+        """Whether a library is imported that does the mixed-precision step itself."""
+        return self.outline.imports.mentions(FRAMEWORKS)
+
+    def frame(self, function: Function) -> Frame:
+        """A function as if called from nowhere."""
+        return self.project.frame(function)
+
+    def _is_called(self, function: Function) -> bool:
+        return len(re.findall(rf"\b{re.escape(function.name)}\s*\(", self.script.text)) > 1
+
+
+def _in_framework_class(function: Function) -> bool:
+    """Lightning and its like call the methods of a module themselves, and do the step around them."""
+    if function.owner is None:
+        return False
+    bases = " ".join(ast.unparse(base) for base in function.owner.node.bases)
+    return "Lightning" in bases
+
+
+def _imports_in(text: str) -> Iterator[tuple[str, set[str]]]:
+    for module, names, plain in IMPORTED.findall(text):
+        if module:
+            taken = {part.split()[0] for part in names.strip("()").replace("\\", " ").split(",") if part.split()}
+            yield module, taken
+            for name in taken:  # from package import module
+                yield f"{module}.{name}", {"*"}
+        else:
+            for part in plain.split(","):
+                if part.split():
+                    yield part.split()[0], {"*"}
+
+
+@functools.cache
+def _module_parts(path: str) -> list[str]:
+    """The dotted name of a file as parts, from the root of the path."""
+    parts = [part for part in path.removesuffix(".py").replace(os.sep, "/").split("/") if part not in ("", ".")]
+    return parts[:-1] if parts and parts[-1] == "__init__" else parts
+
+
+def _folder_parts(path: str) -> list[str]:
+    return [part for part in os.path.dirname(path).replace(os.sep, "/").split("/") if part not in ("", ".")]

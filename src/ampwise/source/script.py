@@ -1,0 +1,483 @@
+"""One file of Python, read: its text, its tree, and the places of its nodes.
+
+``ast`` counts columns in UTF-8 bytes from 0 and knows nothing of encodings, line endings or notebook cells. A
+Script hides all that: places and edits count characters from 1, within the cell where there are cells, and
+``file_text`` and ``file_bytes`` give back the file, unchanged but for what was edited.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import os
+import re
+import stat
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from ampwise.errors import AmpwiseError
+from ampwise.finding import Edit, Place
+
+__all__ = [
+    "Cell",
+    "Script",
+    "Unreadable",
+    "decoded",
+    "parse",
+    "read_bytes",
+    "read_script",
+    "script_from_bytes",
+    "script_from_text",
+    "system_reason",
+    "with_newlines_of",
+]
+
+LARGEST_BYTES = 10_000_000  # a larger script is data
+LARGEST_NOTEBOOK_BYTES = 100_000_000  # a notebook holds the pictures it drew
+NOTEBOOK = ".ipynb"
+UTF8_BOM = b"\xef\xbb\xbf"
+UTF16_BOMS = (b"\xff\xfe", b"\xfe\xff")
+
+# PEP 263: a comment in the first two lines, the second only if the first is blank or a comment.
+COOKIE = re.compile(rb"^[ \t\f]*#.*?coding[:=][ \t]*([-\w.]+)")
+BLANK = re.compile(rb"^[ \t\f]*(?:#|$)")
+BLOCKS = ("body", "orelse", "finalbody", "handlers", "cases")
+
+
+class Unreadable(AmpwiseError):
+    """A file that cannot be checked, and why, in one line for people."""
+
+    def __init__(self, path: str, reason: str, line: int | None = None) -> None:
+        super().__init__(path, reason, line)  # all three, so that it crosses processes
+        self.path, self.reason, self.line = path, reason, line
+
+    def __str__(self) -> str:
+        return f"{self.path}: {self.reason}"
+
+
+class Container(Protocol):
+    """What a script's text lies in: a plain file, or the cells of a notebook."""
+
+    def file_text(self, text: str) -> str:
+        """The whole file, with ``text`` in the place of its code."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """A cell of a notebook: its number, as Jupyter shows all cells, and the lines of ``Script.text`` it has."""
+
+    number: int
+    first_line: int
+    lines: int
+
+
+@dataclass(frozen=True, slots=True)
+class PlainFile:
+    """A file that is its code. ``raw`` has the line endings as they were found."""
+
+    raw: str
+
+    def file_text(self, text: str) -> str:
+        return with_newlines_of(self.raw, text)
+
+
+class Script:
+    r"""The code of one file.
+
+    ``text`` is the code with ``\n`` as the only line ending, without a byte order mark; in a notebook all cells
+    of Python, one below the other. ``parsed`` is what was parsed: the same lines, but for a notebook's magics.
+    ``notes`` says what had to be left out.
+
+    >>> script = script_from_text("loss.backward()\n", "train.py")
+    >>> print(script.place(script.tree.body[0]))
+    train.py:1:1
+    """
+
+    def __init__(
+        self,
+        path: str,
+        text: str,
+        tree: ast.Module,
+        container: Container,
+        *,
+        parsed: str | None = None,
+        cells: Sequence[Cell] = (),
+        notes: Sequence[str] = (),
+        encoding: str = "utf-8",
+        bom: bool = False,
+    ) -> None:
+        self.path, self.text, self.tree, self.notes = path, text, tree, tuple(notes)
+        self.parsed = text if parsed is None else parsed
+        self.cells = tuple(cells)
+        self.encoding, self.bom = encoding, bom
+        self._container = container
+        self._is_ascii = text.isascii()
+
+    # Where things are.
+
+    @functools.cached_property
+    def lines(self) -> list[str]:
+        """The lines of ``text``, without their ends."""
+        return self.text.split("\n")
+
+    def place(self, node: ast.AST) -> Place:
+        """Where ``node`` is, as people and editors count."""
+        start, end = self.span(node)
+        cell, line = self._in_cell(start[0])
+        end_cell, end_line = self._in_cell(end[0])
+        if end_cell != cell:  # the tree as a whole, which lies in no one cell
+            end_line, end = line, start
+        return Place(file=self.path, cell=cell, line=line, column=start[1], end_line=end_line, end_column=end[1])
+
+    def span(self, node: ast.AST) -> tuple[tuple[int, int], tuple[int, int]]:
+        """The first position of ``node`` and the first after it, as (line, column) of ``text``, from 1."""
+        found: list[Any] = [part for part in _positioned(node) if hasattr(part, "lineno")]
+        if not found:
+            return (1, 1), (1, 1)
+        start = min(self._position(part.lineno, part.col_offset) for part in found)
+        ends = [self._position(part.end_lineno or part.lineno, part.end_col_offset or 0) for part in found]
+        # Before Python 3.12 what stands in a multi-line f-string may be said to end before it starts.
+        return start, max(start, *ends)
+
+    def segment(self, node: ast.AST) -> str:
+        """The text of ``node``."""
+        start, end = self.span(node)
+        return self.text[self.offset(*start) : self.offset(*end)]
+
+    def indentation(self, node: ast.AST) -> str:
+        """The blanks before the line on which the statement of ``node`` starts."""
+        line = self.lines[self._first_line(self.statement(node)) - 1]
+        return line[: len(line) - len(line.lstrip(" \t\f"))]
+
+    def statement(self, node: ast.AST) -> ast.stmt:
+        """The innermost statement that holds ``node``; a statement holds itself."""
+        return self._statements[node]
+
+    def offset(self, line: int, column: int, cell: int | None = None) -> int:
+        """The index in ``text`` of a position: of ``text``, or of a cell when that is given."""
+        if cell is not None:
+            line += self._cell(cell).first_line - 1
+        line = min(line, len(self.lines))
+        return self._line_starts[line - 1] + min(column - 1, len(self.lines[line - 1]))
+
+    def offsets(self, edit: Edit) -> tuple[int, int]:
+        """The part of ``text`` that ``edit`` replaces."""
+        start = self.offset(edit.line, edit.column, edit.cell)
+        return start, self.offset(edit.end_line, edit.end_column, edit.cell)
+
+    def line_of(self, place: Place) -> int:
+        """The line of ``text`` on which a place of this file lies."""
+        return (place.line or 1) + (self._cell(place.cell).first_line - 1 if place.cell is not None else 0)
+
+    # Edits: they change nothing here; ``ampwise.lint.fix`` applies them.
+
+    def edit(self, start_line: int, start_column: int, end_line: int, end_column: int, content: str) -> Edit:
+        """Replace a part of ``text``, from the first position to before the second, by ``content``."""
+        cell, line = self._in_cell(start_line)
+        return Edit(
+            line=line,
+            column=start_column,
+            end_line=end_line - start_line + line,
+            end_column=end_column,
+            content=content,
+            cell=cell,
+        )
+
+    def replace(self, node: ast.AST, content: str) -> Edit:
+        """Write ``content`` in the place of ``node``."""
+        start, end = self.span(node)
+        return self.edit(*start, *end, content)
+
+    def insert_before(self, node: ast.AST, code: str) -> Edit:
+        """Write ``code``, lines without indentation, before the statement of ``node``."""
+        statement = self._whole_statement(node)
+        start = self._start(statement)
+        if self._shares_its_line(start):
+            return self.edit(*start, *start, "; ".join(code.splitlines()) + "; ")
+        margin = f"\n{self.indentation(statement)}"
+        return self.edit(*start, *start, margin.join(code.splitlines()) + margin)
+
+    def insert_after(self, node: ast.AST | tuple[int, int], code: str) -> Edit:
+        """Write ``code``, lines without indentation, after the statement of ``node``.
+
+        After a position, (line, column) of ``text``, it is written as it is.
+        """
+        if isinstance(node, tuple):
+            return self.edit(*node, *node, code)
+        statement = self._whole_statement(node)
+        _, end = self.span(statement)
+        line = self.lines[end[0] - 1]
+        rest = line[end[1] - 1 :].strip()
+        ends_its_line = not rest or rest.startswith("#")
+        simple = not hasattr(statement, "body")
+        if not ends_its_line or (simple and self._shares_its_line(self._start(statement))):
+            return self.edit(*end, *end, "; " + "; ".join(code.splitlines()))
+        margin = f"\n{self.indentation(statement)}"
+        stop = (end[0], len(line) + 1)
+        return self.edit(*stop, *stop, margin + margin.join(code.splitlines()))
+
+    # The file again.
+
+    def file_text(self, text: str) -> str:
+        """The whole file, without its byte order mark, with ``text`` in the place of its code."""
+        return self._container.file_text(text)
+
+    def file_bytes(self, file_text: str) -> bytes:
+        """A whole file as it is to be written: in the encoding, and with the byte order mark, of this one."""
+        try:
+            return (UTF8_BOM if self.bom else b"") + file_text.encode(self.encoding)
+        except UnicodeError as error:
+            reason = f"cannot be written in its encoding, {self.encoding}: {error.reason}"  # type: ignore[attr-defined]
+            raise Unreadable(self.path, reason) from error
+
+    # Inner workings.
+
+    def _position(self, line: int, byte_offset: int) -> tuple[int, int]:
+        """What ``ast`` calls ``line`` and ``byte_offset``, in characters from 1, and within the text."""
+        line = min(max(line, 1), len(self.lines))
+        text = self.lines[line - 1]
+        if self._is_ascii or text.isascii():
+            return line, min(max(byte_offset, 0), len(text)) + 1
+        return line, len(text.encode()[: max(byte_offset, 0)].decode(errors="ignore")) + 1
+
+    @functools.cached_property
+    def _line_starts(self) -> list[int]:
+        starts, total = [], 0
+        for line in self.lines:
+            starts.append(total)
+            total += len(line) + 1
+        return starts
+
+    def _cell(self, number: int) -> Cell:
+        return next(cell for cell in self.cells if cell.number == number)
+
+    def _in_cell(self, line: int) -> tuple[int | None, int]:
+        """The number of the cell that has a line of ``text``, and the line within it."""
+        for cell in reversed(self.cells):
+            if line >= cell.first_line:
+                return cell.number, line - cell.first_line + 1
+        return (self.cells[0].number, 1) if self.cells else (None, line)
+
+    @functools.cached_property
+    def _statements(self) -> dict[ast.AST, ast.stmt]:
+        return {node: stmt for stmt in self._parents for node in _own_nodes(stmt)}
+
+    @functools.cached_property
+    def _parents(self) -> dict[ast.stmt, ast.AST]:
+        """What each statement stands in."""
+        parents: dict[ast.stmt, ast.AST] = {}
+        pending: list[ast.AST] = [self.tree]
+        while pending:
+            outer = pending.pop()
+            inner = [below for name in BLOCKS for below in getattr(outer, name, []) if isinstance(below, ast.AST)]
+            parents.update((below, outer) for below in inner if isinstance(below, ast.stmt))
+            pending += inner
+        return parents
+
+    def _whole_statement(self, node: ast.AST) -> ast.stmt:
+        """The statement of ``node``; for an ``elif``, the ``if`` it belongs to, since nothing goes between."""
+        statement = self.statement(node)
+        while isinstance(statement, ast.If) and self.segment(statement).startswith("elif"):
+            statement = self.statement(self._parents[statement])
+        return statement
+
+    def _start(self, statement: ast.stmt) -> tuple[int, int]:
+        first = [statement, *getattr(statement, "decorator_list", [])]
+        line, column = min(self.span(node)[0] for node in first)
+        text = self.lines[line - 1]
+        at = text.rfind("@", 0, column - 1)
+        # A decorator's node starts after its @.
+        return (line, at + 1) if len(first) > 1 and at >= 0 and not text[:at].strip() else (line, column)
+
+    def _first_line(self, statement: ast.stmt) -> int:
+        return self._start(statement)[0]
+
+    def _shares_its_line(self, start: tuple[int, int]) -> bool:
+        """Whether something stands before ``start`` on its line, or on a line continued by a backslash."""
+        line, column = start
+        continued = line > 1 and self.lines[line - 2].endswith("\\")
+        return continued or bool(self.lines[line - 1][: column - 1].strip())
+
+
+def read_script(path: str) -> Script:
+    """The script or notebook in a file; Unreadable when there is none that Python could read."""
+    return script_from_bytes(read_bytes(path), path)
+
+
+def read_bytes(path: str) -> bytes:
+    """What is in a file, unless it is no ordinary one or far too large to be code."""
+    largest = LARGEST_NOTEBOOK_BYTES if path.endswith(NOTEBOOK) else LARGEST_BYTES
+    try:
+        status = os.stat(path)  # noqa: PTH116 (a Path costs more than the call)
+        if not stat.S_ISREG(status.st_mode):  # a pipe or a device, which might never end
+            raise Unreadable(path, "not a file")
+        if status.st_size > largest:
+            raise Unreadable(path, f"larger than {largest // 1_000_000} MB, which is no code")
+        with open(path, "rb") as file:  # noqa: PTH123
+            return file.read()
+    except (OSError, ValueError) as error:
+        raise Unreadable(path, system_reason(error)) from error
+
+
+def script_from_bytes(data: bytes, path: str) -> Script:
+    """The script or notebook in what a file holds."""
+    bom = data.startswith(UTF8_BOM)
+    body = data[len(UTF8_BOM) :] if bom else data
+    if path.endswith(NOTEBOOK):
+        from ampwise.source.notebook import notebook_script
+
+        return notebook_script(_decoded(body, "utf-8", path), path, bom=bom)
+    encoding = _declared_encoding(body, path, bom)
+    return _plain_script(_decoded(body, encoding, path), path, encoding, bom)
+
+
+def script_from_text(text: str, path: str) -> Script:
+    """The script or notebook in a text: what came from stdin, or what a file is to become."""
+    if path.endswith(NOTEBOOK):
+        from ampwise.source.notebook import notebook_script
+
+        return notebook_script(text.removeprefix("\ufeff"), path, bom=text.startswith("\ufeff"))
+    raw = text.removeprefix("\ufeff")
+    bom = raw != text
+    return _plain_script(raw, path, _encoding_to_write(raw, path), bom)
+
+
+def parse(text: str, path: str) -> ast.Module:
+    """The tree of ``text``; whatever Python has against it is Unreadable."""
+    null = text.find("\0")
+    if null >= 0:
+        line = text.count("\n", 0, null) + 1
+        raise Unreadable(path, f"a null byte at line {line}; it is no text", line)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # "\d" is none of our business
+            return ast.parse(text)
+    except SyntaxError as error:
+        # Python's line can lie after the last.
+        line = min(error.lineno or 1, text.count("\n") + 1)
+        raise Unreadable(path, f"syntax error at line {line}: {error.msg}", line) from error
+    except (RecursionError, MemoryError) as error:
+        raise Unreadable(path, "nested too deeply for Python to parse") from error
+    except ValueError as error:  # a text that has no UTF-8, or a number with too many digits
+        raise Unreadable(path, f"Python cannot parse it: {error}") from error
+
+
+def with_newlines_of(raw: str, text: str) -> str:
+    r"""``text``, whose lines end in ``\n``, with the line endings of ``raw``, which it was made from.
+
+    A line that is not in ``raw`` ends as most of its lines do.
+
+    >>> with_newlines_of("a\r\nb\r\n", "a\nnew\nb\n")
+    'a\r\nnew\r\nb\r\n'
+    """
+    if "\r" not in raw:
+        return text
+    ends = re.findall(r"\r\n|\r|\n", raw)
+    usual = max(("\r\n", "\n", "\r"), key=ends.count)
+    if len(set(ends)) == 1:
+        return text.replace("\n", usual)
+    import difflib
+
+    old, new = _normalised(raw).split("\n"), text.split("\n")
+    kept: dict[int, str] = {}
+    for _, start, stop, new_start, new_stop in difflib.SequenceMatcher(None, old, new, autojunk=False).get_opcodes():
+        # A line that was changed keeps its end, too: it stands where the old one did.
+        kept.update(zip(range(new_start, new_stop), ends[start:stop], strict=False))
+    return "".join(line + kept.get(number, usual) for number, line in enumerate(new[:-1])) + new[-1]
+
+
+def _plain_script(raw: str, path: str, encoding: str, bom: bool) -> Script:
+    text = _normalised(raw)
+    return Script(path, text, parse(text, path), PlainFile(raw), encoding=encoding, bom=bom)
+
+
+def _normalised(raw: str) -> str:
+    return raw.replace("\r\n", "\n").replace("\r", "\n") if "\r" in raw else raw
+
+
+def _declared_encoding(data: bytes, path: str, bom: bool) -> str:
+    lines = re.split(rb"\r\n|\r|\n", data[:1000], maxsplit=2)[:2]
+    for number, line in enumerate(lines, 1):
+        cookie = COOKIE.match(line)
+        if cookie:
+            encoding = cookie[1].decode("ascii", "replace")
+            is_utf8 = encoding.lower().replace("_", "-").startswith(("utf-8", "utf8"))
+            if bom and not is_utf8:
+                reason = f"declares the encoding {encoding} in line {number} and starts with the mark of UTF-8"
+                raise Unreadable(path, reason, number)
+            return "utf-8" if is_utf8 else encoding
+        if not BLANK.match(line):
+            break
+    return "utf-8"
+
+
+def _encoding_to_write(raw: str, path: str) -> str:
+    """What a text declares, if Python can write it so: it was decoded already, so this stops nothing."""
+    try:
+        encoding = _declared_encoding(raw[:1000].encode("utf-8", "replace"), path, bom=False)
+        raw.encode(encoding)
+    except (Unreadable, LookupError, ValueError):
+        return "utf-8"
+    return encoding
+
+
+def decoded(data: bytes, path: str) -> str:
+    """The text of a whole file, for what came as bytes from elsewhere than a file; Unreadable if it is none."""
+    bom = data.startswith(UTF8_BOM)
+    body = data[len(UTF8_BOM) :] if bom else data
+    encoding = "utf-8" if path.endswith(NOTEBOOK) else _declared_encoding(body, path, bom)
+    return ("\ufeff" if bom else "") + _decoded(body, encoding, path)
+
+
+def _decoded(data: bytes, encoding: str, path: str) -> str:
+    try:
+        return data.decode(encoding)
+    except LookupError as error:
+        raise Unreadable(path, f"declares the encoding {encoding!r}, which Python does not know") from error
+    except UnicodeDecodeError as error:
+        raise Unreadable(path, _undecodable(data, encoding, error), _line_at(data, error.start)) from error
+    except (ValueError, AssertionError, OverflowError) as error:  # codecs are not all careful
+        raise Unreadable(path, f"is not {encoding}, the encoding it declares") from error
+
+
+def _undecodable(data: bytes, encoding: str, error: UnicodeDecodeError) -> str:
+    where = f"byte 0x{data[error.start]:02x} at line {_line_at(data, error.start)}"
+    if encoding != "utf-8":
+        return f"not {encoding}, the encoding it declares ({where})"
+    if data.startswith(UTF16_BOMS):
+        return f"not UTF-8 ({where}); it looks like UTF-16, which Python does not read: save it as UTF-8"
+    return f"not UTF-8 ({where}); save it as UTF-8, or declare its encoding in the first line (PEP 263)"
+
+
+def _line_at(data: bytes, position: int) -> int:
+    return data.count(b"\n", 0, position) + 1
+
+
+def system_reason(error: OSError | ValueError) -> str:
+    """What the system has against a file, for people."""
+    import errno
+
+    number = getattr(error, "errno", None)
+    if number == errno.ELOOP:
+        return "a loop of symbolic links"
+    if number == errno.ENOENT:
+        return "there is no such file or folder"
+    return (getattr(error, "strerror", None) or str(error)).lower()  # ValueError: a null in the name
+
+
+def _positioned(node: ast.AST) -> list[ast.AST]:
+    """The node, or if it has no position of its own, as arguments and the whole tree have none, what is in it."""
+    return [node] if hasattr(node, "lineno") else list(ast.walk(node))
+
+
+def _own_nodes(statement: ast.stmt) -> list[ast.AST]:
+    """The nodes of a statement that belong to no statement within it."""
+    found: list[ast.AST] = []
+    pending: list[ast.AST] = [statement]
+    while pending:
+        node = pending.pop()
+        found.append(node)
+        pending += [below for below in ast.iter_child_nodes(node) if not isinstance(below, ast.stmt)]
+    return found

@@ -1,0 +1,257 @@
+"""Follow a function from its first statement to its last, into the functions it calls, and note what happens.
+
+The result is a ``Trace``: the events that matter to mixed precision in a tree of blocks, and every call and
+plain statement with the context it runs in. Nothing is executed.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from ampwise.source.calls import Recogniser
+from ampwise.source.events import Block, Branch, Context, Event, Guard, Inlined, Jump, Loop
+from ampwise.source.frame import Frame
+from ampwise.source.guards import guards_of
+from ampwise.source.outline import Class, Function
+from ampwise.source.precision import Autocast, autocast_of
+
+__all__ = ["Site", "Trace", "trace"]
+
+DEEPEST = 7  # calls followed into calls
+MOST_STATEMENTS = 6_000  # in one trace, inlined ones counted each time
+NO_GRAD = ("torch.no_grad", "torch.inference_mode", "torch.autograd.no_grad")
+JUMPS = {ast.Continue: "continue", ast.Break: "break", ast.Return: "return", ast.Raise: "raise"}
+
+
+@dataclass(slots=True, eq=False)
+class Site:
+    """A call or a plain statement, and the context it runs in."""
+
+    node: ast.AST
+    context: Context
+
+
+@dataclass(slots=True, eq=False)
+class Trace:
+    """All that was seen from one function on."""
+
+    frame: Frame
+    block: Block = field(default_factory=Block)
+    calls: list[Site] = field(default_factory=list)
+    statements: list[Site] = field(default_factory=list)
+    followed: set[Function] = field(default_factory=set)  # the functions it went into
+
+    def events(self) -> Iterator[Event]:
+        """Every event, in the order of the source, branches one after the other."""
+        yield from events_in(self.block)
+
+
+def events_in(block: Block) -> Iterator[Event]:
+    """The events of a block and of all blocks inside it."""
+    for node in block.nodes:
+        if isinstance(node, Event):
+            yield node
+        elif isinstance(node, Branch):
+            yield from events_in(node.then)
+            yield from events_in(node.orelse)
+        elif isinstance(node, Loop | Inlined):
+            yield from events_in(node.block)
+
+
+def trace(frame: Frame) -> Trace:
+    """Follow one function as if the program started there."""
+    result = Trace(frame)
+    walker = _Walker(result)
+    walker.statements(frame.function.body, _entry_context(frame, Context(frame)), result.block)
+    return result
+
+
+class _Walker:
+    def __init__(self, result: Trace) -> None:
+        self.result = result
+        self.recogniser = Recogniser()
+        self.left = MOST_STATEMENTS
+
+    # -- statements ---------------------------------------------------------------------------------------
+
+    def statements(self, body: Sequence[ast.stmt], context: Context, block: Block) -> None:
+        for node in body:
+            self.left -= 1
+            if self.left < 0:
+                return
+            self.statement(node, context, block)
+            context = _after(node, context)
+
+    def statement(self, node: ast.stmt, context: Context, block: Block) -> None:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            return
+        if isinstance(node, ast.If):
+            self.if_(node, context, block)
+        elif isinstance(node, ast.For | ast.AsyncFor | ast.While):
+            self.loop(node, context, block)
+        elif isinstance(node, ast.With | ast.AsyncWith):
+            self.with_(node, context, block)
+        elif isinstance(node, ast.Try | ast.TryStar):
+            self.try_(node, context, block)
+        elif isinstance(node, ast.Match):
+            self.match(node, context, block)
+        else:
+            self.plain(node, context, block)
+
+    def plain(self, node: ast.stmt, context: Context, block: Block) -> None:
+        self.result.statements.append(Site(node, context))
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.expr):
+                self.expression(child, context, block)
+        block.nodes += self.recogniser.statement(node, context)
+        jump = JUMPS.get(type(node))
+        if jump is not None:
+            block.nodes.append(Jump(jump))
+
+    def if_(self, node: ast.If, context: Context, block: Block) -> None:
+        self.expression(node.test, context, block)
+        holds, fails = guards_of(node.test, context.frame)
+        branch = Branch(holds, fails, Block(), Block())
+        self.statements(node.body, context.but(guards=context.guards + holds), branch.then)
+        self.statements(node.orelse, context.but(guards=context.guards + fails), branch.orelse)
+        if isinstance(node.test, ast.Constant):
+            block.nodes += (branch.then if node.test.value else branch.orelse).nodes
+        elif branch.then.nodes or branch.orelse.nodes:
+            block.nodes.append(branch)
+
+    def loop(self, node: ast.For | ast.AsyncFor | ast.While, context: Context, block: Block) -> None:
+        head = node.test if isinstance(node, ast.While) else node.iter
+        self.expression(head, context, block)
+        loop = Loop(node, context.frame, Block())
+        self.statements(node.body, context.but(loops=(*context.loops, loop)), loop.block)
+        if loop.block.nodes:
+            block.nodes.append(loop)
+        self.statements(node.orelse, context, block)
+
+    def with_(self, node: ast.With | ast.AsyncWith, context: Context, block: Block) -> None:
+        for item in node.items:
+            self.expression(item.context_expr, context, block)
+            context = _inside(item.context_expr, context)
+        self.statements(node.body, context, block)
+
+    def try_(self, node: ast.Try | ast.TryStar, context: Context, block: Block) -> None:
+        self.statements(node.body, context, block)
+        self.statements(node.orelse, context, block)
+        for handler in node.handlers:  # seen, but not a way that training goes
+            self.statements(handler.body, context, Block())
+        self.statements(node.finalbody, context, block)
+
+    def match(self, node: ast.Match, context: Context, block: Block) -> None:
+        self.expression(node.subject, context, block)
+        subject = context.frame.key(node.subject) or ast.unparse(node.subject)
+        for case in node.cases:
+            guard = Guard(f"{subject} is {ast.unparse(case.pattern)}", True, test=node.subject)
+            branch = Branch((guard,), (Guard(guard.text, False),), Block(), Block())
+            self.statements(case.body, context.but(guards=(*context.guards, guard)), branch.then)
+            if branch.then.nodes:
+                block.nodes.append(branch)
+
+    # -- expressions --------------------------------------------------------------------------------------
+
+    def expression(self, node: ast.expr, context: Context, block: Block) -> None:
+        if isinstance(node, ast.Call):
+            self.call(node, context, block)
+        elif isinstance(node, ast.IfExp):
+            self.choice(node, context, block)
+        elif not isinstance(node, ast.Lambda | ast.Constant | ast.Name):
+            self.parts(node, context, block)
+
+    def parts(self, node: ast.AST, context: Context, block: Block) -> None:
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.expr):
+                self.expression(child, context, block)
+            elif isinstance(child, ast.comprehension | ast.keyword):
+                self.parts(child, context, block)
+
+    def choice(self, node: ast.IfExp, context: Context, block: Block) -> None:
+        self.expression(node.test, context, block)
+        holds, fails = guards_of(node.test, context.frame)
+        branch = Branch(holds, fails, Block(), Block())
+        self.expression(node.body, context.but(guards=context.guards + holds), branch.then)
+        self.expression(node.orelse, context.but(guards=context.guards + fails), branch.orelse)
+        if branch.then.nodes or branch.orelse.nodes:
+            block.nodes.append(branch)
+
+    def call(self, node: ast.Call, context: Context, block: Block) -> None:
+        self.expression(node.func, context, block)
+        for argument in node.args:
+            self.expression(argument, context, block)
+        for word in node.keywords:
+            self.expression(word.value, context, block)
+        self.result.calls.append(Site(node, context))
+        found = self.recogniser.call(node, context)
+        block.nodes += found.nodes
+        if found.follow:
+            self.follow(node, context, block)
+
+    def follow(self, node: ast.Call, context: Context, block: Block) -> None:
+        target = context.frame.callee(node) or _passed_closure(node, context.frame)
+        if target is None:
+            block.nodes += self.recogniser.unknown(node, context)
+            return
+        function, owner = target
+        if not context.frame.lookup.matters(function):
+            return
+        if any(frame.function is function for frame in context.frame.callers()) or context.frame.depth() >= DEEPEST:
+            return
+        self.result.followed.add(function)
+        frame = context.frame.enter(function, node, owner)
+        inlined = Inlined(frame, Block())
+        self.statements(function.body, _entry_context(frame, context), inlined.block)
+        if inlined.block.nodes:
+            block.nodes.append(inlined)
+
+
+def _entry_context(frame: Frame, around: Context) -> Context:
+    """The context at a function's first statement: the caller's, with what its decorators add."""
+    context = around.but(frame=frame)
+    for decorator in frame.function.decorators:
+        context = _inside(decorator, context)
+    return context
+
+
+def _inside(manager: ast.expr, context: Context) -> Context:
+    autocast = _entered(manager, context)
+    if autocast is not None:
+        context = context.but(autocasts=(*context.autocasts, autocast))
+    elif _stops_gradients(manager, context.frame):
+        context = context.but(no_grad=True)
+    return context
+
+
+def _entered(manager: ast.expr, context: Context) -> Autocast | None:
+    return autocast_of(manager, context.frame)
+
+
+def _stops_gradients(manager: ast.expr, frame: Frame) -> bool:
+    called = manager.func if isinstance(manager, ast.Call) else manager
+    qualified = frame.qualified(called)
+    if qualified in NO_GRAD:
+        return True
+    return qualified == "torch.set_grad_enabled" and ast.unparse(manager).endswith("(False)")
+
+
+def _after(node: ast.stmt, context: Context) -> Context:
+    """After ``if not ready: continue`` the rest of the block runs only when ready."""
+    if isinstance(node, ast.If) and not node.orelse and node.body and type(node.body[-1]) in JUMPS:
+        return context.but(guards=context.guards + guards_of(node.test, context.frame)[1])
+    return context
+
+
+def _passed_closure(node: ast.Call, frame: Frame) -> tuple[Function, Class | None] | None:
+    """``optimizer.step(closure)`` runs closure."""
+    if isinstance(node.func, ast.Attribute) and node.func.attr == "step":
+        for argument in [*node.args, *(word.value for word in node.keywords)]:
+            target = frame.definition(argument) if isinstance(argument, ast.Name) else None
+            if isinstance(target, Function):
+                return target, None
+    return None
+
+

@@ -1,0 +1,330 @@
+"""The verb: what it prints where, what it writes, and its exit codes."""
+
+import ast
+import io
+import json
+import subprocess
+import sys
+import types
+
+import pytest
+
+from ampwise.cli import main
+from ampwise.finding import Rule, Severity
+
+BAD = "x = 1\nbad(x)  # é\n"
+MENDED = "x = 1\ngood(x)  # é\n"
+
+
+def plant(code, name, called, good=None, safe=True):
+    module = types.ModuleType(name)
+    module.RULE = Rule(
+        code=code,
+        name=name,
+        severity=Severity.ERROR,
+        summary="s",
+        why="w",
+        fix="Do not.",
+        bad="b",
+        good="g",
+        fixable="always" if good else "",
+    )
+
+    def check(evidence):
+        script = evidence.script
+        for node in ast.walk(script.tree):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) == called:
+                edits = (script.replace(node.func, good),) if good else ()
+                yield module.RULE.at(script.place(node), f"call of {called}", edits=edits, safe=safe)
+
+    module.check = check
+    return module
+
+
+@pytest.fixture
+def check(tmp_path, monkeypatch, capsys):
+    """Run ``ampwise check`` with planted rules in a folder of its own; exit code, stdout, stderr."""
+    modules = [
+        plant("AMP101", "call-bad", "bad", "good"),
+        plant("AMP102", "call-risky", "risky", "careful", safe=False),
+        plant("AMP201", "call-plain", "plain"),
+    ]
+    monkeypatch.setattr("ampwise.lint.check.source_rules", lambda: modules)
+    monkeypatch.setattr("ampwise.rules.registered", lambda: ())
+    monkeypatch.chdir(tmp_path)
+    for variable in ("AMPWISE_OUTPUT_FORMAT", "GITHUB_ACTIONS", "AMPWISE_DEBUG", "FORCE_COLOR"):
+        monkeypatch.delenv(variable, raising=False)
+
+    def run(*words, stdin=None):
+        if stdin is not None:
+            monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin)))
+        code = main(["check", *words])
+        told = capsys.readouterr()
+        return code, told.out, told.err
+
+    return run
+
+
+@pytest.fixture
+def write(tmp_path):
+    def write(**files):
+        for name, text in files.items():
+            (tmp_path / f"{name}.py").write_bytes(text if isinstance(text, bytes) else text.encode())
+        return tmp_path
+
+    return write
+
+
+def test_clean(check, write):
+    write(a="x = 1\n")
+    assert check() == (0, "All checks passed!\n", "")
+
+
+def test_findings_are_told_and_exit_with_1(check, write):
+    write(a=BAD)
+    code, out, err = check("--output-format", "concise")
+    assert (code, err) == (1, "")
+    assert out.splitlines()[0] == "a.py:2:1: AMP101 [*] [error] call-bad: call of bad"
+    assert "[*] 1 fixable with `--fix`." in out
+    code, out, _ = check("a.py")
+    assert "2 | bad(x)  # é" in out
+    assert check("--exit-zero")[0] == 0
+
+
+def test_json_has_ruffs_fields(check, write):
+    write(a=BAD)
+    code, out, _ = check("--json")
+    (entry,) = json.loads(out)
+    assert code == 1
+    assert (entry["code"], entry["name"], entry["filename"]) == ("AMP101", "call-bad", "a.py")
+    assert entry["location"] == {"row": 2, "column": 1}
+    assert check("--json", "--ignore", "ALL")[:2] == (0, "[]\n")
+
+
+@pytest.mark.parametrize(
+    ("words", "codes"),
+    [
+        (["--select", "AMP2"], ["AMP201"]),
+        (["--select", "AMP2,call-bad"], ["AMP101", "AMP201"]),
+        (["--select", "AMP2", "--select", "AMP101"], ["AMP101", "AMP201"]),
+        (["--ignore", "AMP1"], ["AMP201"]),
+        (["--select", "AMP2", "--extend-select", "AMP102"], ["AMP102", "AMP201"]),
+        (["--select", ""], []),
+    ],
+)
+def test_selection(check, write, words, codes):
+    write(a="bad(); risky(); plain()")
+    _, out, _ = check("--json", *words)
+    assert [entry["code"] for entry in json.loads(out)] == codes
+
+
+def test_unreadable_files_are_named_and_the_rest_goes_on(check, write):
+    write(a=BAD, b="def (", c=b"\xff")
+    code, out, err = check("--output-format=concise", ".", "gone.py")
+    assert code == 1
+    assert "a.py:2:1: AMP101" in out
+    assert err.splitlines() == [
+        "ampwise: gone.py: cannot check: there is no such file or folder",
+        "ampwise: b.py: cannot check: syntax error at line 1: invalid syntax",
+        "ampwise: c.py: cannot check: not UTF-8 (byte 0xff at line 1); save it as UTF-8, or declare its encoding "
+        "in the first line (PEP 263)",
+    ]
+
+
+def test_exit_2_when_nothing_could_be_read(check, write):
+    folder = write(b="def (")
+    assert check()[0] == 2
+    assert check()[1] == "", "not that all checks passed"
+    assert check("--json")[:2] == (2, "[]\n")
+    assert check("--exit-zero")[0] == 2
+    (folder / "docs").mkdir()
+    assert check("docs") == (2, "", "ampwise: docs: no Python file or notebook in this folder\n")
+
+
+def test_names_cannot_write_to_the_terminal(check, tmp_path):
+    (tmp_path / "\x1b[2J.py").write_text("def (")
+    assert "\x1b" not in check()[2]
+
+
+def test_fix_writes_and_counts(check, write):
+    folder = write(a=BAD + "plain()\nrisky()\n", b="bad()")
+    code, out, _ = check("--fix", "--output-format", "concise")
+    assert code == 1
+    assert out.splitlines()[-1] == "Found 4 findings (2 fixed, 2 remaining)."
+    assert (folder / "a.py").read_text() == MENDED + "plain()\nrisky()\n"
+    assert (folder / "b.py").read_text() == "good()"
+    code, out, _ = check("--fix", "--unsafe-fixes", "--ignore", "AMP201")
+    assert (code, out) == (0, "Found 1 finding (1 fixed, 0 remaining).\n")
+    assert check("--fix", "--ignore", "AMP201")[:2] == (0, "All checks passed!\n")
+
+
+def test_fix_with_json_prints_json_alone(check, write):
+    write(a=BAD)
+    assert check("--fix", "--json")[:2] == (0, "[]\n")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs /dev/full or a read-only folder")
+def test_a_file_that_cannot_be_written_is_named(check, write, monkeypatch):
+    folder = write(a=BAD)
+
+    def fail(*_):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr("os.replace", fail)
+    code, out, err = check("--fix")
+    assert (code, err) == (1, "ampwise: a.py: cannot be written: permission denied\n")
+    assert "fixed" not in out
+    assert (folder / "a.py").read_text() == BAD
+
+
+def test_diff_shows_and_writes_nothing(check, write):
+    folder = write(a=BAD, b="risky()\n")
+    code, out, err = check("--diff")
+    assert (code, err) == (1, "ampwise: would fix 1 finding\n")
+    assert "-bad(x)  # é\n+good(x)  # é\n" in out
+    assert "risky" not in out
+    assert "+careful()" in check("--diff", "--unsafe-fixes")[1]
+    assert (folder / "a.py").read_text() == BAD
+    assert check("--diff", "--select", "AMP201") == (0, "", "ampwise: nothing to fix\n")
+    assert check("--diff", "--exit-zero")[0] == 0
+
+
+def test_statistics(check, write):
+    write(a="plain(); plain(); bad()")
+    code, out, _ = check("--statistics")
+    assert code == 1
+    assert [line.split() for line in out.splitlines()[:2]] == [
+        ["2", "AMP201", "[", "]", "call-plain"],
+        ["1", "AMP101", "[*]", "call-bad"],
+    ]
+    told = json.loads(check("--statistics", "--json")[1])
+    assert [(row["code"], row["count"], row["fixable"]) for row in told] == [("AMP201", 2, False), ("AMP101", 1, True)]
+    assert check("--statistics", "--output-format", "sarif")[0] == 2
+
+
+def test_add_noqa(check, write):
+    folder = write(a=BAD, b="x = [\n  plain(),\n]\n")
+    code, out, _ = check("--add-noqa")
+    assert (code, out) == (0, "Suppressed 2 findings with comments.\n")
+    assert (folder / "a.py").read_text() == "x = 1\nbad(x)  # é  # noqa: AMP101\n"
+    assert (folder / "b.py").read_text() == "x = [\n  plain(),\n]  # noqa: AMP201\n"
+    assert check()[0] == 0
+
+
+# stdin
+
+
+def test_stdin(check, write):
+    write()
+    code, out, _ = check("-", "--output-format", "concise", stdin=BAD.encode())
+    assert (code, out.splitlines()[0]) == (1, "-:2:1: AMP101 [*] [error] call-bad: call of bad")
+    code, out, _ = check("-", "--stdin-filename", "sub/t.py", stdin=BAD.encode())
+    assert "sub/t.py:2:1" in out
+    assert "2 | bad(x)" in out, "the excerpt is of what came in, not of a file"
+    assert check("-", stdin=b"x")[0] == 0
+
+
+def test_stdin_under_the_settings_of_the_name(check, tmp_path):
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "sub" / "ampwise.toml").write_text('ignore = ["AMP101"]')
+    assert check("-", "--stdin-filename", "sub/t.py", stdin=b"bad()")[0] == 0
+    assert check("-", "--stdin-filename", "t.py", stdin=b"bad()")[0] == 1
+
+
+@pytest.mark.parametrize(
+    "data",
+    [BAD.encode(), b"\xef\xbb\xbfbad()\r\n", b"# coding: latin-1\nbad('\xe9')", b"x = 1\n"],
+)
+def test_stdin_mended_goes_to_stdout(check, write, monkeypatch, data):
+    written = []
+    monkeypatch.setattr("ampwise.cli.check._write_bytes", written.append)
+    code, out, _ = check("-", "--fix", stdin=data)
+    assert (code, out) == (0, "")
+    assert written == [data.replace(b"bad", b"good")]
+
+
+def test_stdin_that_cannot_be_read_is_not_lost(check, write, monkeypatch):
+    written = []
+    monkeypatch.setattr("ampwise.cli.check._write_bytes", written.append)
+    for data in (b"\xff", b"def ("):
+        code, _, err = check("-", "--fix", stdin=data)
+        assert (code, written.pop()) == (2, data)
+        assert err.startswith("ampwise: -: cannot check: ")
+
+
+def test_stdin_diff(check, write):
+    code, out, _ = check("-", "--diff", "--stdin-filename", "t.py", stdin=b"bad()\n")
+    assert code == 1
+    assert "-bad()\n+good()\n" in out
+
+
+def test_a_notebook_on_stdin(check, write):
+    text = json.dumps({"nbformat": 4, "cells": [{"cell_type": "code", "source": "bad()"}]})
+    _, out, _ = check("-", "--stdin-filename", "n.ipynb", "--output-format=concise", stdin=text.encode())
+    assert out.startswith("n.ipynb:cell 1:1:1: AMP101")
+
+
+# Settings
+
+
+def test_settings_decide_what_the_command_line_leaves_open(check, write):
+    folder = write(a=BAD)
+    (folder / "ampwise.toml").write_text('output-format = "concise"\nfix = true\n')
+    assert check("--no-fix")[1].startswith("a.py:2:1: AMP101")
+    assert json.loads(check("--no-fix", "--json")[1])
+    assert check("--no-fix", "--isolated")[1].startswith("error[AMP101]")
+    assert check() == (0, "Found 1 finding (1 fixed, 0 remaining).\n", "")
+    (folder / "other.toml").write_text('ignore = ["ALL"]')
+    write(a=BAD)
+    assert check("--config", "other.toml")[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--select", "AMP9"], "unknown rule selector 'AMP9'. Did you mean"),
+        (["--ignore", "call-bed"], "unknown rule selector 'call-bed'. Did you mean call-bad"),
+        (["-", "a.py"], "check -: stdin is checked alone"),
+        (["-", "--add-noqa"], "check --add-noqa -: it writes files, and stdin is none"),
+        (["--add-noqa", "--fix"], "check --add-noqa: it goes with neither --fix nor --diff"),
+        (["--config", "gone.toml"], "check --config gone.toml: there is no such file"),
+    ],
+)
+def test_mistakes_are_one_line_and_exit_2(check, write, words, message):
+    write(a=BAD)
+    code, out, err = check(*words)
+    assert (code, out) == (2, "")
+    assert err.startswith(f"ampwise: error: {message}")
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize("jobs", ["0", "-1", "x"])
+def test_jobs_is_a_number(check, capsys, jobs):
+    with pytest.raises(SystemExit):
+        check("--jobs", jobs)
+    assert f"{jobs!r} is not a number of processes, from 1 on" in capsys.readouterr().err
+
+
+def test_the_help_names_every_key_of_the_settings(check, capsys):
+    from ampwise.lint.config import KEYS
+
+    with pytest.raises(SystemExit):
+        check("--help")
+    described = capsys.readouterr().out
+    assert [key for key in KEYS if key not in described] == []
+
+
+SLOW = ("tomllib", "json", "multiprocessing", "concurrent.futures", "rich", "logging", "torch")
+
+
+def test_what_is_slow_to_import_is_not_imported_for_a_clean_file(tmp_path):
+    (tmp_path / "a.py").write_text("x = 1\n")
+    code = (
+        "import sys, ampwise.lint.check as c\n"
+        "c.source_rules = list\n"
+        "from ampwise.cli import main\n"
+        "code = main(['check', 'a.py'])\n"
+        f"print(code, [name for name in {SLOW!r} if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "0 []"

@@ -1,0 +1,147 @@
+"""Which files are found, in which order, and what is said of paths that give none."""
+
+import os
+
+import pytest
+
+from ampwise.lint.config import Configs
+from ampwise.lint.files import DEFAULT_EXCLUDE, find_files, glob_matcher, matters
+
+
+@pytest.fixture
+def tree(tmp_path, monkeypatch):
+    """Make files (by name, empty unless a text is given) and stand in their folder."""
+    monkeypatch.chdir(tmp_path)
+
+    def make(*paths, **texts):
+        for path in paths:
+            file = tmp_path / path
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(texts.get(path, ""))
+        return tmp_path
+
+    return make
+
+
+def found(*paths, **options):
+    return find_files(paths or ["."], Configs(**options))
+
+
+def test_folders_are_walked_in_order_without_what_is_not_ones_own(tree):
+    excluded = [f"{name}/x.py" for name in DEFAULT_EXCLUDE]
+    tree("b.py", "a/z.py", "a/y.ipynb", "a/b/c.py", "notes.txt", "a/data.json", *excluded)
+    assert found().files == ["b.py", "a/y.ipynb", "a/z.py", "a/b/c.py"]
+    assert found("a", "b.py").files == ["a/y.ipynb", "a/z.py", "a/b/c.py", "b.py"]
+
+
+def test_a_file_given_by_name_is_always_checked_and_once(tree):
+    tree("build/x.py", "script", "a.py")
+    assert found("build/x.py", "script", "./a.py", "a.py", ".").files == ["build/x.py", "script", "a.py"]
+
+
+def test_exclude_replaces_the_usual_list_and_extend_exclude_adds_to_it(tree):
+    root = tree("build/x.py", "gen/a_pb2.py", "gen/b.py", "sub/gen/c.py", "docs/d/e.py", "keep.py")
+    (root / "pyproject.toml").write_text('[tool.ampwise]\nextend-exclude = ["*_pb2.py", "docs/**", "/sub/gen"]\n')
+    assert found().files == ["keep.py", "gen/b.py"]
+    (root / "pyproject.toml").write_text('[tool.ampwise]\nexclude = ["**/gen"]\n')
+    assert found().files == ["keep.py", "build/x.py", "docs/d/e.py"]
+    assert "sub/gen/c.py" in found(isolated=True).files
+
+
+def test_the_nearest_settings_exclude(tree):
+    root = tree("a/x.py", "a/y.py", "b/x.py")
+    (root / "a" / "ampwise.toml").write_text('exclude = ["x.py"]\n')
+    assert found().files == ["a/y.py", "b/x.py"]
+
+
+def test_missing_and_empty(tree):
+    tree("docs/readme.md", "a.py")
+    result = found("nowhere.py", "docs", "a.py")
+    assert result.files == ["a.py"]
+    assert [str(error) for error in result.unreadable] == ["nowhere.py: there is no such file or folder"]
+    assert result.notes == ["docs: no Python file or notebook in this folder"]
+
+
+def test_a_folder_whose_files_were_named_before_is_not_called_empty(tree):
+    tree("src/a.py")
+    assert found("src/a.py", "src", "src").notes == []
+
+
+def test_loops_of_links(tree):
+    root = tree("a/x.py", "b/y.py")
+    (root / "a" / "up").symlink_to(root)
+    (root / "self.py").symlink_to(root / "self.py")
+    (root / "dangling.py").symlink_to(root / "gone")
+    (root / ".#lock.py").symlink_to("user@host:1")
+    (root / "c").symlink_to(root / "b")
+    result = found()
+    assert result.files == ["a/x.py", "b/y.py"]
+    assert result.notes == ["a/up: a loop of symbolic links, not followed"]
+    assert sorted(str(error) for error in result.unreadable) == [
+        "dangling.py: a symbolic link to nothing",
+        "self.py: a loop of symbolic links",
+    ]
+    assert str(found("self.py").unreadable[0]) == "self.py: a loop of symbolic links"
+
+
+def test_a_linked_folder_from_elsewhere_is_followed(tree, tmp_path_factory):
+    root = tree("a.py")
+    elsewhere = tmp_path_factory.mktemp("elsewhere")
+    (elsewhere / "z.py").write_text("")
+    (root / "0").symlink_to(elsewhere)
+    assert found().files == ["a.py", "0/z.py"]
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
+def test_a_folder_that_may_not_be_read(tree):
+    root = tree("a/x.py", "b.py")
+    (root / "a").chmod(0)
+    result = found()
+    (root / "a").chmod(0o700)
+    assert result.files == ["b.py"]
+    assert [error.reason for error in result.unreadable] == ["permission denied"]
+
+
+def test_odd_names(tree):
+    root = tree("[x].py", " .py")
+    (root / os.fsdecode(b"\xff.py")).write_text("")
+    assert len(found().files) == 3
+
+
+@pytest.mark.parametrize(
+    ("glob", "hits", "misses"),
+    [
+        ("tests/*", ["tests/a.py", "tests/b/c.py"], ["src/tests.py"]),
+        ("**/gen", ["gen", "a/gen"], ["gen.py"]),
+        ("./a.py", ["a.py"], ["b/a.py"]),
+        ("*.py", ["a.py", "b/a.py"], ["a.pyc"]),
+        ("dir/", ["dir"], ["dirs"]),
+    ],
+)
+def test_globs(glob, hits, misses):
+    matcher = glob_matcher((glob,))
+    assert all(matcher.match(path) for path in hits)
+    assert not any(matcher.match(path) for path in misses)
+
+
+SPELLINGS = ["GradScaler()", "NativeScaler", "self.scaler", "autocast", ".half()", "torch.float16", "bfloat16", "fp16"]
+SPELLINGS += [
+    "bf16",
+    "allow_tf32",
+    "set_float32_matmul_precision",
+    "import amp",
+    "torch.amp",
+    "use_amp",
+    "'amp'",
+    '"amp"',
+]
+
+
+@pytest.mark.parametrize("text", SPELLINGS)
+def test_files_with_the_words_matter(text):
+    assert matters(text.encode())
+
+
+@pytest.mark.parametrize("text", ["", "sample, example = clamp(timestamp)", "import torch", "float32"])
+def test_files_without_do_not(text):
+    assert not matters(text.encode())
