@@ -10,6 +10,8 @@ from hypothesis import settings
 settings.register_profile("ampwise", deadline=None, derandomize="CI" in os.environ)
 settings.load_profile("ampwise")
 
+collect_ignore_glob = ["rules/source/fixtures/*"]  # code to be read, not run
+
 try:
     import torch
 

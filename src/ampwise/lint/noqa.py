@@ -16,13 +16,11 @@ from ampwise.source.script import Script
 
 __all__ = ["Suppressions", "suppressions", "with_noqa"]
 
-# Also what the cheap look at the text is for: most files have neither, and are not tokenized.
-MENTION = re.compile(r"#[^\n]*\bnoqa\b", re.I)
-CODES = r"(?::\s*(?P<codes>{item}(?:[,\s]+{item})*)?|(?![\w:-]))".format(
-    item=r"(?:[A-Z]+[0-9]+|[A-Z0-9]+(?:-[A-Z0-9]+)+)\b"
-)
-ON_LINE = re.compile(rf"#\s*noqa{CODES}", re.I)
-IN_FILE = re.compile(rf"#\s*ampwise:\s*noqa{CODES}", re.I)
+# As text, for `re` to compile at first use: most files have no such comment, and compiling takes milliseconds.
+ITEM = r"(?:[A-Z]+[0-9]+|[A-Z0-9]+(?:-[A-Z0-9]+)+)\b"
+CODES = rf"(?::\s*(?P<codes>{ITEM}(?:[,\s]+{ITEM})*)?|(?![\w:-]))"
+ON_LINE = rf"(?i)#\s*noqa{CODES}"
+IN_FILE = rf"(?i)#\s*ampwise:\s*noqa{CODES}"
 EVERYTHING = frozenset({"*"})
 
 
@@ -46,14 +44,14 @@ NOTHING = Suppressions(frozenset(), {}, {})
 
 def suppressions(script: Script) -> Suppressions:
     """What the comments of ``script`` suppress; codes are not checked, since other tools' stand there too."""
-    if not MENTION.search(script.text):
+    if "noqa" not in script.text.lower():
         return NOTHING
     comments, logical_lines = _tokenized(script)
     in_file: set[str] = set()
     by_line: dict[int, frozenset[str]] = {}
     for line, comment in comments:
-        in_file |= _codes(IN_FILE.search(comment))
-        codes = _codes(ON_LINE.search(comment))
+        in_file |= _codes(re.search(IN_FILE, comment))
+        codes = _codes(re.search(ON_LINE, comment))
         if codes:
             by_line[line] = codes
     return Suppressions(frozenset(in_file), by_line, logical_lines)
@@ -74,7 +72,7 @@ def with_noqa(script: Script, findings: Iterable[Finding]) -> str:
 
 
 def _with_codes(line: str, codes: Sequence[str]) -> str:
-    present = next((match for match in reversed(list(ON_LINE.finditer(line))) if match["codes"]), None)
+    present = next((match for match in reversed(list(re.finditer(ON_LINE, line))) if match["codes"]), None)
     if present:
         return f"{line[: present.end()]}, {', '.join(codes)}{line[present.end() :]}"
     return f"{line.rstrip()}  # noqa: {', '.join(codes)}"

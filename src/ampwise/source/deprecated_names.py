@@ -9,7 +9,7 @@ from __future__ import annotations
 import ast
 import functools
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from ampwise.finding import Edit
@@ -63,7 +63,14 @@ class _Deprecated:
     # -- from torch.cuda.amp import autocast ---------------------------------------------------------------
 
     def _imported(self) -> Iterator[DeprecatedUse]:
-        statements = [
+        statements = self._import_statements()
+        names = {alias.name for node in statements for alias in node.names}
+        edits = self._sure_edits(self._edits_of_imports, "GradScaler" in names) if statements else ()
+        for node in statements:
+            yield DeprecatedUse(node, f"{node.module}", edits)
+
+    def _import_statements(self) -> list[ast.ImportFrom]:
+        return [
             node
             for node in self.code.tree_nodes
             if isinstance(node, ast.ImportFrom)
@@ -71,30 +78,24 @@ class _Deprecated:
             and not node.level
             and any(alias.name in (*MOVED, "*") for alias in node.names)
         ]
-        edits = self._edits_of_imports(statements) if statements else ()
-        for node in statements:
-            yield DeprecatedUse(node, f"{node.module}", edits)
 
-    def _edits_of_imports(self, statements: list[ast.ImportFrom]) -> tuple[Edit, ...]:
-        """Edits for all these imports and every use of the names they bring; none unless all can be made."""
+    def _edits_of_imports(self) -> list[Edit]:
+        """Edits for all imports of deprecated names and every use of what they bring."""
         names: dict[str, tuple[str, str]] = {}
-        edits: list[Edit] = []
-        try:
-            for node in statements:
-                self._require(not self._for_old_versions(node))
-                for alias in node.names:
-                    self._require(alias.name in MOVED)
-                    what = (MODULES[node.module or ""], alias.name)
-                    self._require(names.setdefault(alias.asname or alias.name, what) == what)
-                edits.append(self._renamed_module(node))
-            self._require(not self._is_taken_elsewhere(set(names)))
-            for name, (device, moved) in names.items():
-                self._require(self._is_bound_only_by(name, statements))
-                for use in self._names(name):
-                    edits += self._rewritten(use, device, moved, written=name)
-        except _NotSure:
-            return ()
-        return tuple(edits)
+        statements = self._import_statements()
+        for node in statements:
+            self._require(not self._for_old_versions(node))
+            for alias in node.names:
+                self._require(alias.name in MOVED)
+                what = (MODULES[node.module or ""], alias.name)
+                self._require(names.setdefault(alias.asname or alias.name, what) == what)
+        edits = [self._renamed_module(node) for node in statements]
+        self._require(not self._is_taken_elsewhere(set(names)))
+        for name, (device, moved) in names.items():
+            self._require(self._is_bound_only_by(name, statements))
+            for use in self._names(name):
+                edits += self._rewritten(use, device, moved, written=name)
+        return edits
 
     def _renamed_module(self, node: ast.ImportFrom) -> Edit:
         """``from torch.cuda.amp import`` as ``from torch.amp import``; what follows stays as it is."""
@@ -115,42 +116,51 @@ class _Deprecated:
     # -- torch.cuda.amp.autocast(), amp.autocast() ------------------------------------------------------------
 
     def _dotted(self) -> Iterator[DeprecatedUse]:
-        uses = [
+        for node in self.dotted_uses:
+            device, name = DEPRECATED[self._full_name(node)]
+            edits = self._sure_edits(functools.partial(self._edits_of_use, node), name == "GradScaler")
+            yield DeprecatedUse(node, f"torch.{device}.amp.{name}", edits)
+
+    @functools.cached_property
+    def dotted_uses(self) -> list[ast.Attribute]:
+        return [
             node
             for node in self.code.tree_nodes
             if isinstance(node, ast.Attribute) and self._full_name(node) in DEPRECATED
         ]
-        for node in uses:
-            device, name = DEPRECATED[self._full_name(node)]
-            yield DeprecatedUse(node, f"torch.{device}.amp.{name}", self._edits_of_use(node, uses))
 
     def _full_name(self, node: ast.expr) -> str:
         return self.imports.qualified(node) or ""
 
-    def _edits_of_use(self, node: ast.Attribute, uses: list[ast.Attribute]) -> tuple[Edit, ...]:
+    def _edits_of_use(self, node: ast.expr) -> list[Edit]:
+        """The edits for one use, however it is written."""
+        if isinstance(node, ast.Name):
+            return self._edits_of_imports()
         root = _root(node)
+        if self.imports.names.get(root) != "torch":
+            return self._edits_of_module_alias(root)
+        device, name = DEPRECATED[self._full_name(node)]
+        return self._rewritten(node, device, name, written=f"{root}.amp.{name}")
+
+    def _sure_edits(self, edits_of: Callable[[], list[Edit]], of_scaler: bool) -> tuple[Edit, ...]:
+        """All the edits, or none at all; a scaler's go with those for the tests of its type."""
         try:
-            if self.imports.names.get(root) == "torch":
-                return tuple(self._edits_of_full_name(node, uses))
-            return tuple(self._edits_of_module_alias(root, uses))
+            edits = [*edits_of(), *(self._edits_of_tests() if of_scaler else ())]
         except _NotSure:
             return ()
+        return tuple(dict.fromkeys(edits))
 
-    def _edits_of_full_name(self, node: ast.Attribute, uses: list[ast.Attribute]) -> list[Edit]:
-        """One use, and with a GradScaler the ``isinstance`` tests for it too, which would no longer hold."""
-        device, name = DEPRECATED[self._full_name(node)]
-        root = _root(node)
-        edits = self._rewritten(node, device, name, written=f"{root}.amp.{name}")
-        for other in uses if name == "GradScaler" else ():
-            if other is not node and not isinstance(self.parent(other), ast.Call | ast.AnnAssign | ast.arg):
-                same = DEPRECATED[self._full_name(other)]
-                if same[1] == name:
-                    edits += self._rewritten(other, *same, written=f"{_root(other)}.amp.{name}")
-            elif other is not node and self._is_instance_test(other):
-                edits += self._rewritten(other, device, name, written=f"{_root(other)}.amp.{name}")
-        return edits
+    def _edits_of_tests(self) -> Iterator[Edit]:
+        """``isinstance(scaler, torch.cuda.amp.GradScaler)`` no longer holds for a scaler of torch.amp."""
+        for node in self.code.tree_nodes:
+            if not isinstance(node, ast.Name | ast.Attribute):
+                continue
+            if DEPRECATED.get(self._full_name(node), ("", ""))[1] == "GradScaler":
+                parent = self.parent(node)
+                if not (isinstance(parent, ast.Call) and parent.func is node) and not self._is_annotation(node):
+                    yield from self._edits_of_use(node)
 
-    def _edits_of_module_alias(self, alias: str, uses: list[ast.Attribute]) -> list[Edit]:
+    def _edits_of_module_alias(self, alias: str) -> list[Edit]:
         """``from torch.cuda import amp`` made ``from torch import amp``, with every use of ``amp``."""
         statements = [
             node
@@ -169,7 +179,7 @@ class _Deprecated:
         edits = [self.script.replace(statement, new)]
         for name in self._names(alias):
             use = self.parent(name)
-            self._require(isinstance(use, ast.Attribute) and use in uses)
+            self._require(isinstance(use, ast.Attribute) and use in self.dotted_uses)
             assert isinstance(use, ast.Attribute)
             device, what = DEPRECATED[self._full_name(use)]
             self._require(self._full_name(use).count(".") == 3)  # not through amp.autocast_mode
@@ -199,38 +209,38 @@ class _Deprecated:
         self._require(not any(isinstance(argument, ast.Starred) for argument in call.args))
         assert opening is not None
         given = f'"{device}"' if name in ("autocast", "GradScaler") else f'device_type="{device}"'
-        more = self._has_arguments(call)
-        head = f"{written}({given}{', ' if more == 'same line' else ',' if more else ''}"
         line, column = function_end
-        edits = [self.script.edit(*start, line, column + len(opening[0]), head)]
+        after_bracket = (line, column + len(opening[0]))
+        edits = [self.script.edit(*start, *after_bracket, f"{written}({self._before_first(call, given)}")]
         if name == "autocast":
-            self._require(len(call.args) <= len(POSITIONS))
-            for word, argument in zip(POSITIONS, call.args, strict=False):
-                edits.append(self.script.replace(argument, f"{word}={self.script.segment(argument)}"))
-                self._require(self._stands_alone(argument))
+            edits += self._named_positions(call, after_bracket)
         else:
             self._require(name == "GradScaler" or not call.args)
         return edits
 
-    def _has_arguments(self, call: ast.Call) -> str:
-        """Whether arguments follow the bracket on its line, further down, or not at all."""
-        first = [*call.args, *(word.value for word in call.keywords)]
-        if not first:
-            return ""
-        after = self.script.span(call.func)[1]
-        rest = self.script.lines[after[0] - 1][after[1] - 1 :].partition("(")[2]
-        return "same line" if rest.strip() and not rest.lstrip().startswith("#") else "below"
+    def _before_first(self, call: ast.Call, given: str) -> str:
+        """The new first argument as it goes before the others: on their line, or on one of its own."""
+        arguments = [*call.args, *call.keywords]
+        if not arguments:
+            return given
+        line, column = min(self.script.span(argument)[0] for argument in arguments)
+        if line == self.script.span(call.func)[1][0]:
+            return f"{given}, "
+        indentation = self.script.lines[line - 1][: column - 1]
+        self._require(not indentation.strip())
+        return f"\n{indentation}{given},"
 
-    def _stands_alone(self, argument: ast.expr) -> bool:
-        """Whether the text of an argument is all of it: brackets around it do not belong to its node."""
-        start = self.script.offset(*self.script.span(argument)[0])
-        before = self.script.text[:start].rstrip()
-        return before.endswith(",") or (before.endswith("(") and self._opens_call(argument, len(before)))
-
-    def _opens_call(self, argument: ast.expr, end: int) -> bool:
-        call = self.parent(argument)
-        assert isinstance(call, ast.Call)
-        return self.script.offset(*self.script.span(call.func)[1]) >= len(self.script.text[: end - 1].rstrip())
+    def _named_positions(self, call: ast.Call, after_bracket: tuple[int, int]) -> Iterator[Edit]:
+        """``autocast(True, torch.half)`` as ``autocast(enabled=True, dtype=torch.half)``."""
+        self._require(len(call.args) <= len(POSITIONS))
+        reached, expected = after_bracket, ""
+        for word, argument in zip(POSITIONS, call.args, strict=False):
+            start, end = self.script.span(argument)
+            between = self.script.text[self.script.offset(*reached) : self.script.offset(*start)]
+            # Brackets around an argument do not belong to its node: its text would not be all of it.
+            self._require(re.sub(r"#[^\n]*", "", between).strip() == expected)
+            yield self.script.replace(argument, f"{word}={self.script.segment(argument)}")
+            reached, expected = end, ","
 
     # -- around a use -------------------------------------------------------------------------------------------
 

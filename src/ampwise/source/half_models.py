@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ from ampwise.source.frame import Frame
 from ampwise.source.precision import dtypes_of, keyword
 from ampwise.source.project import Code
 from ampwise.source.vocabulary import BF16, FP16, FP32, OPTIMIZER
-from ampwise.source.walk import Site
+from ampwise.source.walk import Site, trace
 
 __all__ = ["HalfModel", "TrainedHalfModel", "half_models", "only_named_main", "trained_half_models"]
 
@@ -67,7 +68,7 @@ class _Cast:
 def half_models(code: Code) -> dict[str, HalfModel]:
     """The modules of this file that are surely FP16 or surely BF16, by key."""
     casts: dict[str, list[_Cast]] = {}
-    for site in code.statements:
+    for site in _sites(code):
         for key, cast in _casts_in(site):
             casts.setdefault(key, []).append(cast)
     found = {}
@@ -80,13 +81,14 @@ def half_models(code: Code) -> dict[str, HalfModel]:
     return found
 
 
+@functools.lru_cache(maxsize=4)  # several rules ask of one file
 def trained_half_models(code: Code) -> list[TrainedHalfModel]:
     """The half models whose parameters an optimizer gets and a backward reaches, all of them trained as they are."""
     if TRAINED_OTHERWISE.search(code.script.text) or not _mentions_half(code):
         return []
     models = half_models(code)
     found: dict[tuple[int, str], TrainedHalfModel] = {}
-    for site in code.statements if models else ():
+    for site in _sites(code) if models else ():
         for call in ast.walk(site.node):
             if isinstance(call, ast.Call) and site.context.frame.role_of_call(call) == OPTIMIZER:
                 frame = site.context.frame
@@ -96,6 +98,14 @@ def trained_half_models(code: Code) -> list[TrainedHalfModel]:
                         pair = TrainedHalfModel(model, call, frame, _target_key(site))
                         found.setdefault((id(call), key), pair)
     return [pair for pair in found.values() if _before_training(pair.model, code)]
+
+
+def _sites(code: Code) -> list[Site]:
+    """The statements of this file; also of constructors that no trace goes into, since nobody is seen to call them."""
+    reached = {function for one in code.traces for function in (one.frame.function, *one.followed)}
+    makers = [function for function in code.outline.functions if function.name == "__init__" and function.owner]
+    apart = [trace(code.frame(function)) for function in makers if function not in reached]
+    return [*code.statements, *(site for one in apart for site in one.statements)]
 
 
 def only_named_main(context: Context) -> bool:
@@ -220,11 +230,11 @@ def _target_key(site: Site) -> str | None:
 def _before_training(model: HalfModel, code: Code) -> bool:
     """Whether the cast comes before a backward: one that comes after is for saving or evaluation."""
     elsewhere = False
-    for trace in code.traces:
-        backward = {event.node for event in trace.events() if event.kind in (Kind.BACKWARD, Kind.SCALED_BACKWARD)}
+    for one in code.traces:
+        backward = {event.node for event in one.events() if event.kind in (Kind.BACKWARD, Kind.SCALED_BACKWARD)}
         if not backward:
             continue
-        order = [site.node for site in trace.statements]
+        order = [site.node for site in one.statements]
         if model.statement not in order:
             elsewhere = True
             continue

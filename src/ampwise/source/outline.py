@@ -48,10 +48,11 @@ class Function:
 
     @property
     def text(self) -> str:
-        """Its source, decorators left out; the whole file for the module."""
+        """Its source, with its decorators; the whole file for the module."""
         if isinstance(self.node, ast.Module):
             return self.outline.script.text
-        return "\n".join(self.outline.script.lines[self.node.lineno - 1 : self.node.end_lineno])
+        first = min([self.node.lineno, *(node.lineno for node in self.node.decorator_list)])
+        return "\n".join(self.outline.script.lines[first - 1 : self.node.end_lineno])
 
     @property
     def decorators(self) -> list[ast.expr]:
@@ -98,6 +99,7 @@ class Outline:
     functions: list[Function] = field(default_factory=list)
     classes: dict[str, Class] = field(default_factory=dict)
     models: set[str] = field(default_factory=set)  # what is called .eval(), .train() or .parameters() on
+    order: dict[ast.AST, list[ast.expr]] = field(default_factory=dict)  # calls in order of evaluation, once asked
 
     @property
     def path(self) -> str:

@@ -6,12 +6,13 @@ import ast
 import functools
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from ampwise.source.events import Event
 from ampwise.source.frame import Frame
 from ampwise.source.outline import Class, Function, Outline, outline
 from ampwise.source.script import Script, Unreadable, read_script, script_from_text
+from ampwise.source.relevance import computes, steps, takes_part, trains
 from ampwise.source.steps import Region, regions_of
 from ampwise.source.vocabulary import FRAMEWORKS
 from ampwise.source.walk import Site, Trace, trace
@@ -19,14 +20,6 @@ from ampwise.source.walk import Site, Trace, trace
 __all__ = ["Code", "Project"]
 
 IMPORTED = re.compile(r"^[ \t]*from[ \t]+([.\w]+)[ \t]+import[ \t]+(\([^)]*\)|[^\n#]+)|^[ \t]*import[ \t]+([\w., ]+)", re.M)
-# Only files with these words can call a training step of another file.
-TRAINS = re.compile(r"GradScaler|autocast|scaler|backward|optimizer|half\(|bfloat16|float16")
-# A function without any of these words, that calls none with them, is not followed.
-MATTERS = re.compile(
-    r"backward|\.step\(|unscale_|[sS]caler|autocast|zero_grad|clip_grad|clamp_\(|\.grad\b|_foreach_|\.half\(|float16|"
-    r"torch\.save|checkpoint|\.eval\(|no_grad|inference_mode|BCELoss|binary_cross_entropy|masked_fill|\.exp\(|\.log\(|"
-    r"1e-?\d|\bmodel\b|[nN]et\("
-)
 FORWARDS_REEXPORTS = 3  # how many __init__ files a name is followed through
 
 
@@ -39,7 +32,7 @@ class Project:
         self._codes: dict[str, Code | Unreadable] = {}
         self._by_stem: dict[str, list[str]] | None = None
         self._frames: dict[tuple[Function, Class | None], Frame] = {}
-        self._matter: dict[Function, bool] = {}
+        self._known: dict[tuple[Callable[[Function], bool], Function], bool] = {}
 
     def frame(self, function: Function, instance_of: Class | None = None) -> Frame:
         """A function as if called from nowhere."""
@@ -48,21 +41,31 @@ class Project:
             self._frames[key] = Frame(function, self, instance_of=instance_of)
         return self._frames[key]
 
-    def matters(self, function: Function) -> bool:
-        """Whether anything of the step can happen in a function or in those it calls."""
-        if function not in self._matter:
-            self._matter[function] = False  # while we look: a function that only calls itself does not
-            own = bool(MATTERS.search(function.text))
-            self._matter[function] = own or any(self.matters(callee) for callee in self._callees(function))
-        return self._matter[function]
+    def is_worth_following(self, function: Function, asker: Outline) -> bool:
+        """Whether something of the step can happen in a function, or in those it calls.
+
+        In the asker's own file any part of training counts; in another one only what touches gradients.
+        """
+        return self._some_does(takes_part if function.outline is asker else steps, function)
+
+    def computes(self, function: Function) -> bool:
+        """Whether a function, or one it calls, computes with numbers that overflow or vanish."""
+        return self._some_does(computes, function)
+
+    def _some_does(self, does: Callable[[Function], bool], function: Function) -> bool:
+        """Whether ``does`` holds of a function or of one that it leads to."""
+        key = (does, function)
+        if key not in self._known:
+            self._known[key] = False  # while we look: a function that only calls itself does not
+            self._known[key] = does(function) or any(self._some_does(does, one) for one in self._callees(function))
+        return self._known[key]
 
     def _callees(self, function: Function) -> Iterator[Function]:
         frame = self.frame(function)
         for node in ast.walk(function.node):
-            if isinstance(node, ast.Call):
-                target = frame.callee(node)
-                if target is not None:
-                    yield target[0]
+            target = frame.callee(node) if isinstance(node, ast.Call) else None
+            if target is not None:
+                yield target[0]
 
     def code(self, path: str) -> Code:
         """What the file at ``path`` tells; raises Unreadable."""
@@ -100,7 +103,7 @@ class Project:
             return found
         for path in self.paths:
             text = self._text(path)
-            if text is None or not TRAINS.search(text):
+            if text is None or not trains(text):
                 continue
             for module, names in _imports_in(text):
                 stem = module.rpartition(".")[2]
@@ -159,11 +162,11 @@ class Code:
     @functools.cached_property
     def own_traces(self) -> list[Trace]:
         """What happens from each function on that nobody in this file calls, the module itself first."""
-        if not MATTERS.search(self.script.text):
+        if not trains(self.script.text):
             return []
-        matters = self.project.matters
         found = [trace(self.frame(self.outline.module))]
-        pending = [f for f in self.outline.functions[1:] if matters(f) and not _in_framework_class(f)]
+        functions = [function for function in self.outline.functions[1:] if not _in_framework_class(function)]
+        pending = _with_callers([function for function in functions if takes_part(function)], functions)
         # First those that no call names: the others are likely to be met on the way.
         pending.sort(key=lambda function: self._is_called(function))
         for function in pending:
@@ -177,7 +180,10 @@ class Code:
         """The traces that pass through this file: its own, and those of the files that import it."""
         taken: set[Function] = set()
         foreign: list[Trace] = []
-        for path in self.project.importers(self.path):
+        parts = {function.name for function in self._helpers}
+        for path, names in self.project.importers(self.path).items() if parts else ():
+            if not names & {"*", *parts}:
+                continue
             try:
                 other = self.project.code(path)
             except Unreadable:
@@ -212,12 +218,27 @@ class Code:
         """Whether a library is imported that does the mixed-precision step itself."""
         return self.outline.imports.mentions(FRAMEWORKS)
 
+    @property
+    def _helpers(self) -> list[Function]:
+        """The functions that a training script may import; what a class does is seen from its methods."""
+        return [function for function in self.outline.module.functions.values() if steps(function)]
+
     def frame(self, function: Function) -> Frame:
         """A function as if called from nowhere."""
         return self.project.frame(function)
 
     def _is_called(self, function: Function) -> bool:
         return len(re.findall(rf"\b{re.escape(function.name)}\s*\(", self.script.text)) > 1
+
+
+def _with_callers(starts: list[Function], functions: list[Function]) -> list[Function]:
+    """The functions and those that call them by name: only there two steps of one iteration are seen together."""
+    found, fresh = list(starts), list(starts)
+    while fresh:
+        called = re.compile(rf"(?<!def )\b(?:{'|'.join({re.escape(function.name) for function in fresh})})\s*\(")
+        fresh = [function for function in functions if function not in found and called.search(function.text)]
+        found += fresh
+    return found
 
 
 def _in_framework_class(function: Function) -> bool:

@@ -14,13 +14,14 @@ from ampwise.source.calls import Recogniser
 from ampwise.source.events import Block, Branch, Context, Event, Guard, Inlined, Jump, Loop
 from ampwise.source.frame import Frame
 from ampwise.source.guards import guards_of
+from ampwise.source.names import dotted_text
 from ampwise.source.outline import Class, Function
 from ampwise.source.precision import Autocast, autocast_of
 
 __all__ = ["Site", "Trace", "trace"]
 
-DEEPEST = 7  # calls followed into calls
-MOST_STATEMENTS = 6_000  # in one trace, inlined ones counted each time
+DEEPEST = 6  # calls followed into calls
+MOST_STATEMENTS = 3_000  # in one trace, inlined ones counted each time
 NO_GRAD = ("torch.no_grad", "torch.inference_mode", "torch.autograd.no_grad")
 JUMPS = {ast.Continue: "continue", ast.Break: "break", ast.Return: "return", ast.Raise: "raise"}
 
@@ -102,9 +103,7 @@ class _Walker:
 
     def plain(self, node: ast.stmt, context: Context, block: Block) -> None:
         self.result.statements.append(Site(node, context))
-        for child in ast.iter_child_nodes(node):
-            if isinstance(child, ast.expr):
-                self.expression(child, context, block)
+        self.expression(node, context, block)
         block.nodes += self.recogniser.statement(node, context)
         jump = JUMPS.get(type(node))
         if jump is not None:
@@ -155,22 +154,21 @@ class _Walker:
 
     # -- expressions --------------------------------------------------------------------------------------
 
-    def expression(self, node: ast.expr, context: Context, block: Block) -> None:
-        if isinstance(node, ast.Call):
-            self.call(node, context, block)
-        elif isinstance(node, ast.IfExp):
-            self.choice(node, context, block)
-        elif not isinstance(node, ast.Lambda | ast.Constant | ast.Name):
-            self.parts(node, context, block)
-
-    def parts(self, node: ast.AST, context: Context, block: Block) -> None:
-        for child in ast.iter_child_nodes(node):
-            if isinstance(child, ast.expr):
-                self.expression(child, context, block)
-            elif isinstance(child, ast.comprehension | ast.keyword):
-                self.parts(child, context, block)
+    def expression(self, node: ast.AST, context: Context, block: Block) -> None:
+        """Go through the calls of an expression, or of a plain statement, in the order they are made."""
+        known = context.frame.outline.order
+        if node not in known:
+            known[node] = []
+            _collect_calls(node, known[node])
+        for part in known[node]:
+            if isinstance(part, ast.Call):
+                self.call(part, context, block)
+            elif isinstance(part, ast.IfExp):
+                self.choice(part, context, block)
 
     def choice(self, node: ast.IfExp, context: Context, block: Block) -> None:
+        if not any(isinstance(part, ast.Call) for part in ast.walk(node)):
+            return
         self.expression(node.test, context, block)
         holds, fails = guards_of(node.test, context.frame)
         branch = Branch(holds, fails, Block(), Block())
@@ -180,11 +178,6 @@ class _Walker:
             block.nodes.append(branch)
 
     def call(self, node: ast.Call, context: Context, block: Block) -> None:
-        self.expression(node.func, context, block)
-        for argument in node.args:
-            self.expression(argument, context, block)
-        for word in node.keywords:
-            self.expression(word.value, context, block)
         self.result.calls.append(Site(node, context))
         found = self.recogniser.call(node, context)
         block.nodes += found.nodes
@@ -197,7 +190,7 @@ class _Walker:
             block.nodes += self.recogniser.unknown(node, context)
             return
         function, owner = target
-        if not context.frame.lookup.matters(function):
+        if not self.is_worth_following(node, function, context):
             return
         if any(frame.function is function for frame in context.frame.callers()) or context.frame.depth() >= DEEPEST:
             return
@@ -207,6 +200,28 @@ class _Walker:
         self.statements(function.body, _entry_context(frame, context), inlined.block)
         if inlined.block.nodes:
             block.nodes.append(inlined)
+
+    @staticmethod
+    def is_worth_following(node: ast.Call, function: Function, context: Context) -> bool:
+        """Only where something of the step can happen, or a forward, or arithmetic under autocast."""
+        project = context.frame.lookup
+        if project.is_worth_following(function, context.frame.outline):
+            return True
+        if context.in_autocast and project.computes(function):
+            return True
+        models = context.frame.outline.models
+        return bool(context.loops) and any(dotted_text(argument) in models for argument in node.args)
+
+
+def _collect_calls(node: ast.AST, found: list[ast.expr]) -> None:
+    """Calls, innermost first as they are evaluated; a conditional expression stands for the calls in it."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.IfExp):
+            found.append(child)
+        elif not isinstance(child, ast.Lambda | ast.Constant | ast.Name | ast.expr_context | ast.operator | ast.stmt):
+            _collect_calls(child, found)
+    if isinstance(node, ast.Call | ast.IfExp) and node not in found:
+        found.append(node)
 
 
 def _entry_context(frame: Frame, around: Context) -> Context:

@@ -53,10 +53,15 @@ def check(code: Code) -> Iterator[Finding]:
                 edits = tuple(edit for event in backwards for edit in _divide(event, window))
                 yield RULE.at(
                     backwards[0].place,
-                    "n micro-batches add up to n times the gradient: the loss is not divided by n",
+                    _message(window),
                     edits=edits if len(edits) == len(backwards) else (),
                     safe=False,  # the effective learning rate changes, as it should
                 )
+
+
+def _message(window: Window) -> str:
+    size = "their number" if window.size is None else f"`{ast.unparse(window.size)}`"
+    return f"the gradients of several micro-batches add up, and the loss is not divided by {size}"
 
 
 def _is_mixed_precision(events: Iterator[Event]) -> bool:

@@ -38,7 +38,8 @@ LARGEST_THAT_ROUNDS_TO_ZERO = 2.0**-25
 
 
 def check(code: Code) -> Iterator[Finding]:
-    if "optim" not in code.script.text:
+    text = code.script.text
+    if "optim" not in text or "backward(" not in text:
         return
     from ampwise.source.half_models import trained_half_models
     from ampwise.source.vocabulary import FP16

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from ampwise.finding import Edit, Finding, Rule, Severity
 
 if TYPE_CHECKING:
+    from ampwise.source.events import Context
     from ampwise.source.frame import Frame
     from ampwise.source.project import Code
     from ampwise.source.walk import Site
@@ -48,7 +49,7 @@ def check(code: Code) -> Iterator[Finding]:
         autocast = site.context.autocast
         if site.node in seen or autocast is None or not autocast.may_be_on:
             continue
-        if not autocast.known or autocast.device in ("cpu", "xla", "mps"):
+        if not autocast.known or autocast.device in ("cpu", "xla", "mps") or _is_off_unless_asked(site.context):
             continue
         assert isinstance(site.node, ast.Call)
         frame = site.context.frame
@@ -66,6 +67,16 @@ def check(code: Code) -> Iterator[Finding]:
                 "`BCELoss` raises an error under CUDA autocast",
                 edits=_mended_class(code, site),
             )
+
+
+def _is_off_unless_asked(context: Context) -> bool:
+    """Whether ``autocast(enabled=flag)`` gets a flag that is False where the source says anything about it."""
+    from ampwise.source.precision import keyword
+
+    made = context.autocast.node if context.autocast else None
+    flag = keyword(made, "enabled") if isinstance(made, ast.Call) else None
+    values = [value.node for frame in context.frame.callers() for value in frame.values(flag)] if flag else []
+    return any(isinstance(value, ast.Constant) and value.value is False for value in values)
 
 
 def _is_bce_loss(func: ast.expr, frame: Frame) -> bool:

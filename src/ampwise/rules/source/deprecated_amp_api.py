@@ -33,7 +33,7 @@ RULE = Rule(
 
 def check(code: Code) -> Iterator[Finding]:
     text = code.script.text
-    if "amp" not in text or ("torch.c" not in text and "from torch" not in text):
+    if ".amp" not in text and "import amp" not in text:
         return
     from ampwise.source.deprecated_names import deprecated_uses
 

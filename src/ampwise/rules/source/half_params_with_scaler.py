@@ -36,7 +36,8 @@ RULE = Rule(
 
 
 def check(code: Code) -> Iterator[Finding]:
-    if "caler" not in code.script.text:
+    text = code.script.text
+    if "caler" not in text or "backward(" not in text or not ("half" in text or "float16" in text):
         return
     from ampwise.source.half_models import trained_half_models
     from ampwise.source.scaler_objects import scaler_is_off

@@ -44,7 +44,7 @@ LOOKED_AFTER = re.compile(r"GradScaler|[sS]caler\b|overflow|isinf|isfinite|isnan
 
 def check(code: Code) -> Iterator[Finding]:
     text = code.script.text
-    if "backward" not in text or LOOKED_AFTER.search(text) or code.uses_framework:
+    if "backward(" not in text or LOOKED_AFTER.search(text) or code.uses_framework:
         return
     if not AROUND_FP16.search(text.replace("bfloat16", "")):
         return

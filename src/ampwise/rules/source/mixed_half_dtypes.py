@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -31,9 +32,12 @@ RULE = Rule(
 )
 
 
+FP16_NAMED = re.compile(r"torch\.half|(?<!b)float16|\.half\(")
+
+
 def check(code: Code) -> Iterator[Finding]:
     text = code.script.text
-    if "autocast" not in text or "bfloat16" not in text:
+    if "autocast" not in text or "bfloat16" not in text or "backward(" not in text or not FP16_NAMED.search(text):
         return
     reported: set[object] = set()
     for region in code.regions:

@@ -88,9 +88,10 @@ def _in_a_loop_over_optimizers(update: Event, region: Region) -> str | None:
     if any(event.kind in ("backward", "scaled backward") for event in inside) or update.frame is not loop.frame:
         return None
     names = {part.id for part in ast.walk(loop.node.target) if isinstance(part, ast.Name)}
+    if any(isinstance(part, ast.If) and _mentions(part.test, names) for part in ast.walk(loop.node)):
+        return None  # perhaps one of them is picked
     for step in inside:
-        chosen = any(_mentions(guard.test, names) for guard in region.own_guards(step))
-        if step.kind == "scaler step" and step.key == update.key and _is_for_one_of(step, names) and not chosen:
+        if step.kind == "scaler step" and step.key == update.key and _is_for_one_of(step, names):
             return "the scale may change before the other optimizers of this loop have stepped"
     return None
 
@@ -105,8 +106,8 @@ def _is_for_one_of(step: Event, names: set[str]) -> bool:
     return of_loop and scaler is not None and scaler.partition(".")[0] not in names
 
 
-def _mentions(test: ast.expr | None, names: set[str]) -> bool:
-    return test is not None and any(isinstance(part, ast.Name) and part.id in names for part in ast.walk(test))
+def _mentions(test: ast.expr, names: set[str]) -> bool:
+    return any(isinstance(part, ast.Name) and part.id in names for part in ast.walk(test))
 
 
 def _once_an_iteration(event: Event, region: Region) -> bool:

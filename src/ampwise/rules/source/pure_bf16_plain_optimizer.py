@@ -34,7 +34,8 @@ RULE = Rule(
 
 
 def check(code: Code) -> Iterator[Finding]:
-    if "bfloat16" not in code.script.text or code.uses_framework:
+    text = code.script.text
+    if "bfloat16" not in text or "backward(" not in text or code.uses_framework:
         return
     from ampwise.source.half_models import trained_half_models
     from ampwise.source.vocabulary import BF16

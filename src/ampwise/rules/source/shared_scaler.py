@@ -41,7 +41,7 @@ STARTED_ONE_BY_ONE = frozenset(
 
 def check(code: Code) -> Iterator[Finding]:
     text = code.script.text
-    if "caler" not in text or not any(word in text for word in ("spawn", "Process", "Thread", "start_processes")):
+    if "GradScaler(" not in text or not any(word in text for word in ("spawn", "Process", "Thread", "start_processes")):
         return
     reported = set()
     for site, scaler, kind in _handed_over(code):
