@@ -7,7 +7,7 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 NEEDS  := pyproject.toml constraints.txt setup.py src/ampwise/census/_native.c
 
-.PHONY: help demo test check lint types docs docs-check format bench gpu-test gpu-bench clean
+.PHONY: help demo test fuzz check lint types docs docs-check format bench gpu-test gpu-bench clean
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -18,11 +18,15 @@ demo: $(STAMP) ## train a small GPT under FP16 autocast and show what each layer
 test: $(STAMP) ## all tests
 	@$(BIN)/python -m pytest -n 2 $(ARGS)
 
-check: lint types docs-check test ## formatter, linter, strict types, generated docs current, tests
+fuzz: $(STAMP) ## 10,000 mangled scripts through `ampwise check` (for the night; `make test` has 200)
+	@AMPWISE_FUZZ=10000 $(BIN)/python -m pytest -n 2 tests/lint/test_fuzz.py $(ARGS)
+
+check: lint types docs-check test ## formatter, linter, our own linter, strict types, generated docs current, tests
 
 lint: $(STAMP)
 	@$(BIN)/ruff format --check --quiet . || { echo "make: not in the house format; run: make format" >&2; exit 1; }
 	@$(BIN)/ruff check --quiet .
+	@$(BIN)/ampwise check --select ALL --output-format concise .
 
 types: $(STAMP)
 	@$(BIN)/mypy

@@ -7,9 +7,11 @@ torch nor anything else that is slow, so that reading and explaining source work
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING, Any
 
+TYPE_CHECKING = False  # as in typing, which takes milliseconds to import
 if TYPE_CHECKING:
+    from typing import Any
+
     from ampwise.census.algebra import Census as Census
     from ampwise.census.count import Count as Count
     from ampwise.census.device import DeviceCensus as DeviceCensus

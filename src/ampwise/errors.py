@@ -13,7 +13,6 @@ and exits with 2.
 from __future__ import annotations
 
 import copyreg
-import difflib
 from collections.abc import Iterable
 
 __all__ = ["AmpwiseError", "BadInput", "MissingDependency", "UnknownName", "UnsupportedTensor"]
@@ -55,6 +54,8 @@ def nearest(name: str, known: Iterable[str], limit: int = 3) -> list[str]:
     >>> nearest("fp61", ["fp16", "bf16", "e4m3fn"])
     ['fp16', 'bf16']
     """
+    import difflib  # which only a mistake pays for
+
     by_lower = {candidate.lower(): candidate for candidate in known}
     close = difflib.get_close_matches(name.lower(), by_lower, n=limit, cutoff=0.5)
     containing = [lower for lower in by_lower if name and name.lower() in lower and lower not in close]

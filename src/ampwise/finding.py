@@ -3,15 +3,19 @@
 A rule says what is wrong in general, a finding says where it is wrong here. The linter, the runtime watch,
 the hardware checks and the tracer all yield findings; the printers in ``ampwise.printers`` are their readers.
 """
+# ruff: noqa: RUF023 (the parts of a record stand in the order they are shown in)
 
 from __future__ import annotations
 
 import itertools
-import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
 from enum import StrEnum
-from typing import Any, Literal
+
+from ampwise.frozen import Frozen
+
+TYPE_CHECKING = False  # as in typing, which takes milliseconds to import
+if TYPE_CHECKING:
+    from typing import Any, Literal
 
 __all__ = ["Edit", "Finding", "Place", "Rule", "Severity", "edited"]
 
@@ -29,8 +33,7 @@ class Severity(StrEnum):
         return list(Severity).index(self)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class Place(Frozen):
     """Where something was found; every part is optional, because a gradient has no line and a line no step.
 
     >>> print(Place(file="train.py", line=12, column=5))
@@ -45,19 +48,49 @@ class Place:
     counts all cells from 1 and the lines count within the cell.
     """
 
-    file: str | None = None
-    line: int | None = None
-    column: int | None = None
-    end_line: int | None = None
-    end_column: int | None = None
-    module: str | None = None
-    parameter: str | None = None
-    device: str | None = None
-    step: int | None = None
-    rank: int | None = None
-    cell: int | None = None
+    __slots__ = (
+        "file",
+        "line",
+        "column",
+        "end_line",
+        "end_column",
+        "module",
+        "parameter",
+        "device",
+        "step",
+        "rank",
+        "cell",
+    )
 
-    def __post_init__(self) -> None:
+    def __init__(
+        self,
+        *,
+        file: str | None = None,
+        line: int | None = None,
+        column: int | None = None,
+        end_line: int | None = None,
+        end_column: int | None = None,
+        module: str | None = None,
+        parameter: str | None = None,
+        device: str | None = None,
+        step: int | None = None,
+        rank: int | None = None,
+        cell: int | None = None,
+    ) -> None:
+        self.file = file
+        self.line = line
+        self.column = column
+        self.end_line = end_line
+        self.end_column = end_column
+        self.module = module
+        self.parameter = parameter
+        self.device = device
+        self.step = step
+        self.rank = rank
+        self.cell = cell
+        self._check()
+
+    def _check(self) -> None:
         for name in ("line", "column", "end_line", "end_column"):
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -94,12 +127,10 @@ class Place:
 
     def as_dict(self) -> dict[str, Any]:
         """The parts that are known, for JSON."""
-        known = ((part.name, getattr(self, part.name)) for part in fields(self))
-        return {name: value for name, value in known if value is not None}
+        return {name: value for name, value in self.parts().items() if value is not None}
 
 
-@dataclass(frozen=True, slots=True)
-class Edit:
+class Edit(Frozen):
     """One change to the text: what stands in a span gives way to ``content``.
 
     >>> Edit(line=4, column=1, end_line=4, end_column=1, content="scaler.update()\\n").is_insertion
@@ -108,14 +139,20 @@ class Edit:
     Counted as in ``Place``: from 1, in characters, the end not included, within ``cell`` of a notebook.
     """
 
-    line: int
-    column: int
-    end_line: int
-    end_column: int
-    content: str
-    cell: int | None = None
+    __slots__ = ("line", "column", "end_line", "end_column", "content", "cell")
 
-    def __post_init__(self) -> None:
+    def __init__(
+        self, line: int, column: int, end_line: int, end_column: int, content: str, cell: int | None = None
+    ) -> None:
+        self.line = line
+        self.column = column
+        self.end_line = end_line
+        self.end_column = end_column
+        self.content = content
+        self.cell = cell
+        self._check()
+
+    def _check(self) -> None:
         for name in ("line", "column", "end_line", "end_column", "cell"):
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -142,8 +179,7 @@ class Edit:
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data for JSON; the cell only where there is one."""
-        span = {part.name: getattr(self, part.name) for part in fields(self)}
-        return {name: value for name, value in span.items() if value is not None}
+        return {name: value for name, value in self.parts().items() if value is not None}
 
 
 def edited(text: str, edits: Iterable[Edit]) -> str:
@@ -172,8 +208,7 @@ def _offset(position: tuple[int, int], line_ends: Sequence[int]) -> int:
     raise ValueError(f"the edit at {line}:{column} lies outside the text")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Rule:
+class Rule(Frozen):
     """What is wrong in general, why it matters, and how to mend it.
 
     ``bad`` and ``good`` are short examples shown by ``ampwise explain`` and in the docs: Python, or commands
@@ -182,22 +217,40 @@ class Rule:
     never.
     """
 
-    code: str
-    name: str
-    severity: Severity
-    summary: str
-    why: str
-    fix: str
-    bad: str
-    good: str
-    on_by_default: bool = True  # False: looked for only when selected
-    url: str | None = None  # where more is written, for rules that have such a page
-    fixable: Literal["", "sometimes", "always"] = ""
+    __slots__ = ("code", "name", "severity", "summary", "why", "fix", "bad", "good", "on_by_default", "url", "fixable")
 
-    def __post_init__(self) -> None:
-        if not re.fullmatch(r"[A-Z]{2,10}[0-9]{3}", self.code):
+    def __init__(
+        self,
+        *,
+        code: str,
+        name: str,
+        severity: Severity,
+        summary: str,
+        why: str,
+        fix: str,
+        bad: str,
+        good: str,
+        on_by_default: bool = True,
+        url: str | None = None,
+        fixable: Literal["", "sometimes", "always"] = "",
+    ) -> None:
+        self.code = code
+        self.name = name
+        self.severity = severity
+        self.summary = summary
+        self.why = why
+        self.fix = fix
+        self.bad = bad
+        self.good = good
+        self.on_by_default = on_by_default  # False: looked for only when selected
+        self.url = url  # where more is written, for rules that have such a page
+        self.fixable = fixable
+        self._check()
+
+    def _check(self) -> None:
+        if not _is_code(self.code):
             raise ValueError(f"rule code {self.code!r} is not capital letters and three digits, as AMP101 is")
-        if not re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)*", self.name):
+        if not _is_kebab_case(self.name):
             raise ValueError(f"rule {self.code}: name {self.name!r} is not kebab-case, as clip-scaled-grads is")
         if not isinstance(self.severity, Severity):
             raise ValueError(f"rule {self.code}: severity {self.severity!r} is not a Severity")
@@ -233,26 +286,39 @@ class Rule:
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""
-        return {part.name: getattr(self, part.name) for part in fields(self)} | {"severity": str(self.severity)}
+        return self.parts() | {"severity": str(self.severity)}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Finding:
+class Finding(Frozen):
     """A rule, a place, a message, the evidence, the fix, and the fix as edits where it can be made by machine.
 
     The edits belong together, all or none. They are ``safe`` when they keep the meaning of everything but the
     mistake; others are made only when asked for with ``--unsafe-fixes``.
     """
 
-    rule: Rule
-    place: Place
-    message: str
-    evidence: Mapping[str, Any] = field(default_factory=dict, hash=False)
-    fix: str
-    edits: tuple[Edit, ...] = ()
-    safe: bool = True
+    __slots__ = ("rule", "place", "message", "evidence", "fix", "edits", "safe")
 
-    def __post_init__(self) -> None:
+    def __init__(
+        self,
+        *,
+        rule: Rule,
+        place: Place,
+        message: str,
+        evidence: Mapping[str, Any] | None = None,
+        fix: str,
+        edits: tuple[Edit, ...] = (),
+        safe: bool = True,
+    ) -> None:
+        self.rule = rule
+        self.place = place
+        self.message = message
+        self.evidence: Mapping[str, Any] = {} if evidence is None else evidence
+        self.fix = fix
+        self.edits = edits
+        self.safe = safe
+        self._check()
+
+    def _check(self) -> None:
         if self.edits and not self.rule.fixable:
             raise ValueError(f"rule {self.rule.code} is not fixable, and a finding of it has edits; say so in the rule")
         if self.edits and self.place.file is None:
@@ -260,6 +326,10 @@ class Finding:
         for one, other in itertools.combinations(self.edits, 2):
             if one.overlaps(other):
                 raise ValueError(f"rule {self.rule.code}: the edits {one} and {other} overlap")
+
+    def __hash__(self) -> int:
+        # The evidence is a dictionary, which has no hash.
+        return hash((self.rule, self.place, self.message, self.fix, self.edits, self.safe))
 
     @property
     def severity(self) -> Severity:
@@ -278,3 +348,18 @@ class Finding:
             "edits": [edit.as_dict() for edit in self.edits],
             "safe": self.safe,
         }
+
+
+# Without regular expressions, since each start of the linter asks of every rule it loads.
+
+
+def _is_code(text: str) -> bool:
+    """Two to ten capital letters and three digits."""
+    letters, digits = text[:-3], text[-3:]
+    are_letters = letters.isalpha() and letters.isupper()
+    return text.isascii() and 2 <= len(letters) <= 10 and are_letters and len(digits) == 3 and digits.isdigit()
+
+
+def _is_kebab_case(text: str) -> bool:
+    """Words of small letters and digits with a hyphen between them."""
+    return text.isascii() and text == text.lower() and all(word.isalnum() for word in text.split("-"))

@@ -1,6 +1,7 @@
 """The verb: what it prints where, what it writes, and its exit codes."""
 
 import ast
+import gc
 import io
 import json
 import subprocess
@@ -11,6 +12,7 @@ import pytest
 
 from ampwise.cli import main
 from ampwise.finding import Rule, Severity
+from ampwise.rules import Listed
 
 BAD = "x = 1\nbad(x)  # é\n"
 MENDED = "x = 1\ngood(x)  # é\n"
@@ -49,7 +51,7 @@ def check(tmp_path, monkeypatch, capsys):
         plant("AMP102", "call-risky", "risky", "careful", safe=False),
         plant("AMP201", "call-plain", "plain"),
     ]
-    monkeypatch.setattr("ampwise.lint.check.source_rules", lambda: modules)
+    monkeypatch.setattr("ampwise.lint.check.source_rules", lambda: [Listed.of(module) for module in modules])
     monkeypatch.setattr("ampwise.rules.registered", lambda: ())
     monkeypatch.chdir(tmp_path)
     for variable in ("AMPWISE_OUTPUT_FORMAT", "GITHUB_ACTIONS", "AMPWISE_DEBUG", "FORCE_COLOR"):
@@ -73,6 +75,21 @@ def write(tmp_path):
         return tmp_path
 
     return write
+
+
+def test_the_collector_rests_only_during_a_check(check, write, monkeypatch):
+    at_work = []
+    monkeypatch.setattr("ampwise.lint.check._reports", lambda task: [at_work.append(gc.isenabled())] and [])
+    write(a="x = 1\n")
+    for before in (gc.enable, gc.disable):
+        before()
+        try:
+            enabled = gc.isenabled()
+            check("a.py")
+            assert gc.isenabled() == enabled
+        finally:
+            gc.enable()
+    assert at_work == [False, False]
 
 
 def test_clean(check, write):

@@ -1,6 +1,5 @@
 """`ampwise explain`: a rule in a screenful."""
 
-import dataclasses
 import json
 import re
 
@@ -68,7 +67,7 @@ def test_the_page():
     ],
 )
 def test_the_page_says_whether_it_can_be_mended(fixable, lines):
-    text = page(dataclasses.replace(RULE, fixable=fixable)).splitlines()
+    text = page(RULE.but(fixable=fixable)).splitlines()
     start = text.index("Fix") + 2
     assert text[start : start + len(lines) + 1] == [*lines, ""]
 

@@ -6,6 +6,7 @@ import types
 import pytest
 
 from ampwise.finding import Rule, Severity
+from ampwise.rules import Listed
 
 
 def plant(code, name, *, called, good=None, safe=True, on_by_default=True):
@@ -48,7 +49,7 @@ def planted(monkeypatch):
         plant("AMP301", "call-crash", called="crash"),
         plant("AMP302", "call-endless", called="endless", good="endless"),
     ]
-    monkeypatch.setattr("ampwise.lint.check.source_rules", lambda: modules)
+    monkeypatch.setattr("ampwise.lint.check.source_rules", lambda: [Listed.of(module) for module in modules])
     monkeypatch.delenv("AMPWISE_DEBUG", raising=False)
     return modules
 

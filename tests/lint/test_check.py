@@ -137,8 +137,10 @@ def test_text_that_is_not_on_disk(folder):
     assert told(report) == ["new.py:1:1: AMP101"]
 
 
-def test_in_a_tree_files_without_the_words_are_counted_and_not_parsed(folder, monkeypatch):
-    folder({"a.py": "bad()  # autocast", "b.py": "bad()", "c.py": "def ("})
+def test_in_a_tree_files_without_the_words_are_counted_and_not_parsed(folder, planted, monkeypatch):
+    for module in planted:
+        module.NEEDS = (("bad", "worse"),)
+    folder({"a.py": "bad()", "b.py": "good()", "c.py": "def ("})
     monkeypatch.setattr(check, "FEW_FILES", 0)
     report = run()
     assert (told(report), report.files_checked, report.unreadable) == (["a.py:1:1: AMP101"], 3, [])

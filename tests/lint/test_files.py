@@ -5,7 +5,7 @@ import os
 import pytest
 
 from ampwise.lint.config import Configs
-from ampwise.lint.files import DEFAULT_EXCLUDE, find_files, glob_matcher, matters
+from ampwise.lint.files import DEFAULT_EXCLUDE, find_files, glob_matcher
 
 
 @pytest.fixture
@@ -122,26 +122,3 @@ def test_globs(glob, hits, misses):
     matcher = glob_matcher((glob,))
     assert all(matcher.match(path) for path in hits)
     assert not any(matcher.match(path) for path in misses)
-
-
-SPELLINGS = ["GradScaler()", "NativeScaler", "self.scaler", "autocast", ".half()", "torch.float16", "bfloat16", "fp16"]
-SPELLINGS += [
-    "bf16",
-    "allow_tf32",
-    "set_float32_matmul_precision",
-    "import amp",
-    "torch.amp",
-    "use_amp",
-    "'amp'",
-    '"amp"',
-]
-
-
-@pytest.mark.parametrize("text", SPELLINGS)
-def test_files_with_the_words_matter(text):
-    assert matters(text.encode())
-
-
-@pytest.mark.parametrize("text", ["", "sample, example = clamp(timestamp)", "import torch", "float32"])
-def test_files_without_do_not(text):
-    assert not matters(text.encode())

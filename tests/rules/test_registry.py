@@ -9,7 +9,17 @@ import pytest
 from ampwise import rules
 from ampwise.errors import UnknownName
 from ampwise.finding import Rule, Severity
-from ampwise.rules import RegisteredRule, _plugins, all_rules, built_in, find_rule, rooms, rules_about
+from ampwise.rules import (
+    RegisteredRule,
+    _plugins,
+    all_rules,
+    built_in,
+    find_rule,
+    listed,
+    rooms,
+    rules_about,
+    with_words_in,
+)
 
 RULE_FILE = """
 from ampwise.finding import Rule, Severity
@@ -129,6 +139,22 @@ def test_looking_for_rules_imports_nothing_heavy():
     assert done.stdout == "[]\n"
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("scaler.scale(loss).backward(); scaler.step(opt)", "with autocast('cuda'): nn.BCELoss()", "GradScaler()"),
+        *("from torch.cuda import amp", "torch.backends.cuda.matmul.allow_tf32 = False", "model.half(); Adam()"),
+    ],
+)
+def test_files_with_the_words_matter_to_some_rule(text):
+    assert with_words_in(text.encode(), listed("source"))
+
+
+@pytest.mark.parametrize("text", ["", "sample, example = clamp(timestamp)", "import torch", "float32"])
+def test_files_without_matter_to_none(text):
+    assert not with_words_in(text.encode(), listed("source"))
+
+
 # Plugins
 
 
@@ -137,6 +163,15 @@ def test_a_plugin_module_joins(install, capsys):
     assert find_rule("acme-rule").code == "ACME001"
     assert "acme" in [module.__name__ for module in rules_about("hardware")]
     assert capsys.readouterr().err == ""
+
+
+def test_a_plugin_about_source_is_listed_with_ours(install):
+    install({"acme.py": rule_file() + "NEEDS = (('caler', 'autocast'), ('step',))"}, "source = acme")
+    found = {rule.code: rule for rule in listed("source")}
+    assert len(found) == 1 + sum(entry.room == "source" for entry in built_in())
+    assert found["ACME001"].module.__name__ == "acme"
+    for data, possible in ((b"scaler.step()", True), (b"autocast step", True), (b"scaler", False), (b"step", False)):
+        assert ("ACME001" in {rule.code for rule in with_words_in(data, found.values())}) == possible
 
 
 def test_a_plugin_package_is_walked(install):

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from ampwise.source import halves
 from ampwise.source.halves import HALF, KEEPS, LIKELY_HALF, SINGLE, TAKES_HALF, TAKES_SINGLE, halves_of
 from ampwise.source.project import Project
 
@@ -140,9 +139,8 @@ def test_names_and_operations_are_followed(body, expected):
     assert dtype_of_last(body) == expected
 
 
-def test_nothing_is_half_without_autocast():
-    text = f"{HEAD}\ndef main(x):\n    layer(x)\n    x @ x  # autocast\n"
-    code = Project(["main.py"], {"main.py": text}).code("main.py")
+def test_nothing_is_half_where_autocast_is_off():
+    body = "    with torch.autocast('cuda', enabled=False):\n        layer(x)\n        x @ x\n"
+    code = Project(["main.py"], {"main.py": f"{HEAD}\ndef main(x):\n{body}"}).code("main.py")
     sites = [site for site in code.statements if site.context.frame.function.name == "main"]
     assert [halves_of(code).dtype(site.node.value, site.context) for site in sites] == [None, None]
-    assert halves.halves_of(code) is halves.halves_of(code)

@@ -8,18 +8,21 @@ list of files. Verbs import what they need inside ``run``, so that ``ampwise rul
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib
 import itertools
 import os
-import pkgutil
 import sys
 from collections.abc import Sequence
-from pathlib import Path
-from types import ModuleType
-from typing import Any, NoReturn
 
 from ampwise.errors import AmpwiseError, UnknownName, nearest
+from ampwise.modules import module_names
 from ampwise.printers.terminal import CannotWrite, flush, write, writing
+
+TYPE_CHECKING = False  # as in typing, which takes milliseconds to import
+if TYPE_CHECKING:
+    from types import ModuleType
+    from typing import Any, NoReturn
 
 __all__ = ["build_parser", "main", "verbs"]
 
@@ -53,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def verbs() -> list[str]:
     """The verbs there are, by scanning this folder."""
-    return sorted(module.name for module in pkgutil.iter_modules(__path__) if not module.name.startswith("_"))
+    return module_names(__path__)
 
 
 def build_parser(words: Sequence[str] = ()) -> _Parser:
@@ -92,7 +95,7 @@ def _open_streams() -> None:
     """Python has None for a stream that the shell closed (`>&-`): nobody listens, which is no error."""
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:
-            setattr(sys, name, Path(os.devnull).open("w", encoding="utf-8"))  # noqa: SIM115 (it lives as long as Python)
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: PTH123, SIM115 (it lives as long as Python)
 
 
 def _drop_stdout() -> None:
@@ -115,7 +118,8 @@ class _Parser(argparse.ArgumentParser):
 
     def __init__(self, **options: Any) -> None:
         # An abbreviation that works today is ambiguous after the next option is added.
-        plain = argparse.RawDescriptionHelpFormatter
+        # Nothing is printed with this formatter: it is told a width, or it would import shutil to ask for one.
+        plain = functools.partial(argparse.RawDescriptionHelpFormatter, width=80)
         super().__init__(**{"formatter_class": plain, "allow_abbrev": False, **options})
 
     def format_help(self) -> str:

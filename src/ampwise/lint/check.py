@@ -10,19 +10,25 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from types import ModuleType
-from typing import TYPE_CHECKING
 
 from ampwise.finding import Finding
+from ampwise.frozen import Frozen
 from ampwise.lint.config import Configs, Settings
-from ampwise.lint.files import find_files, ignored_by, matters
-from ampwise.lint.noqa import Suppressions, suppressions
+from ampwise.lint.files import find_files, ignored_by
 from ampwise.lint.select import Layer, check_selectors, chosen_codes, matching_codes
-from ampwise.source.script import Script, Unreadable, read_bytes
+from ampwise.source.script import Script, Unreadable, read_bytes, read_script
 
+TYPE_CHECKING = False  # as in typing, which takes milliseconds to import
 if TYPE_CHECKING:
+    from collections.abc import Callable
+    from types import ModuleType
+    from typing import TypeVar
+
+    from ampwise.lint.noqa import Suppressions
+    from ampwise.rules import Listed
     from ampwise.source.project import Project
+
+    Read = TypeVar("Read")
 
 __all__ = ["Choice", "Report", "Task", "check_paths", "check_text", "check_texts", "source_rules"]
 
@@ -33,14 +39,16 @@ SHARES_PER_JOB = 4  # so that no process waits long for the last one
 DEBUG = "AMPWISE_DEBUG"
 
 
-@dataclass(slots=True)
 class Report:
     """What came of a run. ``unreadable`` were not checked; ``notes`` is all else worth saying."""
 
-    findings: list[Finding] = field(default_factory=list)
-    unreadable: list[Unreadable] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-    files_checked: int = 0
+    __slots__ = ("files_checked", "findings", "notes", "unreadable")
+
+    def __init__(self, unreadable: list[Unreadable] | None = None, notes: list[str] | None = None) -> None:
+        self.findings: list[Finding] = []
+        self.unreadable = [] if unreadable is None else unreadable
+        self.notes = [] if notes is None else notes
+        self.files_checked = 0
 
     def add(self, other: Report) -> None:
         """Take in what another part of the run reported."""
@@ -56,7 +64,7 @@ class Choice:
     def __init__(self, configs: Configs, command_line: Layer | None = None) -> None:
         self.configs = configs
         self._command_line = command_line or Layer()
-        self._rules = [module.RULE for module in source_rules()]
+        self._rules = source_rules()
         self._by_settings: dict[str | None, frozenset[str]] = {}
         check_selectors(_selectors(self._command_line), self._rules)
 
@@ -84,20 +92,26 @@ class Choice:
         return self._by_settings[settings.source]
 
 
-@dataclass(frozen=True, slots=True)
-class Task:
+class Task(Frozen):
     """Files to look at, with the rules to look for in each, among the files that may be looked into."""
 
-    project_paths: tuple[str, ...]
-    codes: Mapping[str, frozenset[str]]
-    texts: Mapping[str, str] = field(default_factory=dict)  # of files that are not, or not yet, on disk
+    __slots__ = ("project_paths", "codes", "texts")  # noqa: RUF023 (the order they are shown in)
+
+    def __init__(
+        self,
+        project_paths: tuple[str, ...],
+        codes: Mapping[str, frozenset[str]],
+        texts: Mapping[str, str] | None = None,
+    ) -> None:
+        self.project_paths, self.codes = project_paths, codes
+        self.texts: Mapping[str, str] = texts or {}  # of files that are not, or not yet, on disk
 
 
-def source_rules() -> list[ModuleType]:
-    """The modules of the rules that look at source."""
-    from ampwise.rules import rules_about
+def source_rules() -> list[Listed]:
+    """The rules that look at source."""
+    from ampwise.rules import listed
 
-    return rules_about("source")
+    return listed("source")
 
 
 def check_paths(
@@ -106,10 +120,12 @@ def check_paths(
     """Check files and folders; the report, and the task it is of, which ``check_texts`` can repeat."""
     found = find_files(paths, choice.configs)
     report = Report(unreadable=found.unreadable, notes=found.notes)
-    candidates = dict(_candidates(found.files, report))
-    codes = {path: choice.codes(path) for path in candidates}
+    sizes: dict[str, int] = {}
+    codes: dict[str, frozenset[str]] = {}
+    for path, size, possible in _candidates(found.files, report):
+        sizes[path], codes[path] = size, choice.codes(path) & possible
     task = Task(tuple(found.files), codes)
-    report.add(_check(task, candidates, jobs, progress))
+    report.add(_check(task, sizes, jobs, progress))
     return _finished(report, codes), task
 
 
@@ -134,27 +150,34 @@ def check_share(task: Task) -> Report:
 
 def _reports(task: Task) -> Iterator[Report]:
     """A report a file, of all the findings that no comment suppresses."""
+    if not task.texts and not any(task.codes.values()):
+        yield from _only_read(task.codes)
+        return
     from ampwise.source.project import Project
 
     project = Project(task.project_paths, task.texts or None)
-    modules = source_rules()
+    rules = source_rules()
     for path, codes in task.codes.items():
         report = Report()
-        _check_file(project, path, [module for module in modules if module.RULE.code in codes], report)
+        _check_file(project, path, [rule.module for rule in rules if rule.code in codes], report)
         yield _without_suppressed(report, project)
 
 
+def _only_read(paths: Iterable[str]) -> Iterator[Report]:
+    """The same for files that no rule has words in: whether they can be read needs nothing of what rules need."""
+    for path in paths:
+        report = Report()
+        script = _tried(read_script, path, report)
+        if script is not None:
+            _count(script, report)
+        yield report
+
+
 def _check_file(project: Project, path: str, modules: Iterable[ModuleType], report: Report) -> None:
-    try:
-        code = project.code(path)
-    except Unreadable as error:
-        report.unreadable.append(error)
+    code = _tried(project.code, path, report)
+    if code is None:
         return
-    except Exception as error:  # a mistake of ours must not cost the other files
-        report.unreadable.append(Unreadable(path, _internal("reading it", _told(error))))
-        return
-    report.files_checked += 1
-    report.notes += [f"{path}: {note}" for note in code.script.notes]
+    _count(code.script, report)
     failed: dict[str, list[str]] = {}  # by what happened: one mistake may make many rules fail
     for module in modules:
         try:
@@ -162,6 +185,22 @@ def _check_file(project: Project, path: str, modules: Iterable[ModuleType], repo
         except Exception as error:
             failed.setdefault(_told(error), []).append(module.RULE.code)
     report.notes += [f"{path}: {_internal(', '.join(codes), what)}" for what, codes in failed.items()]
+
+
+def _tried(read: Callable[[str], Read], path: str, report: Report) -> Read | None:
+    """What a file holds; None, and a line in the report, when it cannot be read."""
+    try:
+        return read(path)
+    except Unreadable as error:
+        report.unreadable.append(error)
+    except Exception as error:  # a mistake of ours must not cost the other files
+        report.unreadable.append(Unreadable(path, _internal("reading it", _told(error))))
+    return None
+
+
+def _count(script: Script, report: Report) -> None:
+    report.files_checked += 1
+    report.notes += [f"{script.path}: {note}" for note in script.notes]
 
 
 def _told(error: Exception) -> str:
@@ -190,6 +229,8 @@ def _without_suppressed(report: Report, project: Project) -> Report:
 
 
 def _suppressions(project: Project, path: str | None) -> tuple[Script, Suppressions] | None:
+    from ampwise.lint.noqa import suppressions
+
     if path is None:
         return None
     try:
@@ -215,17 +256,23 @@ def _order(finding: Finding) -> tuple[object, ...]:
 # Which files are worth parsing.
 
 
-def _candidates(files: Sequence[str], report: Report) -> Iterator[tuple[str, int]]:
-    """The files that may hold a finding, with their size; the others are counted, or found unreadable."""
-    all_of_them = len(files) <= FEW_FILES
+def _candidates(files: Sequence[str], report: Report) -> Iterator[tuple[str, int, frozenset[str]]]:
+    """The files that may hold a finding, with their size and the rules that have words in them.
+
+    The others are counted, or found unreadable.
+    """
+    from ampwise.rules import with_words_in
+
+    rules = source_rules()
     for path in files:
         try:
             data = read_bytes(path)
         except Unreadable as error:
             report.unreadable.append(error)
             continue
-        if all_of_them or matters(data):
-            yield path, len(data)
+        possible = frozenset(rule.code for rule in with_words_in(data, rules))
+        if possible or len(files) <= FEW_FILES:
+            yield path, len(data), possible
         else:
             report.files_checked += 1
 
@@ -249,7 +296,10 @@ def _check(task: Task, sizes: Mapping[str, int], jobs: int | None, progress: boo
 def _shared_reports(task: Task, sizes: Mapping[str, int], jobs: int) -> Iterator[Report]:
     from ampwise.lint.processes import in_processes
 
-    source_rules()  # loaded once here, before the processes are forked
+    wanted = frozenset[str]().union(*task.codes.values())
+    for rule in source_rules():
+        if rule.code in wanted:
+            _ = rule.module  # loaded once here, before the processes are forked
     tasks = [
         Task(task.project_paths, {path: task.codes[path] for path in share})
         for share in shares(sizes, jobs * SHARES_PER_JOB)

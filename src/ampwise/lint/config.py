@@ -8,32 +8,58 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
-from pathlib import Path
-from typing import Any
 
 from ampwise.errors import BadInput, UnknownName, nearest
+from ampwise.frozen import Frozen
+
+TYPE_CHECKING = False  # as in typing, which takes milliseconds to import
+if TYPE_CHECKING:
+    from typing import Any
 
 __all__ = ["Configs", "Settings", "read_settings"]
 
 OWN_FILE, PROJECT_FILE = "ampwise.toml", "pyproject.toml"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
+class Settings(Frozen):
     """What one file of settings says; None where it says nothing."""
 
-    source: str | None = None  # the file itself
-    folder: str = "."  # what its globs are relative to
-    select: tuple[str, ...] | None = None
-    ignore: tuple[str, ...] = ()
-    extend_select: tuple[str, ...] = ()
-    exclude: tuple[str, ...] | None = None
-    extend_exclude: tuple[str, ...] = ()
-    per_file_ignores: Mapping[str, tuple[str, ...]] = field(default_factory=dict, hash=False)
-    output_format: str | None = None
-    fix: bool | None = None
-    unsafe_fixes: bool | None = None
+    __slots__ = (  # noqa: RUF023 (the order they are shown in)
+        "source",
+        "folder",
+        "select",
+        "ignore",
+        "extend_select",
+        "exclude",
+        "extend_exclude",
+        "per_file_ignores",
+        "output_format",
+        "fix",
+        "unsafe_fixes",
+    )
+
+    def __init__(
+        self,
+        *,
+        source: str | None = None,
+        folder: str = ".",
+        select: tuple[str, ...] | None = None,
+        ignore: tuple[str, ...] = (),
+        extend_select: tuple[str, ...] = (),
+        exclude: tuple[str, ...] | None = None,
+        extend_exclude: tuple[str, ...] = (),
+        per_file_ignores: Mapping[str, tuple[str, ...]] | None = None,
+        output_format: str | None = None,
+        fix: bool | None = None,
+        unsafe_fixes: bool | None = None,
+    ) -> None:
+        self.source = source  # the file itself
+        self.folder = folder  # what its globs are relative to
+        self.select, self.ignore, self.extend_select = select, ignore, extend_select
+        self.exclude, self.extend_exclude = exclude, extend_exclude
+        self.per_file_ignores: Mapping[str, tuple[str, ...]] = per_file_ignores or {}
+        self.output_format = output_format
+        self.fix, self.unsafe_fixes = fix, unsafe_fixes
 
 
 LISTS = ("select", "ignore", "extend-select", "exclude", "extend-exclude")
@@ -108,12 +134,13 @@ def _named_settings(path: str) -> Settings:
     found = read_settings(path)
     if found is None:
         raise BadInput(f"check --config {path}: it has no [tool.ampwise]")
-    return replace(found, folder=os.getcwd())  # noqa: PTH109 (as ruff: its globs count from where one stands)
+    return found.but(folder=os.getcwd())  # noqa: PTH109 (as ruff: its globs count from where one stands)
 
 
 def _bytes(path: str) -> bytes:
     try:
-        return Path(path).read_bytes()
+        with open(path, "rb") as file:  # noqa: PTH123 (pathlib takes longer to import than the rest of this)
+            return file.read()
     except OSError as error:
         raise BadInput(f"cannot read the settings in {path}: {(error.strerror or str(error)).lower()}") from error
 

@@ -112,7 +112,7 @@ def _in_text(script: Script, edit: Edit) -> Edit:
     if edit.cell is None:
         return edit
     above = script.line_of(Place(file=script.path, cell=edit.cell, line=1)) - 1
-    return replace(edit, line=edit.line + above, end_line=edit.end_line + above, cell=None)
+    return edit.but(line=edit.line + above, end_line=edit.end_line + above, cell=None)
 
 
 def _read_again(script: Script, text: str) -> Script:

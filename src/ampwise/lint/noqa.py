@@ -6,10 +6,8 @@ lies on. Names of rules do as well as codes.
 
 from __future__ import annotations
 
-import io
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 
 from ampwise.finding import Finding
 from ampwise.source.script import Script
@@ -24,13 +22,18 @@ IN_FILE = rf"(?i)#\s*ampwise:\s*noqa{CODES}"
 EVERYTHING = frozenset({"*"})
 
 
-@dataclass(frozen=True, slots=True)
 class Suppressions:
     """What one file's comments suppress. Codes are in capitals, names too; EVERYTHING is all of them."""
 
-    in_file: frozenset[str]
-    by_line: dict[int, frozenset[str]]
-    logical_lines: dict[int, tuple[int, int]]  # first and last line, for lines of statements that have several
+    def __init__(
+        self,
+        in_file: frozenset[str],
+        by_line: dict[int, frozenset[str]],
+        logical_lines: dict[int, tuple[int, int]],
+    ) -> None:
+        self.in_file = in_file
+        self.by_line = by_line
+        self.logical_lines = logical_lines  # first and last line, for lines of statements that have several
 
     def cover(self, finding: Finding, line: int) -> bool:
         """Whether ``finding``, which lies on ``line`` of the script's text, is suppressed."""
@@ -89,6 +92,7 @@ def _codes(match: re.Match[str] | None) -> frozenset[str]:
 
 def _tokenized(script: Script) -> tuple[list[tuple[int, str]], dict[int, tuple[int, int]]]:
     """The comments by line, and the logical lines that have several lines."""
+    import io
     import tokenize
 
     comments: list[tuple[int, str]] = []

@@ -37,7 +37,7 @@ def _pooled(
 
     # Forked processes have the rules loaded already; elsewhere than on Linux forking is not safe.
     context = multiprocessing.get_context("fork" if sys.platform == "linux" else None)
-    pool = ProcessPoolExecutor(jobs, mp_context=context, initializer=_leave_interrupts_to_the_parent)
+    pool = ProcessPoolExecutor(jobs, mp_context=context, initializer=_settle)
     try:
         futures = {pool.submit(do, work): work for work in works}
         for future in as_completed(futures):
@@ -51,7 +51,9 @@ def _pooled(
         pool.shutdown(wait=True, cancel_futures=True)
 
 
-def _leave_interrupts_to_the_parent() -> None:
+def _settle() -> None:
+    import gc
     import signal
 
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent sees to it
+    gc.disable()  # as the parent does, for the same reason; a process that was not forked does not know of it

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import shutil
 import time
 from types import TracebackType
-from typing import TextIO
 
 from ampwise.printers.terminal import write
+
+TYPE_CHECKING = False  # as in typing, which takes milliseconds to import
+if TYPE_CHECKING:
+    from typing import TextIO
 
 __all__ = ["Progress"]
 
@@ -43,6 +45,8 @@ class Progress:
             self._show(ERASE)
 
     def _bar(self) -> str:
+        import shutil
+
         counted = f" {self._done}/{self._total} files"
         width = max(0, min(WIDEST, shutil.get_terminal_size().columns - len(counted) - 3))
         filled = width * self._done // self._total

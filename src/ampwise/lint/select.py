@@ -2,33 +2,44 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
 from ampwise.errors import BadInput, UnknownName
-from ampwise.finding import Rule
+from ampwise.frozen import Frozen
+from ampwise.source.pattern import Pattern
+
+TYPE_CHECKING = False  # as in typing, which takes milliseconds to import
+if TYPE_CHECKING:
+    from ampwise.finding import Rule
+    from ampwise.rules import Listed
 
 __all__ = ["Layer", "check_selectors", "chosen_codes", "matching_codes"]
 
 ALL = "ALL"
 LISTING = "A selector is a code, the start of one, a rule's name, or ALL; `ampwise rules` lists the rules."
-PREFIX = re.compile(r"[A-Z]+[0-9]*")
-CODE = re.compile(r"[A-Z]{2,10}[0-9]{3}")
+PREFIX = Pattern(r"[A-Z]+[0-9]*")
+CODE = Pattern(r"[A-Z]{2,10}[0-9]{3}")
 MOST_SPECIFIC = 13
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Layer:
+class Layer(Frozen):
     """What one place says: a file of settings, or the command line. The later layer wins."""
 
-    select: tuple[str, ...] | None = None
-    ignore: tuple[str, ...] = ()
-    extend_select: tuple[str, ...] = ()
-    where: str = ""  # to name it in an error: " in pyproject.toml"
+    __slots__ = ("select", "ignore", "extend_select", "where")  # noqa: RUF023 (the order they are shown in)
+
+    def __init__(
+        self,
+        *,
+        select: tuple[str, ...] | None = None,
+        ignore: tuple[str, ...] = (),
+        extend_select: tuple[str, ...] = (),
+        where: str = "",
+    ) -> None:
+        self.select, self.ignore, self.extend_select = select, ignore, extend_select
+        self.where = where  # to name it in an error: " in pyproject.toml"
 
 
-def chosen_codes(rules: Sequence[Rule], layers: Iterable[Layer]) -> frozenset[str]:
+def chosen_codes(rules: Sequence[Rule | Listed], layers: Iterable[Layer]) -> frozenset[str]:
     """The codes of the rules to look for.
 
     Without a word those that are on by default. In each layer the more specific selector wins, and of two as
@@ -43,7 +54,7 @@ def chosen_codes(rules: Sequence[Rule], layers: Iterable[Layer]) -> frozenset[st
     return frozenset(chosen)
 
 
-def matching_codes(selector: str, rules: Sequence[Rule], where: str = "") -> list[str]:
+def matching_codes(selector: str, rules: Sequence[Rule | Listed], where: str = "") -> list[str]:
     """The codes a selector means; UnknownName when it means none."""
     name = selector.strip()
     if name.upper() == ALL:
@@ -54,13 +65,13 @@ def matching_codes(selector: str, rules: Sequence[Rule], where: str = "") -> lis
     return found
 
 
-def check_selectors(selectors: Iterable[str], rules: Sequence[Rule], where: str = "") -> None:
+def check_selectors(selectors: Iterable[str], rules: Sequence[Rule | Listed], where: str = "") -> None:
     """Complain of the first that means nothing."""
     for selector in selectors:
         matching_codes(selector, rules, where)
 
 
-def _decisions(rules: Sequence[Rule], layer: Layer) -> dict[str, bool]:
+def _decisions(rules: Sequence[Rule | Listed], layer: Layer) -> dict[str, bool]:
     said = [(selector, True) for selector in (*(layer.select or ()), *layer.extend_select)]
     said += [(selector, False) for selector in layer.ignore]
     decisions: dict[str, bool] = {}
@@ -78,12 +89,12 @@ def _specificity(selector: str) -> int:
     return len(name) if is_start else MOST_SPECIFIC
 
 
-def _means(name: str, rule: Rule) -> bool:
+def _means(name: str, rule: Rule | Listed) -> bool:
     is_code_like = PREFIX.fullmatch(name.upper()) is not None
     return rule.name == name.lower() or (is_code_like and rule.code.startswith(name.upper()))
 
 
-def _complain(name: str, rules: Sequence[Rule], where: str) -> None:
+def _complain(name: str, rules: Sequence[Rule | Listed], where: str) -> None:
     from ampwise.rules import registered
 
     for entry in registered():

@@ -10,32 +10,33 @@ from __future__ import annotations
 
 import importlib
 import os
-import pkgutil
 import sys
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Protocol, TextIO, cast
 
 from ampwise.errors import UnknownName
+from ampwise.modules import module_names
 from ampwise.printers import outputs
 from ampwise.printers.terminal import wants_colour, write
 
+TYPE_CHECKING = False  # as in typing, which takes milliseconds to import
 if TYPE_CHECKING:
     import argparse
+    from typing import Any, Protocol, TextIO
 
     from ampwise.finding import Finding
+
+    class Output(Protocol):
+        """What a module in ``outputs`` is."""
+
+        def render(
+            self, findings: Sequence[Finding], *, colour: bool = False, texts: Mapping[str, str] | None = None
+        ) -> str: ...
+
 
 __all__ = ["add_output_arguments", "output_format", "output_formats", "print_findings"]
 
 VARIABLE = "AMPWISE_OUTPUT_FORMAT"
 DEFAULT = "full"
-
-
-class Output(Protocol):
-    """What a module in ``outputs`` is."""
-
-    def render(
-        self, findings: Sequence[Finding], *, colour: bool = False, texts: Mapping[str, str] | None = None
-    ) -> str: ...
 
 
 def print_findings(
@@ -59,7 +60,7 @@ def output_formats() -> list[str]:
     >>> output_formats()
     ['concise', 'full', 'github', 'gitlab', 'json', 'sarif']
     """
-    return sorted(found.name for found in pkgutil.iter_modules(outputs.__path__) if found.name[0] != "_")
+    return module_names(outputs.__path__)
 
 
 def add_output_arguments(parser: argparse.ArgumentParser) -> None:
@@ -90,7 +91,9 @@ def output_format(args: argparse.Namespace, environment: Mapping[str, str] = os.
 
 
 def _output(name: str) -> Output:
-    return cast(Output, importlib.import_module(f"{outputs.__name__}.{_known(name)}"))
+    module: Any = importlib.import_module(f"{outputs.__name__}.{_known(name)}")
+    found: Output = module
+    return found
 
 
 def _known(name: str, where: str = "") -> str:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
 
 from ampwise.finding import Edit, Finding, edited
+from ampwise.frozen import Frozen
 from ampwise.printers.excerpt import Sources, start_of
 from ampwise.printers.terminal import paint
 
@@ -15,19 +15,17 @@ CONTEXT = 1  # lines before and after a change
 FAR_APART = 3  # changes with fewer unchanged lines between them are shown as one
 
 
-@dataclass(frozen=True, slots=True)
-class Change:
+class Change(Frozen):
     """Lines that give way to others.
 
     ``line`` is the number of the first, in ``cell`` where there are cells, and ``shift`` is by how many lines the
     changes above it move it.
     """
 
-    cell: int | None
-    line: int
-    old: list[str]
-    new: list[str]
-    shift: int = 0
+    __slots__ = ("cell", "line", "old", "new", "shift")  # noqa: RUF023 (the order they are shown in)
+
+    def __init__(self, cell: int | None, line: int, old: list[str], new: list[str], shift: int = 0) -> None:
+        self.cell, self.line, self.old, self.new, self.shift = cell, line, old, new, shift
 
 
 def patch(finding: Finding, sources: Sources, colour: bool = False) -> list[str]:
@@ -88,7 +86,7 @@ def _changes(edits: Sequence[Edit], file: str, sources: Sources) -> Iterator[Cha
             raise ValueError(f"there is no line {last}")
         # One more than there are: a text that ends in a newline has an end after it.
         lines = [*known, ""][first - 1 : last]
-        inner = [replace(edit, line=edit.line - first + 1, end_line=edit.end_line - first + 1) for edit in group]
+        inner = [edit.but(line=edit.line - first + 1, end_line=edit.end_line - first + 1) for edit in group]
         is_below = previous is not None and previous.cell == cell
         shift = previous.shift + len(previous.new) - len(previous.old) if previous and is_below else 0
         previous = _trimmed(Change(cell, first, lines, edited("\n".join(lines), inner).split("\n"), shift))
@@ -115,4 +113,4 @@ def _trimmed(change: Change) -> Change:
     old, new = change.old[top:], change.new[top:]
     while old and new and old[-1] == new[-1]:
         old, new = old[:-1], new[:-1]
-    return replace(change, line=change.line + top, old=old, new=new)
+    return change.but(line=change.line + top, old=old, new=new)

@@ -6,9 +6,11 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, TextIO
 
+TYPE_CHECKING = False  # as in typing, which takes milliseconds to import
 if TYPE_CHECKING:
+    from typing import TextIO
+
     from rich.console import Console
     from rich.table import Table
 

@@ -4,6 +4,10 @@ A rule file is a module with ``RULE = Rule(...)`` and ``check(evidence)``, which
 the folder it lies in, says what it looks at: source text, hardware, gradients. Importing a rule must not
 import torch, so that ``ampwise rules`` and the linter start at once.
 
+A rule about source may say in ``NEEDS`` which words a file must have for it to find anything: of each tuple
+at least one. Files that no rule has words in are passed over unread, and rules that have none in any file stay
+unloaded: ``index``, which ``make docs`` writes from the rule files and a test holds to them, has their words.
+
 Other packages add rules through the entry-point group ``ampwise.rules``. The entry point's name is the room
 and its value a module, or a package of modules, such as ours::
 
@@ -17,34 +21,63 @@ from __future__ import annotations
 
 import functools
 import importlib
-import pkgutil
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
-from types import ModuleType
+from collections.abc import Iterable, Iterator, Sequence
 
 from ampwise.errors import UnknownName
 from ampwise.finding import Rule
+from ampwise.frozen import Frozen
 from ampwise.rules import _plugins
 
+TYPE_CHECKING = False  # as in typing, which takes milliseconds to import
+if TYPE_CHECKING:
+    from types import ModuleType
+
 __all__ = [
+    "Listed",
     "RegisteredRule",
     "all_rules",
     "built_in",
     "by_room",
     "find_rule",
+    "listed",
     "registered",
     "rooms",
     "rules_about",
+    "with_words_in",
 ]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RegisteredRule:
+class RegisteredRule(Frozen):
     """A rule, the room it belongs to, and the module whose ``check`` looks for it."""
 
-    rule: Rule
-    room: str
-    module: ModuleType
+    __slots__ = ("rule", "room", "module")  # noqa: RUF023 (the order they are shown in)
+
+    def __init__(self, *, rule: Rule, room: str, module: ModuleType) -> None:
+        self.rule, self.room, self.module = rule, room, module
+
+
+class Listed:
+    """What must be known of a rule to choose it; its file is loaded only when ``module`` is asked for."""
+
+    __slots__ = ("_home", "code", "name", "needs", "on_by_default")
+
+    def __init__(
+        self, code: str, name: str, on_by_default: bool, needs: Sequence[Sequence[str]], home: str | ModuleType
+    ) -> None:
+        self.code, self.name, self.on_by_default = code, name, on_by_default
+        self.needs = needs  # the words without which it finds nothing: of each group at least one
+        self._home = home
+
+    @classmethod
+    def of(cls, module: ModuleType) -> Listed:
+        """A rule whose file is loaded already."""
+        rule: Rule = module.RULE
+        return cls(rule.code, rule.name, rule.on_by_default, getattr(module, "NEEDS", ()), module)
+
+    @property
+    def module(self) -> ModuleType:
+        """The module whose ``check`` looks for it."""
+        return importlib.import_module(self._home) if isinstance(self._home, str) else self._home
 
 
 def all_rules() -> list[Rule]:
@@ -75,8 +108,34 @@ def rules_about(room: str) -> list[ModuleType]:
     return [entry.module for entry in _room(room)]
 
 
+def listed(room: str) -> list[Listed]:
+    """The same rules, with none of our files loaded that is not asked for."""
+    if _plugins.entry_points(room):
+        return [Listed.of(module) for module in rules_about(room)]
+    from ampwise.rules.index import RULES
+
+    return [
+        Listed(code, name, on_by_default, needs, f"{__name__}.{room}.{name.replace('-', '_')}")
+        for code, name, on_by_default, needs in RULES[room]
+    ]
+
+
+def with_words_in(data: bytes, rules: Iterable[Listed]) -> list[Listed]:
+    """Those of ``rules`` that can find something in a file of these bytes, going by its words."""
+    present: dict[str, bool] = {}  # many rules ask for the same word
+
+    def has(word: str) -> bool:
+        if word not in present:
+            present[word] = word.encode() in data
+        return present[word]
+
+    return [rule for rule in rules if all(any(map(has, words)) for words in rule.needs)]
+
+
 def rooms() -> list[str]:
     """What rules can look at: the folders here."""
+    import pkgutil
+
     return sorted(found.name for found in pkgutil.iter_modules(__path__) if found.ispkg)
 
 
@@ -126,6 +185,8 @@ def _clash(rule: Rule, entries: Iterable[RegisteredRule]) -> str | None:
 
 @functools.cache
 def _room(room: str) -> tuple[RegisteredRule, ...]:
+    import pkgutil
+
     package = importlib.import_module(f"{__name__}.{room}")
     found = pkgutil.walk_packages(package.__path__, f"{package.__name__}.")
     modules = (importlib.import_module(module.name) for module in found)

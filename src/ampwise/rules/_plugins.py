@@ -1,20 +1,20 @@
 """Rules of other packages. Whatever is wrong with one is told in a line and never stops ampwise."""
+# ruff: noqa: PTH118, PTH123, PTH208 (every start looks for plugins, and pathlib alone would take longer than that)
 
 from __future__ import annotations
 
 import functools
 import importlib
-import pkgutil
+import os
 import sys
 from collections.abc import Iterator
-from pathlib import Path
-from types import ModuleType
-from typing import TYPE_CHECKING
 
 from ampwise.finding import Rule
 
+TYPE_CHECKING = False  # as in typing, which takes milliseconds to import
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
+    from types import ModuleType
 
 GROUP = "ampwise.rules"
 OWN_LETTERS = "AMP"
@@ -45,12 +45,17 @@ def warn(message: str) -> None:
 
 def mentioned(folders: list[str]) -> bool:
     """Whether a package installed in ``folders`` declares entry points for us."""
-    for folder in folders:
-        for pattern in ("*.dist-info/entry_points.txt", "*.egg-info/entry_points.txt"):
-            # "" on sys.path is the current folder, which is also what Path("") means.
-            if any(_holds(path, GROUP) for path in Path(folder).glob(pattern)):
-                return True
-    return False
+    return any(_holds(path, GROUP.encode()) for folder in folders for path in _entry_point_files(folder))
+
+
+def _entry_point_files(folder: str) -> Iterator[str]:
+    try:
+        names = os.listdir(folder or ".")  # "" on sys.path is the current folder
+    except OSError:  # a zip, or gone
+        return
+    for name in names:
+        if name.endswith((".dist-info", ".egg-info")):
+            yield os.path.join(folder, name, "entry_points.txt")
 
 
 @functools.cache
@@ -64,10 +69,11 @@ def _all_entry_points() -> tuple[EntryPoint, ...]:
     return tuple(sorted(found, key=lambda entry: (entry.name, entry.value)))
 
 
-def _holds(path: Path, text: str) -> bool:
+def _holds(path: str, text: bytes) -> bool:
     try:
-        return text in path.read_text(encoding="utf-8", errors="replace")
-    except OSError:
+        with open(path, "rb") as file:
+            return text in file.read()
+    except OSError:  # most have no such file
         return False
 
 
@@ -81,6 +87,8 @@ def _load(name: str) -> ModuleType | None:
 
 def _with_submodules(module: ModuleType) -> Iterator[ModuleType]:
     yield module
+    import pkgutil
+
     for found in pkgutil.iter_modules(getattr(module, "__path__", [])):
         below = _load(f"{module.__name__}.{found.name}")
         if below:

@@ -9,26 +9,28 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 
 from ampwise.source.events import Event, Guard, Loop
 from ampwise.source.names import dotted_text
 from ampwise.source.paths import Path
+from ampwise.source.pattern import Pattern
 from ampwise.source.steps import BACKWARDS, STEPS, Region
 
 __all__ = ["Window", "accumulation_name", "fixed_name", "windows_of"]
 
-ACCUMULATES = re.compile(r"accum|micro|grad_?acc|virtual_?b", re.IGNORECASE)
+ACCUMULATES = Pattern(r"accum|micro|grad_?acc|virtual_?b", re.IGNORECASE)
 
 
-@dataclass(eq=False)
 class Window:
     """Micro-batches that share one step."""
 
-    region: Region
-    size: ast.expr | None  # how many they are, where an expression says so
-    loop: Loop | None = None  # the inner loop over them; None: the region's own loop, with a test for the last
-    paths: list[Path] = field(default_factory=list)  # through a micro-batch that is not the last
+    def __init__(
+        self, region: Region, size: ast.expr | None, loop: Loop | None = None, paths: list[Path] | None = None
+    ) -> None:
+        self.region = region
+        self.size = size  # how many they are, where an expression says so
+        self.loop = loop  # the inner loop over them; None: the region's own loop, with a test for the last
+        self.paths = [] if paths is None else paths  # through a micro-batch that is not the last
 
     def visits(self, *kinds: str) -> Iterator[tuple[Event, Path]]:
         """Each event of these kinds that comes with every micro-batch, once, with a path it is on."""

@@ -1,16 +1,17 @@
 """Which calls are events: a backward, an unscale, a step, a clip, a look at the gradients."""
+# ruff: noqa: SIM905 (long lists of names are read as text)
 
 from __future__ import annotations
 
 import ast
 import re
-from dataclasses import dataclass, field
 
 from ampwise.source.events import Block, Branch, Context, Event, Guard, Kind, Node
 from ampwise.source.frame import Frame
 from ampwise.source.guards import guards_of
 from ampwise.source.names import dotted_text
 from ampwise.source.outline import Class
+from ampwise.source.pattern import Pattern
 from ampwise.source.vocabulary import CLIPS, MODEL_NAME, OPTIMIZER, SCALER, SCHEDULER
 
 __all__ = ["ANYTHING", "Recogniser"]
@@ -18,10 +19,10 @@ __all__ = ["ANYTHING", "Recogniser"]
 ANYTHING = "*"  # the key of an event that may concern every scaler and optimizer
 
 # Objects whose backward(loss), step() and clip do the scaling themselves.
-FRAMEWORK_NAME = re.compile(r"(^|_)(accelerator|fabric|engine|ds_engine|model_engine|strategy|plugin|booster)$")
-CLIP_NAME = re.compile(r"^(clip_grad\w*|clip_gradients?\w*|dispatch_clip_grad|clip_grads?)$")
-CLIPPING_FACTOR = re.compile(r"clip|coef|max_norm|norm")
-SCALING_FACTOR = re.compile(r"scale", re.IGNORECASE)
+FRAMEWORK_NAME = Pattern(r"(^|_)(accelerator|fabric|engine|ds_engine|model_engine|strategy|plugin|booster)$")
+CLIP_NAME = Pattern(r"^(clip_grad\w*|clip_gradients?\w*|dispatch_clip_grad|clip_grads?)$")
+CLIPPING_FACTOR = Pattern(r"clip|coef|max_norm|norm")
+SCALING_FACTOR = Pattern(r"scale", re.IGNORECASE)
 LOOKS = frozenset(
     "norm abs mean std var max min sum pow square item histogram histc flatten view cpu numpy tolist".split()
 )
@@ -37,19 +38,22 @@ MODULE_METHODS = frozenset(
     "add_module apply bfloat16 buffers children compile cpu cuda double eval extra_repr float get_parameter "
     "get_submodule half load_state_dict modules named_buffers named_children named_modules named_parameters parameters "
     "register_buffer register_forward_hook register_module register_parameter requires_grad_ share_memory state_dict "
-    "to to_empty train type xpu zero_grad no_sync join save_pretrained from_pretrained push_to_hub resize_token_embeddings "
-    "gradient_checkpointing_enable set_grad_checkpointing load save load_weights save_weights init_weights freeze unfreeze "
-    "set_input setup update_learning_rate print_networks save_networks load_networks step backward update append "
-    "join_thread get info log summary items keys values format split replace device set clip_grad_norm_".split()
+    "to to_empty train type xpu zero_grad no_sync join save_pretrained from_pretrained push_to_hub "
+    "resize_token_embeddings gradient_checkpointing_enable set_grad_checkpointing load save load_weights save_weights "
+    "init_weights freeze unfreeze set_input setup update_learning_rate print_networks save_networks load_networks step "
+    "backward update append join_thread get info log summary items keys values format split replace device set "
+    "clip_grad_norm_".split()
 )
 
 
-@dataclass(slots=True)
 class Recognised:
     """The events a call makes, and whether to follow it into its function."""
 
-    nodes: list[Node] = field(default_factory=list)
-    follow: bool = False
+    __slots__ = ("follow", "nodes")
+
+    def __init__(self, nodes: list[Node] | None = None, follow: bool = False) -> None:
+        self.nodes = [] if nodes is None else nodes
+        self.follow = follow
 
 
 class Recogniser:
@@ -76,26 +80,26 @@ class Recogniser:
 
     def unknown(self, node: ast.Call, context: Context) -> list[Node]:
         """A call that could not be followed: it matters when it is given a scaler or an optimizer."""
-        name = (dotted_text(node.func) or "").rpartition(".")[2]
         frame = context.frame
-        given = [*node.args, *(word.value for word in node.keywords)]
-        makes = frame.role_of_call(node) is not None and not any(frame.role(argument) == SCALER for argument in given)
-        if name in HARMLESS or makes:
-            return []
-        keys = [
-            key
-            for argument in given
-            if frame.role(argument) in (SCALER, OPTIMIZER) and (key := frame.key(argument)) is not None
+        given = [
+            (argument, role)
+            for argument in (*node.args, *(word.value for word in node.keywords))
+            if isinstance(argument, ast.Name | ast.Attribute | ast.Subscript)
+            and (role := frame.role(argument)) in (SCALER, OPTIMIZER)
         ]
-        if not keys:
+        keys = tuple(key for argument, _ in given if (key := frame.key(argument)) is not None)
+        if not keys or _name_of(node.func, frame) in HARMLESS:
             return []
-        return [Event(Kind.OPAQUE, node, context, key=keys[0], keys=tuple(keys))]
+        if all(role == OPTIMIZER for _, role in given) and frame.role_of_call(node) is not None:
+            return []  # it makes a scheduler, or wraps the optimizer
+        return [Event(Kind.OPAQUE, node, context, key=keys[0], keys=keys)]
 
     def statement(self, node: ast.stmt, context: Context) -> list[Node]:
         """What an assignment does: ``loss = scaler.scale(loss)``, ``p.grad = None``, ``p.grad /= scale``."""
         if isinstance(node, ast.Assign):
             for target in node.targets:
-                self._remember_scaled(target, node.value, context)
+                if self.scaled or _calls_scale(node.value):
+                    self._remember_scaled(target, node.value, context)
                 if isinstance(target, ast.Attribute) and target.attr == "grad":
                     return _assigned_gradient(target, node.value, context)
         if isinstance(node, ast.AugAssign) and isinstance(node.op, ast.Div | ast.Mult) and _gradient(node.target):
@@ -166,9 +170,7 @@ class Recogniser:
             return Recognised([Event(Kind.SCALER_STEP, node, context, key=key, other=other)])
         if any(word.arg in ("scaler", "grad_scaler") for word in node.keywords):
             return Recognised([Event(Kind.OPAQUE, node, context, key=ANYTHING, keys=(ANYTHING,))])
-        return Recognised(
-            [Event(Kind.OPTIMIZER_STEP, node, context, key=key)], follow=bool(node.args or node.keywords)
-        )
+        return Recognised([Event(Kind.OPTIMIZER_STEP, node, context, key=key)], follow=bool(node.args or node.keywords))
 
     def update(self, node: ast.Call, context: Context) -> Recognised | None:
         if not isinstance(node.func, ast.Attribute) or context.frame.role(node.func.value) != SCALER:
@@ -250,6 +252,13 @@ def _scaled_by(node: ast.expr | None, frame: Frame) -> str | None:
     return None
 
 
+def _calls_scale(node: ast.expr) -> bool:
+    """Whether ``.scale(...)`` is called: the plain forms only, because every assignment is asked."""
+    while isinstance(node, ast.BinOp | ast.IfExp):
+        node = node.left if isinstance(node, ast.BinOp) else node.body
+    return isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "scale"
+
+
 def _argument_of_scale(node: ast.expr) -> ast.expr | None:
     for part in ast.walk(node):
         if isinstance(part, ast.Call) and isinstance(part.func, ast.Attribute) and part.func.attr == "scale":
@@ -277,16 +286,15 @@ def _forward(node: ast.Call, context: Context) -> Event | None:
 
 def _is_model(node: ast.expr, frame: Frame) -> bool:
     name = (dotted_text(node) or "").removesuffix(".module")
-    if name in ("", "self") or frame.qualified(node) is not None or isinstance(frame.definition(node), Class):
+    named = name in frame.outline.models or MODEL_NAME.search(name.rpartition(".")[2]) is not None
+    if not named or name in ("", "self") or frame.role(node) is not None:
         return False
-    if frame.role(node) is not None:
-        return False
-    return name in frame.outline.models or bool(MODEL_NAME.search(name.rpartition(".")[2]))
+    return frame.qualified(node) is None and not isinstance(frame.definition(node), Class)
 
 
 def _look_at_gradient(node: ast.Call, name: str, context: Context) -> Event | None:
-    if context.frame.qualified(node.func) in NORMS:
-        seen = bool(node.args) and any(_gradient(part) for part in ast.walk(node.args[0]))
+    if "norm" in name and node.args and context.frame.qualified(node.func) in NORMS:
+        seen = any(_gradient(part) for part in ast.walk(node.args[0]))
     else:
         seen = name in LOOKS and isinstance(node.func, ast.Attribute) and _gradient(node.func.value)
     return Event(Kind.GRAD_READ, node, context) if seen else None
@@ -319,5 +327,3 @@ def _scaled_in_place(node: ast.expr, factor: ast.expr, context: Context) -> list
     if CLIPPING_FACTOR.search(text):
         return [Event(Kind.CLIP, node, context)]
     return []
-
-

@@ -5,35 +5,45 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
+from ampwise.source.events import Context
 from ampwise.source.frame import Frame
 from ampwise.source.names import dotted_text
+from ampwise.source.pattern import Pattern
+from ampwise.source.project import Code
 from ampwise.source.vocabulary import OPTIMIZER, SCALER
-
-if TYPE_CHECKING:
-    from ampwise.source.events import Context
-    from ampwise.source.project import Code
 
 __all__ = ["Checkpoint", "checkpoints_in"]
 
-SAVES = re.compile(r"(^|_)save(_|$)|checkpoint|ckpt", re.IGNORECASE)
-SCALER_ENTRY = re.compile(r"scaler|(^|_)amp($|_)|grad_scal|loss_scal|fp16", re.IGNORECASE)
-OPTIMIZER_ENTRY = re.compile(r"optim|(^|_)opt(_|$|\d)", re.IGNORECASE)
+SAVES = Pattern(r"(^|_)save(_|$)|checkpoint|ckpt", re.IGNORECASE)
+SCALER_ENTRY = Pattern(r"scaler|(^|_)amp($|_)|grad_scal|loss_scal|fp16", re.IGNORECASE)
+OPTIMIZER_ENTRY = Pattern(r"optim|(^|_)opt(_|$|\d)", re.IGNORECASE)
+
+DEEPEST = 4  # dictionaries in dictionaries, functions that return what functions return
 
 
-@dataclass(slots=True, eq=False)
 class Checkpoint:
     """A dictionary handed to a function that saves it."""
 
-    node: ast.Call  # what saves it
-    payload: ast.expr  # the dictionary
-    frame: Frame  # where the dictionary is written
-    context: Context
-    has_optimizer: bool
-    has_scaler: bool
-    is_whole: bool  # False: more is put into it that we cannot see
+    __slots__ = ("context", "frame", "has_optimizer", "has_scaler", "is_whole", "node", "payload")
+
+    def __init__(
+        self,
+        node: ast.Call,
+        payload: ast.expr,
+        frame: Frame,
+        context: Context,
+        has_optimizer: bool,
+        has_scaler: bool,
+        is_whole: bool,
+    ) -> None:
+        self.node = node  # what saves it
+        self.payload = payload  # the dictionary
+        self.frame = frame  # where the dictionary is written
+        self.context = context
+        self.has_optimizer = has_optimizer
+        self.has_scaler = has_scaler
+        self.is_whole = is_whole  # False: more is put into it that we cannot see
 
     @property
     def where(self) -> ast.expr:
@@ -78,20 +88,18 @@ def _dictionaries(node: ast.expr, frame: Frame, line: int, depth: int = 0) -> It
     """The dictionary displays an expression may be."""
     if _is_dictionary(node):
         yield node, frame
-    elif isinstance(node, ast.Call) and depth < 3:
+    elif isinstance(node, ast.Call) and depth < DEEPEST:
         target = frame.callee(node)
         if target is not None and target[0].name != "__init__":
             inside = frame.enter(target[0], node, target[1])
             for part in ast.walk(target[0].node):
                 if isinstance(part, ast.Return) and part.value is not None:
                     yield from _dictionaries(part.value, inside, part.lineno, depth + 1)
-    elif isinstance(node, ast.Name | ast.Attribute) and depth < 5:
+    elif isinstance(node, ast.Name | ast.Attribute) and depth < DEEPEST:
         yield from _from_name(node, frame, line, depth)
 
 
-def _from_name(
-    node: ast.Name | ast.Attribute, frame: Frame, line: int, depth: int
-) -> Iterator[tuple[ast.expr, Frame]]:
+def _from_name(node: ast.Name | ast.Attribute, frame: Frame, line: int, depth: int) -> Iterator[tuple[ast.expr, Frame]]:
     if isinstance(node, ast.Name) and node.id in frame.function.bindings:
         bindings = [b for b in frame.function.bindings[node.id] if b.value is not None]
         before = [b for b in bindings if b.value is not None and b.value.lineno <= line] or bindings
@@ -114,16 +122,16 @@ def _is_dictionary(node: ast.expr) -> bool:
 Entry = tuple[str, ast.expr]
 
 
-def _entries(node: ast.expr, frame: Frame) -> tuple[list[Entry], bool]:
+def _entries(node: ast.expr, frame: Frame, depth: int = 0) -> tuple[list[Entry], bool]:
     """The entries of a dictionary, those added later in its function too, and whether these are all."""
     entries: list[Entry] = []
     whole = True
     if isinstance(node, ast.Dict):
         for key, value in zip(node.keys, node.values, strict=True):
             if key is None:
-                inner = list(_dictionaries(value, frame, value.lineno))
+                inner = list(_dictionaries(value, frame, value.lineno, depth + 1)) if depth < DEEPEST else []
                 for display, home in inner:
-                    entries += _entries(display, home)[0]
+                    entries += _entries(display, home, depth + 1)[0]
                 whole = whole and bool(inner)
             else:
                 entries.append((key.value if isinstance(key, ast.Constant) else ast.unparse(key), value))  # type: ignore[arg-type]
@@ -136,9 +144,7 @@ def _entries(node: ast.expr, frame: Frame) -> tuple[list[Entry], bool]:
 
 def _added_later(node: ast.expr, frame: Frame) -> tuple[list[Entry], bool]:
     names = {
-        name
-        for name, bindings in frame.function.bindings.items()
-        if any(binding.value is node for binding in bindings)
+        name for name, bindings in frame.function.bindings.items() if any(binding.value is node for binding in bindings)
     }
     entries: list[Entry] = []
     sure = True
@@ -155,7 +161,7 @@ def _added_later(node: ast.expr, frame: Frame) -> tuple[list[Entry], bool]:
     return entries, sure
 
 
-def _is_state_of(entry: Entry, role: str, name: re.Pattern[str], frame: Frame) -> bool:
+def _is_state_of(entry: Entry, role: str, name: Pattern, frame: Frame) -> bool:
     key, value = entry
     for part in ast.walk(value):
         if isinstance(part, ast.Call) and isinstance(part.func, ast.Attribute) and part.func.attr == "state_dict":

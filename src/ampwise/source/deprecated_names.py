@@ -10,9 +10,9 @@ import ast
 import functools
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 
 from ampwise.finding import Edit
+from ampwise.source.pattern import Pattern
 from ampwise.source.project import Code
 
 __all__ = ["DeprecatedUse", "deprecated_uses"]
@@ -27,22 +27,22 @@ MODULES = {
 }
 DEPRECATED = {f"{module}.{name}": (device, name) for module, device in MODULES.items() for name in MOVED}
 # Code under such a test, or in a `try`, is there for old versions of torch.
-ABOUT_VERSIONS = re.compile(
-    r"version|hasattr|getattr|TORCH|_available|__dict__|dir\(|find_spec|callable", re.IGNORECASE
-)
+ABOUT_VERSIONS = Pattern(r"version|hasattr|getattr|TORCH|_available|__dict__|dir\(|find_spec|callable", re.IGNORECASE)
 
 
 class _NotSure(Exception):
     """Something is used in a way that cannot be rewritten beyond doubt."""
 
 
-@dataclass(slots=True, frozen=True)
 class DeprecatedUse:
     """A place where a deprecated name is used, and the edits that do away with it (none: do it by hand)."""
 
-    node: ast.AST
-    name: str
-    edits: tuple[Edit, ...] = ()
+    __slots__ = ("edits", "name", "node")
+
+    def __init__(self, node: ast.AST, name: str, edits: tuple[Edit, ...] = ()) -> None:
+        self.node = node
+        self.name = name
+        self.edits = edits
 
 
 def deprecated_uses(code: Code) -> list[DeprecatedUse]:

@@ -7,12 +7,14 @@ into the straight lines that a run may take through it.
 from __future__ import annotations
 
 import ast
-from dataclasses import dataclass, field, replace
-from typing import TypeAlias
 
-from ampwise.finding import Place
-from ampwise.source.frame import Frame
-from ampwise.source.precision import Autocast
+TYPE_CHECKING = False  # as in typing, which takes milliseconds to import
+if TYPE_CHECKING:
+    from typing import TypeAlias
+
+    from ampwise.finding import Place
+    from ampwise.source.frame import Frame
+    from ampwise.source.precision import Autocast
 
 __all__ = [
     "Block",
@@ -45,34 +47,55 @@ class Kind:
     OPAQUE = "opaque"  # a function we cannot see gets a scaler or an optimizer
 
 
-@dataclass(slots=True, frozen=True)
 class Guard:
     """One thing an ``if`` asked, and the answer under which we are here."""
 
-    text: str
-    holds: bool
-    boundary: str | None = None  # for `(i + 1) % n == 0`: the text of n
-    test: ast.expr | None = field(default=None, compare=False, hash=False)
+    __slots__ = ("boundary", "holds", "test", "text")
+
+    def __init__(self, text: str, holds: bool, boundary: str | None = None, test: ast.expr | None = None) -> None:
+        self.text = text
+        self.holds = holds
+        self.boundary = boundary  # for `(i + 1) % n == 0`: the text of n
+        self.test = test  # the question as it stands there: two that ask the same are equal
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Guard):
+            return NotImplemented
+        return self.text == other.text and self.holds == other.holds and self.boundary == other.boundary
+
+    def __hash__(self) -> int:
+        return hash((self.text, self.holds, self.boundary))
 
 
-@dataclass(slots=True, eq=False)
 class Loop:
     """A loop; its body is gone through once on a path."""
 
-    node: ast.For | ast.AsyncFor | ast.While
-    frame: Frame
-    block: Block
+    __slots__ = ("block", "frame", "node")
+
+    def __init__(self, node: ast.For | ast.AsyncFor | ast.While, frame: Frame, block: Block) -> None:
+        self.node = node
+        self.frame = frame
+        self.block = block
 
 
-@dataclass(slots=True, eq=False)
 class Context:
     """Where an event happens: in which call, loops, branches and autocast regions."""
 
-    frame: Frame
-    autocasts: tuple[Autocast, ...] = ()
-    loops: tuple[Loop, ...] = ()
-    guards: tuple[Guard, ...] = ()
-    no_grad: bool = False
+    __slots__ = ("autocasts", "frame", "guards", "loops", "no_grad")
+
+    def __init__(
+        self,
+        frame: Frame,
+        autocasts: tuple[Autocast, ...] = (),
+        loops: tuple[Loop, ...] = (),
+        guards: tuple[Guard, ...] = (),
+        no_grad: bool = False,
+    ) -> None:
+        self.frame = frame
+        self.autocasts = autocasts
+        self.loops = loops
+        self.guards = guards
+        self.no_grad = no_grad
 
     @property
     def autocast(self) -> Autocast | None:
@@ -83,21 +106,47 @@ class Context:
     def in_autocast(self) -> bool:
         return self.autocast is not None and self.autocast.may_be_on
 
-    def but(self, **changes: object) -> Context:
-        return replace(self, **changes)  # type: ignore[arg-type]
+    def but(
+        self,
+        *,
+        frame: Frame | None = None,
+        autocasts: tuple[Autocast, ...] | None = None,
+        loops: tuple[Loop, ...] | None = None,
+        guards: tuple[Guard, ...] | None = None,
+        no_grad: bool | None = None,
+    ) -> Context:
+        """The same with something changed."""
+        return Context(
+            self.frame if frame is None else frame,
+            self.autocasts if autocasts is None else autocasts,
+            self.loops if loops is None else loops,
+            self.guards if guards is None else guards,
+            self.no_grad if no_grad is None else no_grad,
+        )
 
 
-@dataclass(slots=True, eq=False)
 class Event:
     """One call that matters, where it happens."""
 
-    kind: str
-    node: ast.expr
-    context: Context
-    key: str | None = None  # the object it is done to: the scaler of a scaler's step, a model's forward
-    other: str | None = None  # the optimizer in scaler.step(optimizer)
-    value: ast.expr | None = None  # the loss of a backward
-    keys: tuple[str, ...] = ()  # what an opaque call is given
+    __slots__ = ("context", "key", "keys", "kind", "node", "other", "value")
+
+    def __init__(
+        self,
+        kind: str,
+        node: ast.expr,
+        context: Context,
+        key: str | None = None,
+        other: str | None = None,
+        value: ast.expr | None = None,
+        keys: tuple[str, ...] = (),
+    ) -> None:
+        self.kind = kind
+        self.node = node
+        self.context = context
+        self.key = key  # the object it is done to: the scaler of a scaler's step, a model's forward
+        self.other = other  # the optimizer in scaler.step(optimizer)
+        self.value = value  # the loss of a backward
+        self.keys = keys  # what an opaque call is given
 
     @property
     def frame(self) -> Frame:
@@ -112,36 +161,46 @@ class Event:
         return self.node.lineno
 
 
-@dataclass(slots=True, eq=False)
 class Branch:
     """An ``if``: what is known on either side, and what happens there."""
 
-    then_guards: tuple[Guard, ...]
-    else_guards: tuple[Guard, ...]
-    then: Block
-    orelse: Block
+    __slots__ = ("else_guards", "orelse", "then", "then_guards")
+
+    def __init__(
+        self, then_guards: tuple[Guard, ...], else_guards: tuple[Guard, ...], then: Block, orelse: Block
+    ) -> None:
+        self.then_guards = then_guards
+        self.else_guards = else_guards
+        self.then = then
+        self.orelse = orelse
 
 
-@dataclass(slots=True, eq=False)
 class Inlined:
     """A call that was followed; a ``return`` inside ends only this."""
 
-    frame: Frame
-    block: Block
+    __slots__ = ("block", "frame")
+
+    def __init__(self, frame: Frame, block: Block) -> None:
+        self.frame = frame
+        self.block = block
 
 
-@dataclass(slots=True, eq=False)
 class Jump:
     """``continue``, ``break``, ``return`` or ``raise``."""
 
-    kind: str
+    __slots__ = ("kind",)
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
 
 
 Node: TypeAlias = "Event | Branch | Loop | Inlined | Jump"
 
 
-@dataclass(slots=True, eq=False)
 class Block:
     """What happens one after the other."""
 
-    nodes: list[Node] = field(default_factory=list)
+    __slots__ = ("nodes",)
+
+    def __init__(self, nodes: list[Node] | None = None) -> None:
+        self.nodes = [] if nodes is None else nodes

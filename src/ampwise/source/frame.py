@@ -10,39 +10,43 @@ from __future__ import annotations
 import ast
 import functools
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Protocol
 
 from ampwise.source.instances import makers
 from ampwise.source.names import dotted_text
 from ampwise.source.outline import Binding, Class, Function, Outline
 from ampwise.source.vocabulary import GRAD_SCALERS, NOT_A_GRAD_SCALER, SCALER, role_of_constructor, role_of_name
 
-__all__ = ["Frame", "Lookup", "Value"]
+TYPE_CHECKING = False  # as in typing, which takes milliseconds to import
+if TYPE_CHECKING:
+    from typing import Protocol
+
+    class Lookup(Protocol):
+        """What a frame asks of the project: functions and classes that other given files define."""
+
+        def find(self, qualified: str, importer: Outline) -> Function | Class | None: ...
+
+        def frame(self, function: Function, instance_of: Class | None = None) -> Frame: ...
+
+        def is_worth_following(self, function: Function, asker: Outline) -> bool: ...
+
+        def computes(self, function: Function) -> bool: ...
+
+
+__all__ = ["Frame", "Value"]
 
 MOST_VALUES = 40  # a name that may be more than this may be anything
 # Attributes that are the same object in other clothes.
 TRANSPARENT = frozenset(("module", "_orig_mod", "data"))
 
 
-class Lookup(Protocol):
-    """What a frame asks of the project: functions and classes that other given files define."""
-
-    def find(self, qualified: str, importer: Outline) -> Function | Class | None: ...
-
-    def frame(self, function: Function, instance_of: Class | None = None) -> Frame: ...
-
-    def is_worth_following(self, function: Function, asker: Outline) -> bool: ...
-
-    def computes(self, function: Function) -> bool: ...
-
-
-@dataclass(slots=True, eq=False)
 class Value:
     """An expression that a name may hold, and the frame to read it in; None when it cannot be known."""
 
-    node: ast.expr | None
-    frame: Frame
+    __slots__ = ("frame", "node")
+
+    def __init__(self, node: ast.expr | None, frame: Frame) -> None:
+        self.node = node
+        self.frame = frame
 
 
 class Frame:
@@ -62,13 +66,15 @@ class Frame:
         self.lookup = lookup
         self.caller = caller
         self.arguments = arguments or {}
-        self.instance_of = instance_of or function.owner or (caller and self._enclosing_instance(caller))
+        self.instance_of: Class | None = (
+            instance_of or function.owner or (None if caller is None else caller.instance_of)
+        )
         # Answers by node; a question under way answers "unknown", which ends cycles.
         self._roles: dict[ast.expr, str | None] = {}
         self._keys: dict[ast.expr, str | None] = {}
         self._values: dict[ast.expr, list[Value]] = {}
         self._classes: dict[ast.expr, Class | None] = {}
-        self._definitions: dict[ast.expr, Function | Class | None] = {}
+        self._homes: dict[str, tuple[Frame, Function] | None] = {}
         self._callees: dict[ast.Call, tuple[Function, Class | None] | None] = {}
 
     @property
@@ -164,6 +170,11 @@ class Frame:
 
     def _home(self, name: str) -> tuple[Frame, Function] | None:
         """The scope that holds ``name``, with the frame it runs in when that is among the callers."""
+        if name not in self._homes:
+            self._homes[name] = self._find_home(name)
+        return self._homes[name]
+
+    def _find_home(self, name: str) -> tuple[Frame, Function] | None:
         for function in self.function.chain():
             if function.holds(name):
                 frame = next((frame for frame in self.callers() if frame.function is function), None)
@@ -263,9 +274,10 @@ class Frame:
 
     def definition(self, node: ast.expr) -> Function | Class | None:
         """The function or class a name refers to, when a given file defines it."""
-        if node not in self._definitions:
-            self._definitions[node] = self._find_definition(node)
-        return self._definitions[node]
+        known = self.function.definitions  # the same whoever calls
+        if node not in known:
+            known[node] = self._find_definition(node)
+        return known[node]
 
     def _find_definition(self, node: ast.expr) -> Function | Class | None:
         if isinstance(node, ast.Name):
@@ -321,10 +333,6 @@ class Frame:
     def enter(self, function: Function, call: ast.Call, instance_of: Class | None) -> Frame:
         """The frame of ``function`` as called here."""
         return Frame(function, self.lookup, self, _bound_arguments(function, call), instance_of, call)
-
-    @staticmethod
-    def _enclosing_instance(caller: Frame) -> Class | None:
-        return caller.instance_of
 
     # -- roles --------------------------------------------------------------------------------------------
 

@@ -6,10 +6,10 @@ import ast
 import functools
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from ampwise.source.events import Context, Kind
 from ampwise.source.frame import Frame
+from ampwise.source.pattern import Pattern
 from ampwise.source.precision import dtypes_of, keyword
 from ampwise.source.project import Code
 from ampwise.source.vocabulary import BF16, FP16, FP32, OPTIMIZER
@@ -21,15 +21,15 @@ __all__ = ["HalfModel", "TrainedHalfModel", "half_models", "only_named_main", "t
 CHAINED = frozenset(
     ("to", "cuda", "cpu", "half", "bfloat16", "float", "double", "train", "eval", "requires_grad_", "share_memory")
 )
-WRAPPERS = re.compile(r"(DataParallel|DistributedDataParallel|FullyShardedDataParallel|DDP|FSDP|torch\.compile)$")
+WRAPPERS = Pattern(r"(DataParallel|DistributedDataParallel|FullyShardedDataParallel|DDP|FSDP|torch\.compile)$")
 CASTS = {"half": FP16, "bfloat16": BF16, "float": FP32, "double": "float64"}
 # Where a model is made smaller for another purpose than training.
-ASIDE = re.compile(r"eval|test|valid|infer|predict|export|save|convert|generat|sampl|bench|teacher|ema|onnx|trace")
-FROZEN_NAME = re.compile(
+ASIDE = Pattern(r"eval|test|valid|infer|predict|export|save|convert|generat|sampl|bench|teacher|ema|onnx|trace")
+FROZEN_NAME = Pattern(
     r"teacher|(^|_|\.)ema|vae|clip|text_enc|tokenizer|frozen|reference|ref_model|critic_target|lpips|vgg"
 )
 # Adapters, quantised bases, master copies, roundings that keep small updates: what is trained is something else.
-TRAINED_OTHERWISE = re.compile(
+TRAINED_OTHERWISE = Pattern(
     r"peft|lora|adapter|requires_grad|load_in_[48]bit|bitsandbytes|\bbnb\b|prepare_model_for|cast_training_params|"
     r"master|fp32_(param|weight|copy)|float_params|param_copy|stochastic|kahan|\boptimi\b|torchao|adamw_?bf16|"
     r"grad_dtype|keep_fp32|upcast",
@@ -37,32 +37,38 @@ TRAINED_OTHERWISE = re.compile(
 )
 
 
-@dataclass(slots=True, eq=False)
 class HalfModel:
     """A module cast to a half dtype, in every run of the script."""
 
-    key: str
-    dtype: str
-    node: ast.Call  # the cast
-    context: Context
-    statement: ast.stmt
+    __slots__ = ("context", "dtype", "key", "node", "statement")
+
+    def __init__(self, key: str, dtype: str, node: ast.Call, context: Context, statement: ast.stmt) -> None:
+        self.key = key
+        self.dtype = dtype
+        self.node = node  # the cast
+        self.context = context
+        self.statement = statement
 
 
-@dataclass(slots=True, eq=False)
 class TrainedHalfModel:
     """Such a model, and the optimizer that gets its parameters."""
 
-    model: HalfModel
-    optimizer: ast.Call
-    frame: Frame  # where the optimizer is made
-    optimizer_key: str | None
+    __slots__ = ("frame", "model", "optimizer", "optimizer_key")
+
+    def __init__(self, model: HalfModel, optimizer: ast.Call, frame: Frame, optimizer_key: str | None) -> None:
+        self.model = model
+        self.optimizer = optimizer
+        self.frame = frame  # where the optimizer is made
+        self.optimizer_key = optimizer_key
 
 
-@dataclass(slots=True, eq=False)
 class _Cast:
-    dtype: str | None  # None: cannot be told
-    node: ast.Call
-    site: Site
+    __slots__ = ("dtype", "node", "site")
+
+    def __init__(self, dtype: str | None, node: ast.Call, site: Site) -> None:
+        self.dtype = dtype  # None: cannot be told
+        self.node = node
+        self.site = site
 
 
 def half_models(code: Code) -> dict[str, HalfModel]:

@@ -10,20 +10,17 @@ from __future__ import annotations
 import ast
 import functools
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING
 
 from ampwise.source.events import Context
 from ampwise.source.frame import Frame, Value
 from ampwise.source.instances import makers
 from ampwise.source.names import dotted_text
+from ampwise.source.outline import Function
 from ampwise.source.precision import dtypes_of, keyword
+from ampwise.source.project import Code
 from ampwise.source.reaching import reaching
 from ampwise.source.vocabulary import FP16, FP32, MODEL_NAME
-
-if TYPE_CHECKING:
-    from ampwise.source.outline import Function
-    from ampwise.source.project import Code
-    from ampwise.source.walk import Site
+from ampwise.source.walk import Site
 
 __all__ = ["HALF", "LIKELY_HALF", "SINGLE", "Halves", "halves_of", "method_or_function"]
 

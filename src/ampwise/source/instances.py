@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import ast
-from typing import TYPE_CHECKING
 
 from ampwise.source.names import dotted_text
 
+TYPE_CHECKING = False  # as in typing, which takes milliseconds to import
 if TYPE_CHECKING:
     from ampwise.source.frame import Frame
 

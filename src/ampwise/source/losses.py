@@ -5,24 +5,22 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from ampwise.source.accumulation import ACCUMULATES, Window
+from ampwise.source.events import Event
+from ampwise.source.frame import Frame
 from ampwise.source.names import dotted_text
-
-if TYPE_CHECKING:
-    from ampwise.source.events import Event
-    from ampwise.source.frame import Frame
-    from ampwise.source.outline import Binding, Function
+from ampwise.source.outline import Binding, Function
+from ampwise.source.pattern import Pattern
 
 __all__ = ["may_be_normalised"]
 
 DEEPEST = 6  # names and calls followed on the way back from a backward
 DIVIDES = frozenset(("div", "div_", "true_divide", "divide", "reciprocal"))
 # A factor called like this may be 1 / n.
-INVERSE = re.compile(r"accum|scale|norm|inv|factor|ratio|weight$|coef", re.IGNORECASE)
-GRADIENTS = re.compile(r"\.grad\b|(^|\W)grads?\b")
-LEARNING_RATE = re.compile(r"(^|[\W_])lr\b|learning_rate", re.IGNORECASE)
+INVERSE = Pattern(r"accum|scale|norm|inv|factor|ratio|weight$|coef", re.IGNORECASE)
+GRADIENTS = Pattern(r"\.grad\b|(^|\W)grads?\b")
+LEARNING_RATE = Pattern(r"(^|[\W_])lr\b|learning_rate", re.IGNORECASE)
 
 
 def may_be_normalised(backward: Event, window: Window) -> bool:
@@ -59,7 +57,8 @@ def _divides_elsewhere(frame: Frame, size: str) -> bool:
             target, divisor = _division(node)
             if target is not None and divisor is not None and _names(size, divisor):
                 text = ast.unparse(target)
-                if "loss" in text.lower() and ".item()" not in text:
+                # A plain name is another loss, or one that the flow below comes to.
+                if "loss" in text.lower() and ".item()" not in text and not isinstance(target, ast.Name):
                     return True
     return False
 

@@ -3,44 +3,70 @@
 from __future__ import annotations
 
 import ast
-import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 
 from ampwise.source.names import Imports
+from ampwise.source.pattern import Pattern
 from ampwise.source.script import Script
 
 __all__ = ["Binding", "Class", "Function", "Outline", "outline"]
 
-MODEL_USE = re.compile(r"([A-Za-z_][\w.]*)\.(?:eval|train|parameters|named_parameters)\(")
+MODEL_USE = Pattern(r"\.(?:eval|train|parameters|named_parameters)\(")
+DOTTED_END = Pattern(r"[A-Za-z_][\w.]*\Z")
+LONGEST_NAME = 80
 FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef | ast.Module
 
 
-@dataclass(slots=True, eq=False)
 class Binding:
     """One assignment: ``value`` is None where it cannot be told (a loop variable, an unpacked tuple)."""
 
-    value: ast.expr | None
-    function: Function
-    node: ast.AST
-    guarded: bool = False  # under an `if`, a loop or a `try` of its function
+    __slots__ = ("function", "guarded", "node", "value")
+
+    def __init__(self, value: ast.expr | None, function: Function, node: ast.AST, guarded: bool = False) -> None:
+        self.value = value
+        self.function = function
+        self.node = node
+        self.guarded = guarded  # under an `if`, a loop or a `try` of its function
 
 
-@dataclass(slots=True, eq=False)
 class Function:
     """A function, a method, or the body of the module."""
 
-    name: str
-    node: FunctionNode
-    outline: Outline
-    parent: Function | None = None
-    owner: Class | None = None
-    params: list[str] = field(default_factory=list)
-    defaults: dict[str, ast.expr] = field(default_factory=dict)
-    annotations: dict[str, ast.expr] = field(default_factory=dict)
-    bindings: dict[str, list[Binding]] = field(default_factory=dict)
-    functions: dict[str, Function] = field(default_factory=dict)
-    outside: set[str] = field(default_factory=set)  # declared global or nonlocal
+    __slots__ = (
+        "annotations",
+        "bindings",
+        "defaults",
+        "definitions",
+        "functions",
+        "name",
+        "node",
+        "outline",
+        "outside",
+        "owner",
+        "params",
+        "parent",
+    )
+
+    def __init__(
+        self,
+        name: str,
+        node: FunctionNode,
+        outline: Outline,
+        parent: Function | None = None,
+        owner: Class | None = None,
+    ) -> None:
+        self.name = name
+        self.node = node
+        self.outline = outline
+        self.parent = parent
+        self.owner = owner
+        self.params: list[str] = []
+        self.defaults: dict[str, ast.expr] = {}
+        self.annotations: dict[str, ast.expr] = {}
+        self.bindings: dict[str, list[Binding]] = {}
+        self.functions: dict[str, Function] = {}
+        self.definitions: dict[ast.expr, Function | Class | None] = {}  # names resolved so far
+        self.outside: set[str] = set()  # declared global or nonlocal
 
     @property
     def body(self) -> list[ast.stmt]:
@@ -77,29 +103,34 @@ class Function:
             function = function.parent
 
 
-@dataclass(slots=True, eq=False)
 class Class:
     """A class: its methods, and what is assigned to attributes of ``self`` in any of them."""
 
-    name: str
-    node: ast.ClassDef
-    outline: Outline
-    methods: dict[str, Function] = field(default_factory=dict)
-    attributes: dict[str, list[Binding]] = field(default_factory=dict)
-    ancestry: list[Class] | None = None  # itself and its bases, once someone has asked
+    __slots__ = ("ancestry", "attributes", "methods", "name", "node", "outline")
+
+    def __init__(self, name: str, node: ast.ClassDef, outline: Outline) -> None:
+        self.name = name
+        self.node = node
+        self.outline = outline
+        self.methods: dict[str, Function] = {}
+        self.attributes: dict[str, list[Binding]] = {}
+        self.ancestry: list[Class] | None = None  # itself and its bases, once someone has asked
 
 
-@dataclass(slots=True, eq=False)
 class Outline:
     """One file: imports, functions and classes by name, in order of definition."""
 
-    script: Script
-    imports: Imports
-    module: Function = None  # type: ignore[assignment]
-    functions: list[Function] = field(default_factory=list)
-    classes: dict[str, Class] = field(default_factory=dict)
-    models: set[str] = field(default_factory=set)  # what is called .eval(), .train() or .parameters() on
-    order: dict[ast.AST, list[ast.expr]] = field(default_factory=dict)  # calls in order of evaluation, once asked
+    __slots__ = ("classes", "functions", "imports", "models", "module", "order", "script")
+
+    module: Function  # the body of the file itself
+
+    def __init__(self, script: Script, imports: Imports) -> None:
+        self.script = script
+        self.imports = imports
+        self.functions: list[Function] = []
+        self.classes: dict[str, Class] = {}
+        self.models = set(_models(script.text))  # what is called .eval(), .train() or .parameters() on
+        self.order: dict[ast.AST, list[ast.expr]] = {}  # calls in order of evaluation, once asked
 
     @property
     def path(self) -> str:
@@ -108,11 +139,19 @@ class Outline:
 
 def outline(script: Script, package: str = "") -> Outline:
     """Read off the outline in one walk over the statements."""
-    result = Outline(script, Imports(package), models=set(MODEL_USE.findall(script.text)))
+    result = Outline(script, Imports(package))
     result.module = Function(name="", node=script.tree, outline=result)
     result.functions.append(result.module)
     _Collector(result).statements(script.tree.body, result.module, None, False)
     return result
+
+
+def _models(text: str) -> Iterator[str]:
+    """The names that ``.eval()`` and the like are called on; looked for from the dot backwards, which is fast."""
+    for match in MODEL_USE.finditer(text):
+        name = DOTTED_END.search(text[max(0, match.start() - LONGEST_NAME) : match.start()])
+        if name is not None:
+            yield name[0]
 
 
 class _Collector:
@@ -141,9 +180,7 @@ class _Collector:
                 self.bind(target, node.value, function, node, guarded)
         elif isinstance(node, ast.AnnAssign):
             self.bind(node.target, node.value, function, node, guarded)
-        elif isinstance(node, ast.AugAssign):
-            self.bind(node.target, None, function, node, guarded)
-        elif isinstance(node, ast.For | ast.AsyncFor):
+        elif isinstance(node, ast.AugAssign | ast.For | ast.AsyncFor):
             self.bind(node.target, None, function, node, guarded)
         elif isinstance(node, ast.With | ast.AsyncWith):
             for item in node.items:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-
 from ampwise.source.events import Block, Branch, Event, Guard, Jump, Loop, Node
 
 __all__ = ["Path", "paths_through"]
@@ -11,13 +9,17 @@ __all__ = ["Path", "paths_through"]
 MOST_PATHS = 256  # beyond this the answer is "too many to tell"
 
 
-@dataclass(slots=True, eq=False)
 class Path:
     """Events in order, and what was decided on the way."""
 
-    events: list[Event] = field(default_factory=list)
-    decided: dict[str, bool] = field(default_factory=dict)
-    ended: str | None = None  # the jump that ended it
+    __slots__ = ("decided", "ended", "events")
+
+    def __init__(
+        self, events: list[Event] | None = None, decided: dict[str, bool] | None = None, ended: str | None = None
+    ) -> None:
+        self.events = [] if events is None else events
+        self.decided = {} if decided is None else decided
+        self.ended = ended  # the jump that ended it
 
     def allows(self, guards: tuple[Guard, ...]) -> bool:
         return all(self.decided.get(guard.text, guard.holds) == guard.holds for guard in guards)

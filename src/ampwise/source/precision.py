@@ -5,32 +5,43 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from ampwise.source.frame import Frame, Value
 from ampwise.source.names import dotted_text
 from ampwise.source.outline import Class, Function
+from ampwise.source.pattern import Pattern
 from ampwise.source.vocabulary import AUTOCASTS, BF16, DTYPES, FP16
 
 __all__ = ["Autocast", "autocast_of", "dtypes_of", "keyword", "switch_of"]
 
 # A context manager that is called like this is taken for autocast, though we cannot see what it does.
-AUTOCAST_NAME = re.compile(r"autocast|(^|_)amp_?(ctx|context|cast)|mixed_?precision|precision_?(ctx|context)", re.I)
-NO_CONTEXT = re.compile(r"(^|\.)(nullcontext|suppress|contextlib\.\w+)$")
+AUTOCAST_NAME = Pattern(r"autocast|(^|_)amp_?(ctx|context|cast)|mixed_?precision|precision_?(ctx|context)", re.I)
+NO_CONTEXT = Pattern(r"(^|\.)(nullcontext|suppress|contextlib\.\w+)$")
 SPELLINGS = {"bf16": BF16, "bfloat16": BF16, "fp16": FP16, "float16": FP16, "half": FP16, "16-mixed": FP16}
 
 
-@dataclass(slots=True, eq=False)
 class Autocast:
     """An autocast context, as far as the source tells."""
 
-    node: ast.expr
-    device: str | None = None  # None: a variable
-    dtypes: frozenset[str] | None = None  # what it may be; None: cannot be told
-    dtype_given: bool = False
-    enabled: bool | None = None  # None: a variable decides
-    optional: bool = False  # a null context stands in for it at times
-    known: bool = True  # False: only its name says that it is autocast
+    __slots__ = ("device", "dtype_given", "dtypes", "enabled", "known", "node", "optional")
+
+    def __init__(
+        self,
+        node: ast.expr,
+        device: str | None = None,
+        dtypes: frozenset[str] | None = None,
+        dtype_given: bool = False,
+        enabled: bool | None = None,
+        optional: bool = False,
+        known: bool = True,
+    ) -> None:
+        self.node = node
+        self.device = device  # None: a variable
+        self.dtypes = dtypes  # what it may be; None: cannot be told
+        self.dtype_given = dtype_given
+        self.enabled = enabled  # None: a variable decides
+        self.optional = optional  # a null context stands in for it at times
+        self.known = known  # False: only its name says that it is autocast
 
     @property
     def may_be_on(self) -> bool:

@@ -6,20 +6,33 @@ import ast
 import functools
 import os
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from ampwise.source.events import Event
 from ampwise.source.frame import Frame
 from ampwise.source.outline import Class, Function, Outline, outline
+from ampwise.source.pattern import Pattern
+from ampwise.source.relevance import computes, is_worth_reading, steps, takes_part, trains, trains_in_half
 from ampwise.source.script import Script, Unreadable, read_script, script_from_text
-from ampwise.source.relevance import computes, steps, takes_part, trains
 from ampwise.source.steps import Region, regions_of
 from ampwise.source.vocabulary import FRAMEWORKS
 from ampwise.source.walk import Site, Trace, trace
 
+TYPE_CHECKING = False  # as in typing, which takes milliseconds to import
+if TYPE_CHECKING:
+    from typing import TypeVar
+
+    NodeType = TypeVar("NodeType", bound=ast.AST)
+
 __all__ = ["Code", "Project"]
 
-IMPORTED = re.compile(r"^[ \t]*from[ \t]+([.\w]+)[ \t]+import[ \t]+(\([^)]*\)|[^\n#]+)|^[ \t]*import[ \t]+([\w., ]+)", re.M)
+IMPORTED = Pattern(
+    r"^[ \t]*from[ \t]+([.\w]+)[ \t]+import[ \t]+(\([^)]*\)|[^\n#]+)|^[ \t]*import[ \t]+([\w., ]+)", re.M
+)
+CALLED = Pattern(r"([A-Za-z_]\w*)\s*\(")
+# What a script does itself although a framework does the rest.
+BY_HAND = Pattern(r"GradScaler|unscale_|(?:torch|amp)\.autocast|cuda\.amp")
 FORWARDS_REEXPORTS = 3  # how many __init__ files a name is followed through
 
 
@@ -31,6 +44,7 @@ class Project:
         self.texts = dict(texts or {})
         self._codes: dict[str, Code | Unreadable] = {}
         self._by_stem: dict[str, list[str]] | None = None
+        self._worth: dict[str, bool] = {}
         self._frames: dict[tuple[Function, Class | None], Frame] = {}
         self._known: dict[tuple[Callable[[Function], bool], Function], bool] = {}
 
@@ -61,9 +75,13 @@ class Project:
         return self._known[key]
 
     def _callees(self, function: Function) -> Iterator[Function]:
+        """The functions of the same file that a function calls."""
         frame = self.frame(function)
+        imported = function.outline.imports.names
         for node in ast.walk(function.node):
-            target = frame.callee(node) if isinstance(node, ast.Call) else None
+            if not isinstance(node, ast.Call) or (isinstance(node.func, ast.Name) and node.func.id in imported):
+                continue
+            target = frame.callee(node)
             if target is not None:
                 yield target[0]
 
@@ -80,7 +98,7 @@ class Project:
         """The function or class of this full name, when a given file defines it."""
         module, _, name = qualified.rpartition(".")
         path = self._path_of(module, importer.path) if module else None
-        if path is None:
+        if path is None or not self._is_worth_reading(path):
             return None
         try:
             found = self.code(path).outline
@@ -90,6 +108,15 @@ class Project:
         if defined is None and name in found.imports.names and depth < FORWARDS_REEXPORTS:
             return self.find(found.imports.names[name], found, depth + 1)
         return defined
+
+    def _is_worth_reading(self, path: str) -> bool:
+        """A file that another one imports from is parsed only when it has to do with training."""
+        if path in self._codes:
+            return True
+        if path not in self._worth:
+            text = self._text(path)
+            self._worth[path] = text is not None and (path.endswith("__init__.py") or is_worth_reading(text))
+        return self._worth[path]
 
     def importers(self, path: str) -> dict[str, set[str]]:
         """The other given files that import from ``path``, and the names they take ("*": the module itself)."""
@@ -103,8 +130,8 @@ class Project:
             return found
         for path in self.paths:
             text = self._text(path)
-            if text is None or not trains(text):
-                continue
+            if text is None or not (".backward(" in text or "caler" in text):
+                continue  # it calls no training step of another file
             for module, names in _imports_in(text):
                 stem = module.rpartition(".")[2]
                 found.setdefault(stem, {}).setdefault(path, set()).update(names)
@@ -154,19 +181,50 @@ class Code:
     def path(self) -> str:
         return self.script.path
 
+    def nodes(self, *types: type[NodeType]) -> list[NodeType]:
+        """Every node of these types in the file, for rules that need no context."""
+        if len(types) == 1:
+            return self._nodes_by_type.get(types[0], [])  # type: ignore[return-value]
+        return [node for one in types for node in self.nodes(one)]
+
     @functools.cached_property
+    def _nodes_by_type(self) -> dict[type[ast.AST], list[ast.AST]]:
+        found: dict[type[ast.AST], list[ast.AST]] = {}
+        pending: list[ast.AST] = [self.script.tree]
+        for node in pending:  # as ast.walk, in half the time
+            found.setdefault(type(node), []).append(node)
+            for name in node._fields:
+                child = getattr(node, name, None)
+                if isinstance(child, list):
+                    pending += [part for part in child if isinstance(part, ast.AST)]
+                elif isinstance(child, ast.AST) and not isinstance(child, ast.expr_context):
+                    pending.append(child)
+        return found
+
+    @property
     def tree_nodes(self) -> list[ast.AST]:
-        """Every node of the file, for rules that need no context."""
-        return list(ast.walk(self.script.tree))
+        """Every node of the file."""
+        return [node for nodes in self._nodes_by_type.values() for node in nodes]
+
+    def function_at(self, node: ast.stmt | ast.expr) -> Function:
+        """The innermost function around a node."""
+        around = [
+            function
+            for function in self.outline.functions[1:]
+            if not isinstance(function.node, ast.Module)
+            and function.node.lineno <= node.lineno <= (function.node.end_lineno or 0)
+        ]
+        return around[-1] if around else self.outline.module
 
     @functools.cached_property
     def own_traces(self) -> list[Trace]:
         """What happens from each function on that nobody in this file calls, the module itself first."""
-        if not trains(self.script.text):
+        if not trains(self.script.text) or (self.uses_framework and not BY_HAND.search(self.script.text)):
             return []
         found = [trace(self.frame(self.outline.module))]
         functions = [function for function in self.outline.functions[1:] if not _in_framework_class(function)]
-        pending = _with_callers([function for function in functions if takes_part(function)], functions)
+        matters = takes_part if trains_in_half(self.script.text) else steps
+        pending = _with_callers([function for function in functions if matters(function)], functions)
         # First those that no call names: the others are likely to be met on the way.
         pending.sort(key=lambda function: self._is_called(function))
         for function in pending:
@@ -227,8 +285,12 @@ class Code:
         """A function as if called from nowhere."""
         return self.project.frame(function)
 
+    @functools.cached_property
+    def _called_names(self) -> Counter[str]:
+        return Counter(CALLED.findall(self.script.text))
+
     def _is_called(self, function: Function) -> bool:
-        return len(re.findall(rf"\b{re.escape(function.name)}\s*\(", self.script.text)) > 1
+        return self._called_names[function.name] > 1  # its definition looks like a call too
 
 
 def _with_callers(starts: list[Function], functions: list[Function]) -> list[Function]:

@@ -1,49 +1,31 @@
-"""What is worth reading: the words without which a file, or a function, has nothing to do with mixed precision.
-
-Most files of a large tree are passed over by these words alone, without being parsed.
-"""
+"""What is worth following: the words without which a file, or a function, has no part in a training step."""
 
 from __future__ import annotations
 
-import re
-from typing import TYPE_CHECKING
+from ampwise.source.pattern import Pattern
 
+TYPE_CHECKING = False  # as in typing, which takes milliseconds to import
 if TYPE_CHECKING:
     from ampwise.source.outline import Function
 
-__all__ = ["can_hold_findings", "computes", "steps", "takes_part", "trains"]
-
-# Any of these alone can be a finding.
-ALONE = (b"GradScaler", b"unscale_", b"cuda.amp", b"cpu.amp", b"import amp", b"allow_tf32", b"float32_matmul_precision")
-# With a backward in the same file: training, in a precision that matters.
-WITH_BACKWARD = (b"autocast", b"caler", b"float16", b".half(", b"loss_scale")
-# With autocast in the same file.
-WITH_AUTOCAST = (
-    *(b"enabled=False", b"autograd.Function", b"(Function)", b"BCELoss", b"binary_cross_entropy", b"masked_fill"),
-    *(b"1e-8", b"1e-9", b"1e-1", b"e9", b"e10"),
-)
+__all__ = ["computes", "is_worth_reading", "steps", "takes_part", "trains", "trains_in_half"]
 
 # A file without these holds no training step and no autocast region.
-TRAINS = re.compile(r"\.backward\(|autocast|GradScaler|unscale_|caler\.(?:step|scale|update)\(|\.half\(|float16")
-# What makes, changes or applies gradients, or decides in which precision: worth following into another file.
-STEPS = re.compile(
-    r"\.backward\(|autocast|[sS]caler|unscale_|clip_grad|clamp_\(|\.grad\b|_foreach_|\.half\(|float16|"
+TRAINS = Pattern(r"\.backward\(|autocast|GradScaler|unscale_|caler\.(?:step|scale|update)\(|\.half\(|float16")
+# What makes, changes or applies gradients: worth following into another file.
+STEPS = Pattern(
+    r"\.backward\(|autocast\(|GradScaler|unscale_|clip_grad|clamp_\(|\.grad\.|_foreach_|caler\.(?:step|scale|update)\(|"
     r"(?:optim|opt|sched)\w*\.(?:step|zero_grad)\("
 )
 # What happens around it: worth following within the file.
-AROUND = re.compile(STEPS.pattern + r"|\.step\(|zero_grad|torch\.save|save_checkpoint|no_grad|inference_mode|\.eval\(\)")
-COMPUTES = re.compile(
-    r"BCE|binary_cross_entropy|masked_fill|where\(|exp\(|log\(|\beps\b|1e-|sqrt|softmax|sigmoid|autocast|[cC]riterion|[lL]oss"
+AROUND = Pattern(
+    STEPS.text + r"|[sS]caler|\.half\(|float16|\.grad\b|\.step\(|zero_grad|torch\.save|save_checkpoint|no_grad|"
+    r"inference_mode|\.eval\(\)"
 )
-
-
-def can_hold_findings(data: bytes) -> bool:
-    """Whether any rule can find anything in a file with this text."""
-    if any(word in data for word in ALONE):
-        return True
-    if b".backward(" in data and any(word in data for word in WITH_BACKWARD):
-        return True
-    return b"autocast" in data and any(word in data for word in WITH_AUTOCAST)
+COMPUTES = Pattern(
+    r"BCE|binary_cross_entropy|masked_fill|where\(|exp\(|log\(|\beps\b|1e-|sqrt|softmax|sigmoid|autocast|"
+    r"[cC]riterion|[lL]oss"
+)
 
 
 def trains(text: str) -> bool:
@@ -51,8 +33,18 @@ def trains(text: str) -> bool:
     return TRAINS.search(text) is not None
 
 
+def is_worth_reading(text: str) -> bool:
+    """Whether a file that others import from may do a part of their step, or compute their loss."""
+    return STEPS.search(text) is not None or COMPUTES.search(text) is not None
+
+
+def trains_in_half(text: str) -> bool:
+    """Whether a file makes gradients, and may do so in half precision."""
+    return ".backward(" in text and ("autocast" in text or "caler" in text or "float16" in text or ".half(" in text)
+
+
 def steps(function: Function) -> bool:
-    """Whether a function itself may make, change or apply gradients, or choose a precision."""
+    """Whether a function itself may make, change or apply gradients."""
     return STEPS.search(function.text) is not None
 
 

@@ -4,29 +4,30 @@ from __future__ import annotations
 
 import ast
 import re
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
+from ampwise.source.calls import ANYTHING
+from ampwise.source.events import Context
+from ampwise.source.frame import Frame
+from ampwise.source.pattern import Pattern
 from ampwise.source.precision import keyword
+from ampwise.source.project import Code
 from ampwise.source.vocabulary import GRAD_SCALERS
+from ampwise.source.walk import Trace
 
-if TYPE_CHECKING:
-    from ampwise.source.events import Context
-    from ampwise.source.project import Code
-    from ampwise.source.walk import Trace
+__all__ = ["MadeScaler", "scalers_held", "scalers_made", "works_with_scaler"]
 
-__all__ = ["MadeScaler", "scalers_made", "works_with_scaler"]
-
-ASKS_FOR_FP16 = re.compile(r"float16|fp16|half|bf16|dtype|precision", re.IGNORECASE)
+ASKS_FOR_FP16 = Pattern(r"float16|fp16|half|bf16|dtype|precision", re.IGNORECASE)
 
 
-@dataclass(slots=True, eq=False)
 class MadeScaler:
     """One ``GradScaler(...)`` in the source, with every context it is made in."""
 
-    node: ast.Call
-    enabled: ast.expr | None
-    contexts: list[tuple[Context, Trace]] = field(default_factory=list)
+    __slots__ = ("contexts", "enabled", "node")
+
+    def __init__(self, node: ast.Call, enabled: ast.expr | None) -> None:
+        self.node = node
+        self.enabled = enabled
+        self.contexts: list[tuple[Context, Trace]] = []
 
     @property
     def is_off(self) -> bool:
@@ -53,8 +54,17 @@ def scalers_made(code: Code) -> list[MadeScaler]:
     return sorted(on, key=lambda made: (made.node.lineno, made.node.col_offset))
 
 
+def scalers_held(node: ast.expr, frame: Frame) -> list[ast.Call]:
+    """The constructor calls whose scaler ``node`` may hold."""
+    return [
+        value.node
+        for value in frame.values(node)
+        if isinstance(value.node, ast.Call) and value.frame.qualified(value.node.func) in GRAD_SCALERS
+    ]
+
+
 def works_with_scaler(code: Code) -> bool:
     """Whether a scaler is put to use here, or handed to a function that may do so."""
-    kinds = {event.kind for event in code.events}
+    kinds = {event.kind for event in code.events if event.key != ANYTHING}
     used = bool(kinds & {"scaled backward", "scaler step", "unscale"})
     return used or ("opaque" in kinds and bool(scalers_made(code)))

@@ -14,11 +14,21 @@ import re
 import stat
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
 
 from ampwise.errors import AmpwiseError
 from ampwise.finding import Edit, Place
+from ampwise.frozen import Frozen
+
+TYPE_CHECKING = False  # as in typing, which takes milliseconds to import
+if TYPE_CHECKING:
+    from typing import Any, Protocol
+
+    class Container(Protocol):
+        """What a script's text lies in: a plain file, or the cells of a notebook."""
+
+        def file_text(self, text: str) -> str:
+            """The whole file, with ``text`` in the place of its code."""
+
 
 __all__ = [
     "Cell",
@@ -41,8 +51,9 @@ UTF8_BOM = b"\xef\xbb\xbf"
 UTF16_BOMS = (b"\xff\xfe", b"\xfe\xff")
 
 # PEP 263: a comment in the first two lines, the second only if the first is blank or a comment.
-COOKIE = re.compile(rb"^[ \t\f]*#.*?coding[:=][ \t]*([-\w.]+)")
-BLANK = re.compile(rb"^[ \t\f]*(?:#|$)")
+# As text, for `re` to compile at first use: few files have such a comment.
+COOKIE = rb"^[ \t\f]*#.*?coding[:=][ \t]*([-\w.]+)"
+BLANK = rb"^[ \t\f]*(?:#|$)"
 BLOCKS = ("body", "orelse", "finalbody", "handlers", "cases")
 
 
@@ -57,27 +68,20 @@ class Unreadable(AmpwiseError):
         return f"{self.path}: {self.reason}"
 
 
-class Container(Protocol):
-    """What a script's text lies in: a plain file, or the cells of a notebook."""
-
-    def file_text(self, text: str) -> str:
-        """The whole file, with ``text`` in the place of its code."""
-
-
-@dataclass(frozen=True, slots=True)
-class Cell:
+class Cell(Frozen):
     """A cell of a notebook: its number, as Jupyter shows all cells, and the lines of ``Script.text`` it has."""
 
-    number: int
-    first_line: int
-    lines: int
+    __slots__ = ("number", "first_line", "lines")  # noqa: RUF023 (the order they are shown in)
+
+    def __init__(self, number: int, first_line: int, lines: int) -> None:
+        self.number, self.first_line, self.lines = number, first_line, lines
 
 
-@dataclass(frozen=True, slots=True)
 class PlainFile:
     """A file that is its code. ``raw`` has the line endings as they were found."""
 
-    raw: str
+    def __init__(self, raw: str) -> None:
+        self.raw = raw
 
     def file_text(self, text: str) -> str:
         return with_newlines_of(self.raw, text)
@@ -398,9 +402,12 @@ def _normalised(raw: str) -> str:
 
 
 def _declared_encoding(data: bytes, path: str, bom: bool) -> str:
-    lines = re.split(rb"\r\n|\r|\n", data[:1000], maxsplit=2)[:2]
+    head = data[:1000]
+    if b"coding" not in head:
+        return "utf-8"
+    lines = re.split(rb"\r\n|\r|\n", head, maxsplit=2)[:2]
     for number, line in enumerate(lines, 1):
-        cookie = COOKIE.match(line)
+        cookie = re.match(COOKIE, line)
         if cookie:
             encoding = cookie[1].decode("ascii", "replace")
             is_utf8 = encoding.lower().replace("_", "-").startswith(("utf-8", "utf8"))
@@ -408,7 +415,7 @@ def _declared_encoding(data: bytes, path: str, bom: bool) -> str:
                 reason = f"declares the encoding {encoding} in line {number} and starts with the mark of UTF-8"
                 raise Unreadable(path, reason, number)
             return "utf-8" if is_utf8 else encoding
-        if not BLANK.match(line):
+        if not re.match(BLANK, line):
             break
     return "utf-8"
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 
 from ampwise.source.calls import ANYTHING
 from ampwise.source.events import Block, Event, Guard, Kind, Loop
@@ -23,19 +22,32 @@ BACKWARDS = (Kind.BACKWARD, Kind.SCALED_BACKWARD)
 STEPS = (Kind.SCALER_STEP, Kind.OPTIMIZER_STEP)
 
 
-@dataclass(slots=True, eq=False)
 class Moment:
     """An event on a path, and how things stood when it came."""
 
-    event: Event
-    path: Path
-    index: int
-    scaled: dict[str, Event] = field(default_factory=dict)  # scalers whose scaled gradients are there
-    plain: Event | None = None  # a backward without a scaler, not yet applied
-    unscaled: dict[tuple[str | None, str | None], Event] = field(default_factory=dict)  # since the last update
-    stepped: dict[str | None, Event] = field(default_factory=dict)  # optimizers applied since the last backward
-    updated: dict[str | None, Event] = field(default_factory=dict)  # scalers updated since the last backward
-    opaque: bool = False  # a function that we cannot see was given a scaler since the last update
+    __slots__ = ("event", "index", "opaque", "path", "plain", "scaled", "stepped", "unscaled", "updated")
+
+    def __init__(
+        self,
+        event: Event,
+        path: Path,
+        index: int,
+        scaled: dict[str, Event] | None = None,
+        plain: Event | None = None,
+        unscaled: dict[tuple[str | None, str | None], Event] | None = None,
+        stepped: dict[str | None, Event] | None = None,
+        updated: dict[str | None, Event] | None = None,
+        opaque: bool = False,
+    ) -> None:
+        self.event = event
+        self.path = path
+        self.index = index
+        self.scaled = {} if scaled is None else scaled  # scalers whose scaled gradients are there
+        self.plain = plain  # a backward without a scaler, not yet applied
+        self.unscaled = {} if unscaled is None else unscaled  # since the last update
+        self.stepped = {} if stepped is None else stepped  # optimizers applied since the last backward
+        self.updated = {} if updated is None else updated  # scalers updated since the last backward
+        self.opaque = opaque  # a function that we cannot see was given a scaler since the last update
 
     def later(self, *kinds: str) -> Iterator[Event]:
         """What still comes on this path."""
@@ -51,12 +63,12 @@ class Moment:
         return bool(self.scaled) and not self.unscaled and not self.opaque
 
 
-@dataclass(eq=False)
 class Region:
     """One training step, with all the ways through it."""
 
-    trace: Trace
-    loop: Loop | None
+    def __init__(self, trace: Trace, loop: Loop | None) -> None:
+        self.trace = trace
+        self.loop = loop
 
     @property
     def block(self) -> Block:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import re
 
+from ampwise.source.pattern import Pattern
+
 __all__ = [
     "AUTOCASTS",
     "BF16",
@@ -81,26 +83,26 @@ FRAMEWORKS = (
     "catalyst",
 )
 
-OPTIMIZER_CLASS = re.compile(
+OPTIMIZER_CLASS = Pattern(
     r"(^|\.)(optim|optimizers?|bitsandbytes|bnb)\.|(Adam\w*|SGD\w*|RMSprop|Adagrad|Adadelta|LAMB|Lamb|LARS|Lars|Lion|"
     r"Adafactor|RAdam|Ranger\w*|NovoGrad|MADGRAD|Sophia\w*|Shampoo|SAM|Muon|\w*Optimizer)$"
 )
-SCHEDULER_CLASS = re.compile(
+SCHEDULER_CLASS = Pattern(
     r"lr_scheduler\.|(\w*Scheduler|\w*LR|CosineAnnealing\w*|ReduceLROnPlateau|get_\w*schedule\w*|get_\w*scheduler|"
     r"\w*schedule_with_warmup)$"
 )
-OPTIMIZER_MAKER = re.compile(r"(^|_)(optim(izer)?s?|optim_factory)($|_)")
-SCHEDULER_MAKER = re.compile(r"sched(uler)?s?($|_)|lr_sched")
+OPTIMIZER_MAKER = Pattern(r"(^|_)(optim(izer)?s?|optim_factory)($|_)")
+SCHEDULER_MAKER = Pattern(r"sched(uler)?s?($|_)|lr_sched")
 
-SCALER_NAME = re.compile(r"scaler(s|_\w+|\d+)?$|(^|_)(amp|fp16|grad|loss)_?scaler|loss_scaling$", re.IGNORECASE)
-SCHEDULER_NAME = re.compile(r"sched|schdr|lr_?sch|lr_decay|lr_policy|warm_?up|(^|_)lrs$|annealer", re.IGNORECASE)
-OPTIMIZER_NAME = re.compile(r"optim|(^|_)opti?s?(_|\d|$)|^opt[A-Z]\w?$|^(sgd|adamw?)$|(^|_)solver$", re.IGNORECASE)
-MODEL_NAME = re.compile(
+SCALER_NAME = Pattern(r"scaler(s|_\w+|\d+)?$|(^|_)(amp|fp16|grad|loss)_?scaler|loss_scaling$", re.IGNORECASE)
+SCHEDULER_NAME = Pattern(r"sched|schdr|lr_?sch|lr_decay|lr_policy|warm_?up|(^|_)lrs$|annealer", re.IGNORECASE)
+OPTIMIZER_NAME = Pattern(r"optim|(^|_)opti?s?(_|\d|$)|^opt[A-Z]\w?$|^(sgd|adamw?)$|(^|_)solver$", re.IGNORECASE)
+MODEL_NAME = Pattern(
     r"(^|_)(model|net|network|unet|vae|gpt|bert|vit|resnet|backbone|encoder|decoder|generator|discriminator|critic|"
     r"classifier|transformer|student|teacher|ddp|engine|gen|disc|actor|policy|net[dg])\w{0,2}(_|\d|$)",
     re.IGNORECASE,
 )
-NOT_A_GRAD_SCALER = re.compile(r"(Standard|MinMax|Robust|MaxAbs|Label|Feature|Data|Input|Target)Scaler$|sklearn")
+NOT_A_GRAD_SCALER = Pattern(r"(Standard|MinMax|Robust|MaxAbs|Label|Feature|Data|Input|Target)Scaler$|sklearn")
 
 
 def role_of_constructor(qualified: str) -> str | None:

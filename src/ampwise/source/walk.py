@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 
 from ampwise.source.calls import Recogniser
 from ampwise.source.events import Block, Branch, Context, Event, Guard, Inlined, Jump, Loop
@@ -21,28 +20,32 @@ from ampwise.source.precision import Autocast, autocast_of
 __all__ = ["Site", "Trace", "trace"]
 
 DEEPEST = 6  # calls followed into calls
-MOST_STATEMENTS = 3_000  # in one trace, inlined ones counted each time
+MOST_STATEMENTS = 1_500  # in one trace, inlined ones counted each time
 NO_GRAD = ("torch.no_grad", "torch.inference_mode", "torch.autograd.no_grad")
 JUMPS = {ast.Continue: "continue", ast.Break: "break", ast.Return: "return", ast.Raise: "raise"}
 
 
-@dataclass(slots=True, eq=False)
 class Site:
     """A call or a plain statement, and the context it runs in."""
 
-    node: ast.AST
-    context: Context
+    __slots__ = ("context", "node")
+
+    def __init__(self, node: ast.AST, context: Context) -> None:
+        self.node = node
+        self.context = context
 
 
-@dataclass(slots=True, eq=False)
 class Trace:
     """All that was seen from one function on."""
 
-    frame: Frame
-    block: Block = field(default_factory=Block)
-    calls: list[Site] = field(default_factory=list)
-    statements: list[Site] = field(default_factory=list)
-    followed: set[Function] = field(default_factory=set)  # the functions it went into
+    __slots__ = ("block", "calls", "followed", "frame", "statements")
+
+    def __init__(self, frame: Frame) -> None:
+        self.frame = frame
+        self.block = Block()
+        self.calls: list[Site] = []
+        self.statements: list[Site] = []
+        self.followed: set[Function] = set()  # the functions it went into
 
     def events(self) -> Iterator[Event]:
         """Every event, in the order of the source, branches one after the other."""
@@ -268,5 +271,3 @@ def _passed_closure(node: ast.Call, frame: Frame) -> tuple[Function, Class | Non
             if isinstance(target, Function):
                 return target, None
     return None
-
-

@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from ampwise.finding import Edit, Finding, Rule, Severity
-from ampwise.source.accumulation import windows_of
+from ampwise.source.accumulation import Window, windows_of
+from ampwise.source.events import Event
 from ampwise.source.losses import may_be_normalised
 from ampwise.source.names import dotted_text
-
-if TYPE_CHECKING:
-    from ampwise.source.accumulation import Window
-    from ampwise.source.events import Event
-    from ampwise.source.project import Code
+from ampwise.source.project import Code
 
 __all__ = ["RULE", "check"]
 
@@ -39,6 +35,7 @@ RULE = Rule(
     ),
     fixable="sometimes",
 )
+NEEDS = ((".backward(",), ("autocast", "caler", "float16", ".half("))
 
 
 def check(code: Code) -> Iterator[Finding]:
@@ -69,14 +66,24 @@ def _is_mixed_precision(events: Iterator[Event]) -> bool:
 
 
 def _never_divided(window: Window) -> list[Event]:
-    """The backwards of micro-batches that accumulate and of which none divides its loss."""
+    """The backwards of micro-batches that accumulate without a division of the loss.
+
+    Where one optimizer applies them all, a single division may be meant for their sum.
+    """
     found: dict[Event, None] = {}
     for path in window.paths:
         backwards = window.backwards(path)
-        clears = any(event.kind == "zero grad" for event in path.events if _in_window(event, window))
-        if backwards and not clears and not any(may_be_normalised(event, window) for event in backwards):
-            found.update(dict.fromkeys(backwards))
+        if any(event.kind == "zero grad" for event in path.events if _in_window(event, window)):
+            continue
+        plain = [event for event in backwards if not may_be_normalised(event, window)]
+        if len(plain) == len(backwards) or _has_several_optimizers(window):
+            found.update(dict.fromkeys(plain))
     return sorted(found, key=lambda event: event.line)
+
+
+def _has_several_optimizers(window: Window) -> bool:
+    steps = [event for event in window.region.events if event.kind in ("scaler step", "optimizer step")]
+    return len({step.other or step.key for step in steps}) > 1
 
 
 def _in_window(event: Event, window: Window) -> bool:

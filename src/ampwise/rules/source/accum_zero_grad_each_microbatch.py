@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from ampwise.finding import Finding, Rule, Severity
-from ampwise.source.accumulation import windows_of
+from ampwise.source.accumulation import Window, windows_of
+from ampwise.source.events import Event
 from ampwise.source.names import dotted_text
-
-if TYPE_CHECKING:
-    from ampwise.source.accumulation import Window
-    from ampwise.source.events import Event
-    from ampwise.source.project import Code
+from ampwise.source.project import Code
 
 __all__ = ["RULE", "check"]
 
@@ -37,6 +33,7 @@ RULE = Rule(
         "    scaler.update()\n    optimizer.zero_grad()"
     ),
 )
+NEEDS = ((".backward(",), ("zero_grad", "grad = None"), ("autocast", "caler", "float16", ".half("))
 
 WHOLE_MODEL = frozenset(("model", "net", "network"))
 

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from ampwise.finding import Finding, Rule, Severity
-
-if TYPE_CHECKING:
-    from ampwise.source.frame import Frame
-    from ampwise.source.project import Code
+from ampwise.source.frame import Frame
+from ampwise.source.project import Code
 
 __all__ = ["RULE", "check"]
 
@@ -31,6 +28,7 @@ RULE = Rule(
         "with torch.autocast('cuda', dtype=torch.float16):\n    loss = model(x).sum()"
     ),
 )
+NEEDS = ((".half(", "float16", "torch.half"), ("Adam", "RMSprop"))
 
 DIVIDING = frozenset(f"torch.optim.{name}" for name in ("Adam", "AdamW", "NAdam", "RAdam", "RMSprop"))
 DEFAULT_EPS = 1e-8

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import ast
 import itertools
-import re
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from ampwise.finding import Finding, Rule, Severity
-
-if TYPE_CHECKING:
-    from ampwise.source.events import Context
-    from ampwise.source.precision import Autocast
-    from ampwise.source.project import Code
-    from ampwise.source.walk import Site
+from ampwise.source.events import Context
+from ampwise.source.pattern import Pattern
+from ampwise.source.precision import Autocast
+from ampwise.source.project import Code
+from ampwise.source.walk import Site
 
 __all__ = ["RULE", "check"]
 
@@ -37,8 +34,23 @@ RULE = Rule(
         "        loss = torch.logsumexp(z.float(), 1).mean()"
     ),
 )
+NEEDS = (
+    ("autocast",),
+    (
+        "float16",
+        "cuda.amp",
+        "autocast()",
+        'autocast("cuda',
+        "autocast('cuda",
+        'device_type="cuda',
+        "device_type='cuda",
+        ".half(",
+        "torch.half",
+    ),
+    ("enabled=False", "False)", "enabled = False"),
+)
 
-CASTS = re.compile(r"\.(float|double|to|type|type_as|bfloat16)\(|float32|float64|dtype|\bcast|upcast")
+CASTS = Pattern(r"\.(float|double|to|type|type_as|bfloat16)\(|float32|float64|dtype|\bcast|upcast")
 
 
 def check(code: Code) -> Iterator[Finding]:

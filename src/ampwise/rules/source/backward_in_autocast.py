@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from ampwise.finding import Finding, Rule, Severity
-
-if TYPE_CHECKING:
-    from ampwise.source.project import Code
+from ampwise.source.project import Code
 
 __all__ = ["RULE", "check"]
 
@@ -26,6 +23,7 @@ RULE = Rule(
     bad='with torch.autocast("cuda"):\n    loss = loss_fn(model(x), y)\n    scaler.scale(loss).backward()',
     good='with torch.autocast("cuda"):\n    loss = loss_fn(model(x), y)\nscaler.scale(loss).backward()',
 )
+NEEDS = (("autocast",), (".backward(",))
 
 
 def check(code: Code) -> Iterator[Finding]:

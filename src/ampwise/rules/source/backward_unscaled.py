@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from ampwise.finding import Edit, Finding, Rule, Severity
-
-if TYPE_CHECKING:
-    from ampwise.source.events import Event
-    from ampwise.source.project import Code
-    from ampwise.source.steps import Moment
+from ampwise.source.calls import ANYTHING
+from ampwise.source.events import Event
+from ampwise.source.project import Code
+from ampwise.source.scaled_losses import may_be_scaled, surely_scales
+from ampwise.source.steps import Moment
 
 __all__ = ["RULE", "check"]
 
@@ -29,6 +28,7 @@ RULE = Rule(
     good="scaler.scale(loss).backward()\nscaler.step(optimizer)\nscaler.update()",
     fixable="sometimes",
 )
+NEEDS = (("caler",), (".backward(",), (".step(",))
 
 
 def check(code: Code) -> Iterator[Finding]:
@@ -36,38 +36,46 @@ def check(code: Code) -> Iterator[Finding]:
         if region.hidden:
             continue
         for backward, moments in region.visits("backward"):
-            steps = [_step_of(moment) for moment in moments]
-            if steps and all(steps):
-                step = next(step for step in steps if step)
+            applied = [moment for moment in moments if _is_applied(moment)]
+            steps = [step for moment in applied if (step := _step_of(moment))]
+            # Beside a branch that scales, this may be the one where the scaler is off and leaves gradients alone.
+            if region.has("scaled backward") and not all(surely_scales(step) for step in steps):
+                continue
+            if steps and len(steps) == len(applied) and not may_be_scaled(backward):
                 yield RULE.at(
                     backward.place,
-                    f"the scaler unscales these gradients in line {step.line}, and they were never scaled",
-                    edits=_scaled(backward, step),
+                    f"the scaler unscales these gradients in line {steps[0].line}, and they were never scaled",
+                    edits=_scaled(backward, steps[0]),
                 )
+
+
+def _is_applied(moment: Moment) -> bool:
+    """Whether something may be done with these gradients on this path; amid a window they are only added up."""
+    return any(True for _ in moment.later("scaler step", "optimizer step", "scaled backward", "opaque"))
 
 
 def _step_of(moment: Moment) -> Event | None:
     """The scaler's step that applies this backward, when nothing else may have touched the gradients."""
+    if any(True for _ in moment.earlier("scaled backward", "opaque")):
+        return None
     for event in moment.path.events[moment.index + 1 :]:
-        if event.kind in ("scaled backward", "opaque", "optimizer step", "unscale"):
+        if event.kind in ("scaled backward", "opaque", "optimizer step", "zero grad"):
+            return None
+        if event.kind == "unscale" and event.key == ANYTHING:
             return None
         if event.kind == "scaler step":
-            earlier_scaled = any(True for _ in moment.earlier("scaled backward", "opaque"))
-            return None if earlier_scaled else event
+            return event
     return None
 
 
 def _scaled(backward: Event, step: Event) -> tuple[Edit, ...]:
-    call = backward.node
+    """The loss wrapped in ``scaler.scale``, where the scaler has the same name in both places."""
+    call, loss = backward.node, backward.value
+    if step.frame is not backward.frame or not isinstance(call, ast.Call) or loss is None:
+        return ()
+    if not isinstance(call.func, ast.Attribute) or call.func.value is not loss:
+        return ()
+    assert isinstance(step.node, ast.Call)
+    assert isinstance(step.node.func, ast.Attribute)
     script = backward.frame.outline.script
-    if step.frame is not backward.frame or backward.value is None or not isinstance(call, ast.Call):
-        return ()
-    if not isinstance(call.func, ast.Attribute) or call.func.value is not backward.value:
-        return ()
-    assert isinstance(step.node, ast.Call) and isinstance(step.node.func, ast.Attribute)
-    scaler, loss = script.segment(step.node.func.value), script.segment(backward.value)
-    return (script.replace(backward.value, f"{scaler}.scale({loss.removeprefix('(').removesuffix(')') if _wrapped(loss) else loss})"),)
-
-
-def _wrapped(text: str) -> bool:
-    return text.startswith("(") and text.endswith(")") and text.count("(") == 1
+    return (script.replace(loss, f"{script.segment(step.node.func.value)}.scale({script.segment(loss)})"),)

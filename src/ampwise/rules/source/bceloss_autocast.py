@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from ampwise.finding import Edit, Finding, Rule, Severity
-
-if TYPE_CHECKING:
-    from ampwise.source.events import Context
-    from ampwise.source.frame import Frame
-    from ampwise.source.project import Code
-    from ampwise.source.walk import Site
+from ampwise.source.events import Context
+from ampwise.source.frame import Frame
+from ampwise.source.project import Code
+from ampwise.source.walk import Site
 
 __all__ = ["RULE", "check"]
 
@@ -34,6 +31,7 @@ RULE = Rule(
     good='with torch.autocast("cuda"):\n    loss = F.binary_cross_entropy_with_logits(logits, y)',
     fixable="sometimes",
 )
+NEEDS = (("autocast",), ("BCELoss", "binary_cross_entropy"))
 
 FUNCTION = "torch.nn.functional.binary_cross_entropy"
 CLASSES = ("torch.nn.BCELoss", "torch.nn.modules.loss.BCELoss", "torch.nn.modules.BCELoss")

@@ -5,15 +5,13 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from ampwise.finding import Finding, Rule, Severity
+from ampwise.source.events import Context
+from ampwise.source.pattern import Pattern
+from ampwise.source.precision import Autocast
+from ampwise.source.project import Code
 from ampwise.source.vocabulary import BF16
-
-if TYPE_CHECKING:
-    from ampwise.source.events import Context
-    from ampwise.source.precision import Autocast
-    from ampwise.source.project import Code
 
 __all__ = ["RULE", "check"]
 
@@ -27,8 +25,8 @@ RULE = Rule(
         "silently and several times slower than FP16 or even FP32."
     ),
     fix=(
-        "Choose by hardware: `dtype = torch.bfloat16 if torch.cuda.get_device_capability() >= (8, 0) else torch.float16` "
-        "(`is_bf16_supported()` alone counts emulation too), with a GradScaler enabled for FP16."
+        "Choose by hardware: `dtype = torch.bfloat16 if torch.cuda.get_device_capability() >= (8, 0) else "
+        "torch.float16` (`is_bf16_supported()` alone counts emulation too), with a GradScaler enabled for FP16."
     ),
     bad='with torch.autocast("cuda", dtype=torch.bfloat16):\n    loss = loss_fn(model(x), y)',
     good=(
@@ -37,12 +35,13 @@ RULE = Rule(
         'with torch.autocast("cuda", dtype=dtype):\n    loss = loss_fn(model(x), y)'
     ),
 )
+NEEDS = (("bfloat16", "bf16"), ("autocast", "capability"), (".backward(", "capability"))
 
-ASKS_HARDWARE = re.compile(
+ASKS_HARDWARE = Pattern(
     r"bf16_support|is_bf16|bfloat16_support|get_device_capability|get_device_properties|compute_capability|"
     r"bf16_available|supports_bf|has_bf16|can_bf16|get_arch_list|get_device_name"
 )
-CHOSEN = re.compile(r"bf16|bfloat|dtype|precision|half|fp16", re.IGNORECASE)
+CHOSEN = Pattern(r"bf16|bfloat|dtype|precision|half|fp16", re.IGNORECASE)
 
 
 def check(code: Code) -> Iterator[Finding]:
@@ -86,8 +85,8 @@ def _low_thresholds(code: Code) -> Iterator[Finding]:
     """``get_device_capability()[0] >= 7`` lets a V100 pass."""
     if "capability" not in code.script.text or not re.search("bf16|bfloat16", code.script.text):
         return
-    for node in code.tree_nodes:
-        if isinstance(node, ast.Compare) and len(node.ops) == 1 and "get_device_capability" in ast.unparse(node.left):
+    for node in code.nodes(ast.Compare):
+        if len(node.ops) == 1 and "get_device_capability" in ast.unparse(node.left):
             least = _least(node)
             decides = _decides_bf16(node, code)
             if least is not None and least < (8, 0) and decides:

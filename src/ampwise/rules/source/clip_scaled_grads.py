@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from ampwise.finding import Edit, Finding, Rule, Severity
-
-if TYPE_CHECKING:
-    from ampwise.source.events import Event
-    from ampwise.source.project import Code
-    from ampwise.source.steps import Moment
+from ampwise.source.events import Event
+from ampwise.source.project import Code
+from ampwise.source.steps import Moment
 
 __all__ = ["RULE", "check"]
 
@@ -33,6 +30,7 @@ RULE = Rule(
     ),
     fixable="sometimes",
 )
+NEEDS = (("caler",), (".backward(",), ("clip", "clamp_", "_foreach_", "norm"))
 
 
 def check(code: Code) -> Iterator[Finding]:

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from ampwise.finding import Finding, Rule, Severity
+from ampwise.source.events import Event
 from ampwise.source.names import dotted_text
 from ampwise.source.outline import Function
 from ampwise.source.precision import keyword
-
-if TYPE_CHECKING:
-    from ampwise.source.events import Event
-    from ampwise.source.project import Code
-    from ampwise.source.steps import Region
+from ampwise.source.project import Code
+from ampwise.source.steps import Region
 
 __all__ = ["RULE", "check"]
 
@@ -36,6 +33,7 @@ RULE = Rule(
     bad="scaler.step(optimizer, closure)\nscaler.update()",
     good="scaler.scale(loss).backward()\nscaler.step(optimizer)\nscaler.update()",
 )
+NEEDS = (("caler",), (".step(",), ("closure", "LBFGS"))
 
 NEEDS_A_CLOSURE = ("torch.optim.LBFGS", "torch.optim.lbfgs.LBFGS")
 

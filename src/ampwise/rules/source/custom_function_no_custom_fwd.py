@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import ast
-import re
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from ampwise.finding import Finding, Rule, Severity
-
-if TYPE_CHECKING:
-    from ampwise.source.outline import Class, Function
-    from ampwise.source.project import Code
+from ampwise.source.outline import Class, Function
+from ampwise.source.pattern import Pattern
+from ampwise.source.project import Code
 
 __all__ = ["RULE", "check"]
 
@@ -39,10 +36,11 @@ RULE = Rule(
     ),
     on_by_default=False,
 )
+NEEDS = (("autocast",), ("autograd.Function", "import Function"))
 
 FUNCTIONS = ("torch.autograd.Function", "torch.autograd.function.Function", "torch.autograd.function.InplaceFunction")
-PRODUCTS = re.compile(r"^(matmul|mm|bmm|mv|addmm|baddbmm|einsum|linear|conv\d?d?|conv_transpose\dd|conv\dd_\w+)$")
-CASTS = re.compile(r"\.(float|half|double|type|type_as)\(|\.to\(|autocast|dtype|custom_(fwd|bwd)")
+PRODUCTS = Pattern(r"^(matmul|mm|bmm|mv|addmm|baddbmm|einsum|linear|conv\d?d?|conv_transpose\dd|conv\dd_\w+)$")
+CASTS = Pattern(r"\.(float|half|double|type|type_as)\(|\.to\(|autocast|dtype|custom_(fwd|bwd)")
 
 
 def check(code: Code) -> Iterator[Finding]:

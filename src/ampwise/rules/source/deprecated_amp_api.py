@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from ampwise.finding import Finding, Rule, Severity
-
-if TYPE_CHECKING:
-    from ampwise.source.project import Code
+from ampwise.source.project import Code
 
 __all__ = ["RULE", "check"]
 
@@ -29,6 +26,7 @@ RULE = Rule(
     good='scaler = torch.amp.GradScaler("cuda")\nwith torch.amp.autocast("cuda"):\n    loss = model(x).sum()',
     fixable="sometimes",
 )
+NEEDS = (("cuda.amp", "cpu.amp", "cuda import amp", "cpu import amp"),)
 
 
 def check(code: Code) -> Iterator[Finding]:

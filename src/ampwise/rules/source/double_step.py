@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from ampwise.finding import Finding, Rule, Severity
-
-if TYPE_CHECKING:
-    from ampwise.source.events import Event
-    from ampwise.source.project import Code
-    from ampwise.source.steps import Moment
+from ampwise.source.events import Event
+from ampwise.source.project import Code
+from ampwise.source.steps import Moment, Region
 
 __all__ = ["RULE", "check"]
 
@@ -27,15 +24,16 @@ RULE = Rule(
     bad="scaler.step(optimizer)\noptimizer.step()\nscaler.update()",
     good="scaler.step(optimizer)\nscaler.update()",
 )
+NEEDS = (("caler",), (".backward(",), (".step(",))
 
 
 def check(code: Code) -> Iterator[Finding]:
     for region in code.regions:
         for step, moments in region.visits("scaler step", "optimizer step"):
-            firsts = [_step_before(moment) for moment in moments]
-            if all(firsts):
-                first = next(first for first in firsts if first)
-                yield RULE.at(step.place, f"these gradients were already applied in line {first.line}")
+            found = [first for moment in moments if (first := _step_before(moment))]
+            certain = len(found) == len(moments) or any(_always_comes_after(step, first, region) for first in found)
+            if found and certain:
+                yield RULE.at(step.place, f"these gradients were already applied in line {found[0].line}")
 
 
 def _step_before(moment: Moment) -> Event | None:
@@ -45,3 +43,8 @@ def _step_before(moment: Moment) -> Event | None:
     if first is None or moment.opaque or (first.kind == event.kind == "optimizer step"):
         return None
     return first
+
+
+def _always_comes_after(step: Event, first: Event, region: Region) -> bool:
+    """Whether a run that takes the first step takes this one too: it asks nothing that was not asked before."""
+    return set(region.own_guards(step)) <= set(region.own_guards(first))

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from ampwise.finding import Finding, Rule, Severity
+from ampwise.source.events import Event
+from ampwise.source.frame import Frame
+from ampwise.source.pattern import Pattern
+from ampwise.source.project import Code
 from ampwise.source.walk import events_in
-
-if TYPE_CHECKING:
-    from ampwise.source.events import Event
-    from ampwise.source.frame import Frame
-    from ampwise.source.project import Code
 
 __all__ = ["RULE", "check"]
 
@@ -30,12 +28,17 @@ RULE = Rule(
     good='with torch.no_grad(), torch.autocast("cuda"):\n    for x, y in val_loader:\n        predictions = model(x)',
     on_by_default=False,
 )
+NEEDS = (("autocast",), (".backward(",))
 
+SWITCHED_BY_HAND = "set_autocast_"  # torch.set_autocast_enabled(...): no `with` tells where it is on
+HALF_MODEL = Pattern(r"\.(half|bfloat16)\(\)")
+GENERATES = Pattern(r"sampl|generat|interpolat|progress|visuali|plot|draw|demo")  # makes pictures, measures nothing
+EVALUATES_ITSELF = Pattern(r"^(eval|valid|test|fit|score)")  # model.evaluate(data): a loop of its own, out of sight
 BACKWARDS = ("backward", "scaled backward")
 
 
 def check(code: Code) -> Iterator[Finding]:
-    if not _trains_under_autocast(code):
+    if SWITCHED_BY_HAND in code.script.text or not _trains_under_autocast(code):
         return
     forwards = [event for event in code.events if event.kind == "forward" and event.context.loops]
     evaluations = [event for event in forwards if _evaluates(event)]
@@ -48,7 +51,8 @@ def check(code: Code) -> Iterator[Finding]:
             continue
         reported.add(own)
         yield RULE.at(
-            code.script.place(_as_seen_from(loop.frame, event)), "training runs under autocast, this evaluation does not"
+            code.script.place(_as_seen_from(loop.frame, event)),
+            "training runs under autocast, this evaluation does not",
         )
 
 
@@ -78,13 +82,22 @@ def _evaluates(event: Event) -> bool:
     """A forward in a loop without a backward, with gradients off or the model in eval mode."""
     loop = event.context.loops[-1]
     around = list(events_in(loop.block))
-    if any(inner.kind in BACKWARDS for inner in around):
+    if any(inner.kind in BACKWARDS for inner in around) or _is_something_else(event):
         return False
     if not event.context.autocasts and any(inner.context.autocasts for inner in around):
         return False  # the FP32 branch beside the one with autocast
     if _trains(loop.frame):  # targets are computed without gradients too: only after model.eval() is it validation
         return event.context.no_grad and _sets_eval_mode(loop.frame)
     return event.context.no_grad or _sets_eval_mode(loop.frame)
+
+
+def _is_something_else(event: Event) -> bool:
+    """A loop that draws samples, a model that is half itself, a method that evaluates out of sight."""
+    function = event.context.loops[-1].frame.function
+    if GENERATES.search(function.name) or (function.parent is not None and HALF_MODEL.search(function.text)):
+        return True
+    func = event.node.func if isinstance(event.node, ast.Call) else None
+    return isinstance(func, ast.Attribute) and EVALUATES_ITSELF.search(func.attr) is not None
 
 
 def _trains(frame: Frame) -> bool:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from ampwise.finding import Finding, Rule, Severity
-
-if TYPE_CHECKING:
-    from ampwise.source.events import Event
-    from ampwise.source.project import Code
-    from ampwise.source.steps import Moment
+from ampwise.source.events import Event
+from ampwise.source.project import Code
+from ampwise.source.scaled_losses import may_be_scaled
+from ampwise.source.steps import Moment
+from ampwise.source.vocabulary import NOT_A_GRAD_SCALER
 
 __all__ = ["RULE", "check"]
 
@@ -24,32 +24,50 @@ RULE = Rule(
         "zero, and the layers below them stop learning while the loss still looks reasonable."
     ),
     fix="Scale the loss with `torch.amp.GradScaler`, or use `dtype=torch.bfloat16` where the GPU has it.",
-    bad='with torch.autocast("cuda", dtype=torch.float16):\n    loss = loss_fn(model(x), y)\nloss.backward()\noptimizer.step()',
+    bad=(
+        'with torch.autocast("cuda", dtype=torch.float16):\n    loss = loss_fn(model(x), y)\n'
+        "loss.backward()\noptimizer.step()"
+    ),
     good=(
         'with torch.autocast("cuda", dtype=torch.float16):\n    loss = loss_fn(model(x), y)\n'
         "scaler.scale(loss).backward()\nscaler.step(optimizer)\nscaler.update()"
     ),
 )
+NEEDS = (("autocast",), (".backward(",))
 
 
 def check(code: Code) -> Iterator[Finding]:
-    if code.uses_framework or "scaler" in code.script.text.lower():
+    if code.uses_framework or _has_scaler(code):
         return
     for region in code.regions:
         if region.hidden or not region.has("optimizer step"):
             continue
         for backward, moments in region.visits("backward"):
-            forward = _forward_in_fp16(moments[0])
-            if forward is not None and all(_forward_in_fp16(moment) for moment in moments):
-                yield RULE.at(
-                    backward.place,
-                    f"the forward of line {forward.line} runs in FP16, and no scaler keeps its gradients from underflow",
-                )
+            forwards = [_forward_in_fp16(moment) for moment in moments]
+            if all(forwards) and forwards[0] is not None and not may_be_scaled(backward):
+                line = forwards[0].line
+                message = f"the forward of line {line} runs in FP16, and no scaler keeps its gradients from underflow"
+                yield RULE.at(backward.place, message)
+
+
+def _has_scaler(code: Code) -> bool:
+    """Whether anything in the file is called a scaler, and is not one of features."""
+    parameters = (node.arg for node in code.nodes(ast.arg))
+    if any("scaler" in name.lower() for name in parameters):
+        return True
+    named: list[tuple[ast.expr, str]] = [(node, node.id) for node in code.nodes(ast.Name)]
+    named += [(node, node.attr) for node in code.nodes(ast.Attribute)]
+    return any("scaler" in name.lower() and not _scales_features(node, code) for node, name in named)
+
+
+def _scales_features(node: ast.expr, code: Code) -> bool:
+    frame = code.frame(code.function_at(node))
+    return frame.role(node) is None or NOT_A_GRAD_SCALER.search(frame.qualified(node) or "") is not None
 
 
 def _forward_in_fp16(moment: Moment) -> Event | None:
-    for event in moment.earlier("forward"):
-        autocast = event.context.autocast
-        if autocast is not None and autocast.surely_fp16 and not event.context.no_grad:
-            return event
-    return None
+    """The last forward that this backward goes through, when it is one in FP16."""
+    forwards = (event for event in moment.earlier("forward") if not event.context.no_grad)
+    last = next(forwards, None)
+    autocast = last.context.autocast if last is not None else None
+    return last if autocast is not None and autocast.surely_fp16 else None

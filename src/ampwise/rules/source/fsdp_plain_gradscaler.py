@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from ampwise.finding import Finding, Rule, Severity
-
-if TYPE_CHECKING:
-    from ampwise.source.events import Guard
-    from ampwise.source.project import Code
-    from ampwise.source.walk import Site
+from ampwise.source.events import Guard
+from ampwise.source.project import Code
+from ampwise.source.scalers import scalers_made
+from ampwise.source.walk import Site
 
 __all__ = ["RULE", "check"]
 
@@ -33,6 +31,7 @@ RULE = Rule(
         "model = FullyShardedDataParallel(model)\nscaler = ShardedGradScaler()"
     ),
 )
+NEEDS = (("GradScaler(",), ("FullyShardedDataParallel", "FSDP"))
 
 FSDP1 = frozenset(
     (
@@ -45,23 +44,20 @@ OTHER_WAYS = ("ShardedGradScaler", "fully_shard(", "NO_SHARD")
 
 def check(code: Code) -> Iterator[Finding]:
     text = code.script.text
-    if "FullyShardedDataParallel" not in text or "GradScaler" not in text or any(way in text for way in OTHER_WAYS):
+    if any(way in text for way in OTHER_WAYS):
         return
-    from ampwise.source.scaler_objects import is_switched_off, scaler_constructors
-
     wrapped = [site for site in code.calls if _wraps(site)]
     used = any(event.kind in ("scaled backward", "scaler step") for event in code.events)
-    reported = set()
-    for site in scaler_constructors(code) if wrapped and used else ():
-        assert isinstance(site.node, ast.Call)
-        off = is_switched_off(site.node, site.context.frame)
-        together = all(_compatible(site.context.guards, other.context.guards) for other in wrapped)
-        if not off and together and site.node not in reported:
-            reported.add(site.node)
+    for made in scalers_made(code) if wrapped and used else ():
+        if any(_together(context.guards, wrapped) for context, _ in made.contexts):
             line = getattr(wrapped[0].node, "lineno", 0)
             yield RULE.at(
-                code.script.place(site.node), f"the model is wrapped by FSDP in line {line}: use ShardedGradScaler"
+                code.script.place(made.node), f"the model is wrapped by FSDP in line {line}: use ShardedGradScaler"
             )
+
+
+def _together(guards: tuple[Guard, ...], wrapped: list[Site]) -> bool:
+    return all(_compatible(guards, site.context.guards) for site in wrapped)
 
 
 def _wraps(site: Site) -> bool:

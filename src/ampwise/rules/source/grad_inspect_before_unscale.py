@@ -5,15 +5,13 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from ampwise.finding import Finding, Rule, Severity
-
-if TYPE_CHECKING:
-    from ampwise.source.events import Event
-    from ampwise.source.outline import Function
-    from ampwise.source.project import Code
-    from ampwise.source.steps import Moment
+from ampwise.source.events import Event
+from ampwise.source.outline import Function
+from ampwise.source.pattern import Pattern
+from ampwise.source.project import Code
+from ampwise.source.steps import Moment
 
 __all__ = ["RULE", "check"]
 
@@ -37,13 +35,14 @@ RULE = Rule(
         "norm = sum(p.grad.norm() ** 2 for p in model.parameters()) ** 0.5\nscaler.step(optimizer)\nscaler.update()"
     ),
 )
+NEEDS = (("caler",), (".backward(",), (".grad",))
 
 # What makes a number of a gradient; a view or a copy may go anywhere.
 MEASURES = frozenset(["norm", "mean", "std", "var", "max", "min", "sum", "item", "histogram", "histc", "pow", "square"])
 TORCH_MEASURES = frozenset(["norm", "vector_norm", "get_total_norm"])
 # The answer is the same for gradients multiplied by any scale.
-ASKS_FOR_DEFECTS = re.compile(r"isfinite|isnan|isinf|is_nan|nonzero|count_nonzero|sign|cosine|allclose")
-SCALE = re.compile(r"scale(?!r)|scaling", re.IGNORECASE)
+ASKS_FOR_DEFECTS = Pattern(r"isfinite|isnan|isinf|is_nan|nonzero|count_nonzero|sign|cosine|allclose")
+SCALE = Pattern(r"scale(?!r)|scaling", re.IGNORECASE)
 
 
 def check(code: Code) -> Iterator[Finding]:

@@ -5,13 +5,11 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from ampwise.finding import Finding, Rule, Severity
-
-if TYPE_CHECKING:
-    from ampwise.source.events import Context
-    from ampwise.source.project import Code
+from ampwise.source.events import Context
+from ampwise.source.pattern import Pattern
+from ampwise.source.project import Code
 
 __all__ = ["RULE", "check"]
 
@@ -29,9 +27,24 @@ RULE = Rule(
     bad='with torch.autocast("cuda"):\n    loss = -torch.log(torch.sigmoid(model(x)) + 1e-8).mean()',
     good='with torch.autocast("cuda"):\n    loss = -torch.log(torch.sigmoid(model(x).float()) + 1e-8).mean()',
 )
+NEEDS = (
+    ("autocast",),
+    (
+        "float16",
+        "cuda.amp",
+        "autocast()",
+        'autocast("cuda',
+        "autocast('cuda",
+        'device_type="cuda',
+        "device_type='cuda",
+        ".half(",
+        "torch.half",
+    ),
+    ("1e-8", "1e-9", "1e-1", "1e-2", "e-08", "e-09", "e-1"),
+)
 
 LOST = 2.0**-25  # rounds to even, which is zero
-TINY = re.compile(r"e-(0?[89]|\d\d)\b", re.IGNORECASE)
+TINY = Pattern(r"e-(0?[89]|\d\d)\b", re.IGNORECASE)
 SENSITIVE = frozenset(("log", "log2", "log10", "sqrt", "rsqrt", "reciprocal", "div"))
 
 

@@ -5,13 +5,11 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from ampwise.finding import Edit, Finding, Rule, Severity
-
-if TYPE_CHECKING:
-    from ampwise.source.events import Context
-    from ampwise.source.project import Code
+from ampwise.source.events import Context
+from ampwise.source.pattern import Pattern
+from ampwise.source.project import Code
 
 __all__ = ["RULE", "check"]
 
@@ -32,9 +30,24 @@ RULE = Rule(
     ),
     fixable="sometimes",
 )
+NEEDS = (
+    (
+        "float16",
+        "cuda.amp",
+        "autocast()",
+        'autocast("cuda',
+        "autocast('cuda",
+        'device_type="cuda',
+        "device_type='cuda",
+        ".half(",
+        "torch.half",
+    ),
+    ("masked_fill", "where(", "mask"),
+    ("-1e", "1e9", "1e10", "1e5", "1e6", "1e7", "1e8", "-1000", "-9", "e+"),
+)
 
 LARGEST = 65504.0
-BEYOND = re.compile(r"\de\+?\d|\d{5}", re.IGNORECASE)
+BEYOND = Pattern(r"\de\+?\d|\d{5}", re.IGNORECASE)
 
 
 def check(code: Code) -> Iterator[Finding]:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from ampwise.finding import Finding, Rule, Severity
-
-if TYPE_CHECKING:
-    from ampwise.source.project import Code
+from ampwise.source.half_models import trained_half_models
+from ampwise.source.project import Code
+from ampwise.source.vocabulary import FP16
 
 __all__ = ["RULE", "check"]
 
@@ -33,18 +32,11 @@ RULE = Rule(
         "scaler.scale(loss).backward()\nscaler.step(optimizer)"
     ),
 )
+NEEDS = (("caler",), (".half(", "float16", "torch.half"))
 
 
 def check(code: Code) -> Iterator[Finding]:
-    text = code.script.text
-    if "caler" not in text or "backward(" not in text or not ("half" in text or "float16" in text):
-        return
-    from ampwise.source.half_models import trained_half_models
-    from ampwise.source.scaler_objects import scaler_is_off
-    from ampwise.source.vocabulary import FP16
-
-    steps = [event for event in code.events if event.kind == "scaler step"]
-    stepped = {event.other: event for event in steps if not scaler_is_off(event)}
+    stepped = {event.other: event for event in code.events if event.kind == "scaler step"}
     reported = set()
     for pair in trained_half_models(code):
         step = stepped.get(pair.optimizer_key)

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from ampwise.finding import Finding, Rule, Severity
-
-if TYPE_CHECKING:
-    from ampwise.source.frame import Frame
-    from ampwise.source.precision import Autocast
-    from ampwise.source.project import Code
+from ampwise.source.frame import Frame
+from ampwise.source.precision import Autocast, autocast_of
+from ampwise.source.project import Code
+from ampwise.source.scalers import scalers_made
+from ampwise.source.vocabulary import AUTOCASTS
 
 __all__ = ["RULE", "check"]
 
@@ -29,6 +28,7 @@ RULE = Rule(
     bad="loss = loss_fn(model(x), y)\nwith torch.autocast('cuda'):\n    scaler.step(optimizer)",
     good="with torch.autocast('cuda'):\n    loss = loss_fn(model(x), y)\nscaler.step(optimizer)",
 )
+NEEDS = (("autocast",), (".backward(", ".step(", "GradScaler"))
 
 # Calls on which autocast has no influence.
 UNTOUCHED = frozenset(
@@ -53,36 +53,22 @@ def check(code: Code) -> Iterator[Finding]:
 
 
 def _never_entered(code: Code) -> Iterator[tuple[ast.expr, str]]:
-    from ampwise.source.vocabulary import AUTOCASTS
-
-    for node in code.tree_nodes:
-        call = node.value if isinstance(node, ast.Expr) else None
+    for node in code.nodes(ast.Expr):
+        call = node.value
         if isinstance(call, ast.Call) and code.outline.imports.qualified(call.func) in AUTOCASTS:
             yield call, "this autocast is made and never entered: it needs a `with`"
 
 
 def _without_forward(code: Code) -> Iterator[tuple[ast.expr, str]]:
     """``with autocast():`` around nothing but backward, step and copies."""
-    for function in code.outline.functions:
-        frame = code.frame(function)
-        for node in _own_nodes(function.node):
-            if isinstance(node, ast.With) and len(node.items) == 1 and _nothing_to_cast(node.body):
-                autocast = _plain_autocast(node.items[0].context_expr, frame)
-                if autocast is not None and autocast.may_be_on:
-                    yield node.items[0].context_expr, "no forward or loss is computed in this autocast region"
-
-
-def _own_nodes(function: ast.AST) -> Iterator[ast.AST]:
-    """The nodes of a function, without those of functions and classes defined in it."""
-    for child in ast.iter_child_nodes(function):
-        if not isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Lambda):
-            yield child
-            yield from _own_nodes(child)
+    for node in code.nodes(ast.With):
+        if len(node.items) == 1 and _nothing_to_cast(node.body):
+            autocast = _plain_autocast(node.items[0].context_expr, code.frame(code.function_at(node)))
+            if autocast is not None and autocast.may_be_on:
+                yield node.items[0].context_expr, "no forward or loss is computed in this autocast region"
 
 
 def _plain_autocast(node: ast.expr, frame: Frame) -> Autocast | None:
-    from ampwise.source.precision import autocast_of
-
     autocast = autocast_of(node, frame)
     return autocast if autocast is not None and autocast.known else None
 
@@ -124,16 +110,10 @@ def _computes(node: ast.expr) -> bool:
 
 def _always_disabled(code: Code) -> Iterator[tuple[ast.expr, str]]:
     """A GradScaler at work while the forward runs in ``autocast(enabled=False)`` and no autocast is ever on."""
-    from ampwise.source.scaler_objects import is_switched_off, scaler_constructors
-
-    if "GradScaler" not in code.script.text or not _all_disabled(code):
+    if "GradScaler" not in code.script.text or not _all_disabled(code) or not scalers_made(code):
         return
-    made = list(scaler_constructors(code))
-    on = [
-        site for site in made if isinstance(site.node, ast.Call) and not is_switched_off(site.node, site.context.frame)
-    ]
     for region in code.regions:
-        if not on or not region.has("scaled backward"):
+        if not region.has("scaled backward"):
             continue
         forwards = [event for event in region.events if event.kind == "forward" and not event.context.no_grad]
         autocasts = [event.context.autocast for event in forwards]
@@ -144,15 +124,11 @@ def _always_disabled(code: Code) -> Iterator[tuple[ast.expr, str]]:
 
 def _all_disabled(code: Code) -> bool:
     """Whether the file enters autocast only to switch it off."""
-    from ampwise.source.vocabulary import AUTOCASTS
-
     imports = code.outline.imports
     uses = [
-        node
-        for node in code.tree_nodes
-        if isinstance(node, ast.Name | ast.Attribute) and imports.qualified(node) in AUTOCASTS
+        node for node in (*code.nodes(ast.Name), *code.nodes(ast.Attribute)) if imports.qualified(node) in AUTOCASTS
     ]
-    calls = [node for node in code.tree_nodes if isinstance(node, ast.Call) and node.func in uses]
+    calls = [node for node in code.nodes(ast.Call) if node.func in uses]
     switched = [word for call in calls for word in call.keywords if word.arg == "enabled"]
     off = [word for word in switched if isinstance(word.value, ast.Constant) and word.value.value is False]
     return bool(uses) and len(off) == len(calls) == len(uses)

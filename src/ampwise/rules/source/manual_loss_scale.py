@@ -6,14 +6,12 @@ import ast
 import math
 import re
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from ampwise.finding import Finding, Rule, Severity
-
-if TYPE_CHECKING:
-    from ampwise.source.events import Event
-    from ampwise.source.frame import Frame
-    from ampwise.source.project import Code
+from ampwise.source.events import Event
+from ampwise.source.frame import Frame
+from ampwise.source.pattern import Pattern
+from ampwise.source.project import Code
 
 __all__ = ["RULE", "check"]
 
@@ -34,12 +32,13 @@ RULE = Rule(
     bad=("(loss * 1024).backward()\nfor p in model.parameters():\n    p.grad /= 1024\noptimizer.step()"),
     good="scaler.scale(loss).backward()\nscaler.step(optimizer)\nscaler.update()",
 )
+NEEDS = ((".backward(",), ("scale", "*"), ("autocast", "float16", ".half(", "torch.half"))
 
 SMALLEST_SCALE = 128  # below it a factor is more likely the weight of a loss
-SCALE_NAME = re.compile(r"(^|_)(loss_?scal\w*|scale_?factor|static_scale|fp16_scale|grad_?scale|scale)$", re.IGNORECASE)
-AROUND_FP16 = re.compile(r"\.half\(|float16|autocast|torch\.half|fp16", re.IGNORECASE)
+SCALE_NAME = Pattern(r"(^|_)(loss_?scal\w*|scale_?factor|static_scale|fp16_scale|grad_?scale|scale)$", re.IGNORECASE)
+AROUND_FP16 = Pattern(r"\.half\(|float16|autocast|torch\.half|fp16", re.IGNORECASE)
 # Whoever looks for infs, or has a scaler, does not scale by a constant alone.
-LOOKED_AFTER = re.compile(r"GradScaler|[sS]caler\b|overflow|isinf|isfinite|isnan|found_inf|inf_check")
+LOOKED_AFTER = Pattern(r"GradScaler|[sS]caler\b|overflow|isinf|isfinite|isnan|found_inf|inf_check")
 
 
 def check(code: Code) -> Iterator[Finding]:

@@ -4,13 +4,9 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from ampwise.finding import Finding, Rule, Severity
-
-if TYPE_CHECKING:
-    from ampwise.source.project import Code
+from ampwise.source.project import Code
 
 __all__ = ["RULE", "check"]
 
@@ -29,6 +25,7 @@ RULE = Rule(
     good="up = nn.Linear(512, 1008)\ndown = nn.Linear(1008, 512)",
     on_by_default=False,
 )
+NEEDS = ((".backward(",), ("autocast", "caler"))
 
 # Where the two sizes stand in each layer's arguments, and what they are called.
 LAYERS = {
@@ -41,12 +38,14 @@ SMALL = 64  # below this the layer is too small to matter
 VOCABULARY = 8192  # that many outputs are a vocabulary, which can be padded; fewer may be the classes of the data
 
 
-@dataclass(slots=True)
 class _Layer:
-    node: ast.Call
-    kind: str
-    size_in: int | None
-    size_out: int | None
+    __slots__ = ("kind", "node", "size_in", "size_out")
+
+    def __init__(self, node: ast.Call, kind: str, size_in: int | None, size_out: int | None) -> None:
+        self.node = node
+        self.kind = kind
+        self.size_in = size_in
+        self.size_out = size_out
 
 
 def check(code: Code) -> Iterator[Finding]:

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from ampwise.finding import Finding, Rule, Severity
-
-if TYPE_CHECKING:
-    from ampwise.source.events import Event
-    from ampwise.source.precision import Autocast
-    from ampwise.source.project import Code
-    from ampwise.source.steps import Region
+from ampwise.source.events import Event
+from ampwise.source.pattern import Pattern
+from ampwise.source.precision import Autocast
+from ampwise.source.project import Code
+from ampwise.source.steps import Region
 
 __all__ = ["RULE", "check"]
 
@@ -30,9 +27,10 @@ RULE = Rule(
     bad="model.bfloat16()\nwith torch.autocast('cuda', dtype=torch.float16):\n    loss = model(x).sum()",
     good="with torch.autocast('cuda', dtype=torch.bfloat16):\n    loss = model(x).sum()",
 )
+NEEDS = (("bfloat16",), ("autocast", "float16", ".half("), (".backward(",))
 
 
-FP16_NAMED = re.compile(r"torch\.half|(?<!b)float16|\.half\(")
+FP16_NAMED = Pattern(r"torch\.half|(?<!b)float16|\.half\(")
 
 
 def check(code: Code) -> Iterator[Finding]:

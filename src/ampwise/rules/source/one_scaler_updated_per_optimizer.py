@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from ampwise.finding import Finding, Rule, Severity
+from ampwise.source.events import Event, Loop
 from ampwise.source.names import dotted_text
-
-if TYPE_CHECKING:
-    from ampwise.source.events import Event, Loop
-    from ampwise.source.project import Code
-    from ampwise.source.steps import Moment, Region
+from ampwise.source.project import Code
+from ampwise.source.steps import Moment, Region
 
 __all__ = ["RULE", "check"]
 
@@ -37,6 +34,7 @@ RULE = Rule(
         "scaler.scale(loss_g).backward()\nscaler.step(optimizer_g)\nscaler.update()"
     ),
 )
+NEEDS = (("caler",), (".backward(",), (".update(",))
 
 
 def check(code: Code) -> Iterator[Finding]:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import ast
+import re
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from ampwise.finding import Finding, Rule, Severity
-
-if TYPE_CHECKING:
-    from ampwise.source.project import Code
-    from ampwise.source.steps import Moment
+from ampwise.source.calls import ANYTHING
+from ampwise.source.events import Event
+from ampwise.source.pattern import Pattern
+from ampwise.source.project import Code
+from ampwise.source.scaled_losses import surely_scales
+from ampwise.source.steps import Moment
+from ampwise.source.vocabulary import SCALER
 
 __all__ = ["RULE", "check"]
 
@@ -27,6 +31,11 @@ RULE = Rule(
     bad="scaler.scale(loss).backward()\noptimizer.step()\nscaler.update()",
     good="scaler.scale(loss).backward()\nscaler.step(optimizer)\nscaler.update()",
 )
+NEEDS = (("caler",), (".backward(",), (".step(",))
+
+
+# Who unscales and asks this before the step does what the scaler would.
+ASKS_FOR_INFS = Pattern(r"finite|isinf|isnan|found_inf|overflow|nan", re.IGNORECASE)
 
 
 def check(code: Code) -> Iterator[Finding]:
@@ -34,6 +43,10 @@ def check(code: Code) -> Iterator[Finding]:
         if region.hidden:
             continue
         for step, moments in region.visits("optimizer step"):
+            # Where another branch goes through the scaler, the scaler may be off in this one.
+            others = [other for other in region.events if other.kind == "scaler step" and other.other == step.key]
+            if not all(surely_scales(other) for other in others) or _knows_a_scaler(step):
+                continue
             if all(_bypasses(moment) for moment in moments):
                 backward = next(iter(moments[0].scaled.values()))
                 yield RULE.at(step.place, f"applies gradients that line {backward.line} scaled, past the scaler")
@@ -41,8 +54,27 @@ def check(code: Code) -> Iterator[Finding]:
 
 def _bypasses(moment: Moment) -> bool:
     optimizer = moment.event.key
-    if not moment.scaled or moment.opaque or moment.plain:
+    if not moment.scaled or moment.opaque or moment.plain or _is_unscaled_by_hand(moment):
         return False
-    by_hand = any(key == "*" for key, _ in moment.unscaled)
     around = [*moment.earlier("scaler step"), *moment.later("scaler step")]
-    return not by_hand and not any(step.other == optimizer for step in around)
+    return not any(step.other == optimizer for step in around)
+
+
+def _knows_a_scaler(step: Event) -> bool:
+    """Whether the optimizer was made with a scaler, and so may unscale by itself."""
+    assert isinstance(step.node, ast.Call)
+    assert isinstance(step.node.func, ast.Attribute)
+    for value in step.frame.values(step.node.func.value):
+        if isinstance(value.node, ast.Call):
+            given = [*value.node.args, *(word.value for word in value.node.keywords)]
+            if any(value.frame.role(argument) == SCALER for argument in given):
+                return True
+    return False
+
+
+def _is_unscaled_by_hand(moment: Moment) -> bool:
+    """Divided by the scale in a loop of one's own, or unscaled by the scaler and then looked at for infs."""
+    if any(scaler == ANYTHING for scaler, _ in moment.unscaled):
+        return True
+    tests = (guard.test for guard in moment.event.context.guards if guard.test is not None)
+    return bool(moment.unscaled) and any(ASKS_FOR_INFS.search(ast.unparse(test)) for test in tests)

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from ampwise.finding import Finding, Rule, Severity
-
-if TYPE_CHECKING:
-    from ampwise.source.project import Code
+from ampwise.source.project import Code
 
 __all__ = ["RULE", "check"]
 
@@ -31,6 +28,7 @@ RULE = Rule(
         "with torch.autocast('cuda', dtype=torch.bfloat16):\n    loss = loss_fn(model(x), y)"
     ),
 )
+NEEDS = (("bfloat16",), (".backward(",))
 
 
 def check(code: Code) -> Iterator[Finding]:

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from ampwise.finding import Finding, Rule, Severity
 from ampwise.source.checkpoints import checkpoints_in
+from ampwise.source.project import Code
 from ampwise.source.scalers import works_with_scaler
-
-if TYPE_CHECKING:
-    from ampwise.source.project import Code
 
 __all__ = ["RULE", "check"]
 
@@ -35,6 +32,7 @@ RULE = Rule(
         "torch.save(state, path)"
     ),
 )
+NEEDS = (("GradScaler", ".backward("), ("caler",), ("state_dict",))
 
 
 def check(code: Code) -> Iterator[Finding]:

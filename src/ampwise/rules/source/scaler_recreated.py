@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from ampwise.finding import Finding, Rule, Severity
+from ampwise.source.events import Context, Guard, Loop
+from ampwise.source.frame import Frame
+from ampwise.source.outline import Function
+from ampwise.source.pattern import Pattern
+from ampwise.source.project import Code
 from ampwise.source.scalers import scalers_made
-from ampwise.source.vocabulary import OPTIMIZER
-from ampwise.source.walk import events_in
-
-if TYPE_CHECKING:
-    from ampwise.source.events import Context, Loop
-    from ampwise.source.frame import Frame
-    from ampwise.source.project import Code
-    from ampwise.source.walk import Trace
+from ampwise.source.vocabulary import OPTIMIZER, SCALER
+from ampwise.source.walk import Site, Trace, events_in
 
 __all__ = ["RULE", "check"]
 
@@ -33,11 +32,14 @@ RULE = Rule(
     bad='for epoch in range(epochs):\n    scaler = torch.amp.GradScaler("cuda")\n    train(model, optimizer, scaler)',
     good='scaler = torch.amp.GradScaler("cuda")\nfor epoch in range(epochs):\n    train(model, optimizer, scaler)',
 )
+NEEDS = (("GradScaler",), (".backward(", ".step(", "train"))
 
-# A function that is called like this, or told the epoch, runs once an epoch or a batch.
-RUNS_OFTEN = re.compile(r"epoch|train_step|training_step|train_batch|train_iter|one_step|(^|_)step$|optimize_parameters")
-OFTEN_EPOCHS = re.compile(r"epochs|n_epoch|num_epoch|max_epoch")
-LR_FINDER = re.compile(r"lr_?find|find_?lr|record_lr|range_test", re.IGNORECASE)
+# A function that is called like this runs once a batch; or once an epoch, as does one that is told the epoch.
+EACH_BATCH = Pattern(r"(train|one|training)_(step|batch|iter)|(^|_)step$|optimize_parameters")
+EACH_EPOCH = Pattern(r"epoch(?!s)")
+LR_FINDER = Pattern(r"lr_?find|find_?lr|record_lr|range_test", re.IGNORECASE)
+COUNTS = Pattern(r"epoch|step|iter")
+HOLDS_ONCE = Pattern(r"scaler|epoch|step|iter")
 TRAINS = ("backward", "scaled backward", "scaler step", "opaque")
 
 
@@ -48,13 +50,22 @@ def check(code: Code) -> Iterator[Finding]:
 
 
 def _is_made_again(context: Context, trace: Trace) -> bool:
-    if any(guard.text.startswith("some(") and "scaler" in guard.text and not guard.holds for guard in context.guards):
-        return False  # if scaler is None: scaler = GradScaler()
+    if any(_holds_once(guard) for guard in context.guards):
+        return False
     if any(LR_FINDER.search(frame.function.name) for frame in context.frame.callers()):
         return False
+    if any(_loads_scaler(site, context.frame) for site in trace.calls):
+        return False  # it goes on where the last one was
     if any(_trains_on(loop, trace) for loop in context.loops):
         return True
     return not context.loops and _is_called_each_epoch(context.frame, trace)
+
+
+def _holds_once(guard: Guard) -> bool:
+    """``if scaler is None``, ``if epoch == 0`` or ``if epoch == first_amp_epoch``."""
+    if guard.text.startswith("some("):
+        return not guard.holds and HOLDS_ONCE.search(guard.text) is not None
+    return guard.holds and " Eq " in guard.text and COUNTS.search(guard.text) is not None
 
 
 def _trains_on(loop: Loop, trace: Trace) -> bool:
@@ -65,19 +76,27 @@ def _trains_on(loop: Loop, trace: Trace) -> bool:
 
 
 def _is_called_each_epoch(frame: Frame, trace: Trace) -> bool:
-    if frame.caller is not None:
-        return False  # its callers are known, and none of them is in a loop
-    function = frame.function
-    often = RUNS_OFTEN.search(function.name) and not OFTEN_EPOCHS.search(function.name)
-    told = "epoch" in function.params
-    if function.name == "__init__" or not (often or told):
+    """Going by its name: nobody in sight calls this function, and it loops no more than such a function does."""
+    if frame.caller is not None or frame.function.name == "__init__":
         return False
-    trains = any(event.kind in TRAINS for event in trace.events())
-    return trains and not any(_makes_optimizer(site) for site in trace.calls)
+    loops = [len(event.context.loops) for event in trace.events() if event.kind in TRAINS]
+    most = _loops_expected(frame.function)
+    if not loops or most is None or min(loops) > most:
+        return False
+    return not any(_makes_optimizer(site) for site in trace.calls)
 
 
-def _makes_optimizer(site: object) -> bool:
-    import ast
+def _loops_expected(function: Function) -> int | None:
+    """How many loops a function has that is called again and again; None when it is not."""
+    if EACH_EPOCH.search(function.name) or "epoch" in function.params:
+        return 1
+    return 0 if EACH_BATCH.search(function.name) else None
 
-    node = site.node  # type: ignore[attr-defined]
-    return isinstance(node, ast.Call) and site.context.frame.role_of_call(node) == OPTIMIZER  # type: ignore[attr-defined]
+
+def _makes_optimizer(site: Site) -> bool:
+    return isinstance(site.node, ast.Call) and site.context.frame.role_of_call(site.node) == OPTIMIZER
+
+
+def _loads_scaler(site: Site, frame: Frame) -> bool:
+    func = site.node.func if isinstance(site.node, ast.Call) and site.context.frame is frame else None
+    return isinstance(func, ast.Attribute) and func.attr == "load_state_dict" and frame.role(func.value) == SCALER

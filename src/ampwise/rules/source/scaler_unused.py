@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator
 
 from ampwise.finding import Finding, Rule, Severity
+from ampwise.source.names import dotted_text
+from ampwise.source.project import Code
 from ampwise.source.scalers import MadeScaler, scalers_made
-
-if TYPE_CHECKING:
-    from ampwise.source.outline import Binding, Function
-    from ampwise.source.project import Code
 
 __all__ = ["RULE", "check"]
 
@@ -30,88 +27,72 @@ RULE = Rule(
         'scaler = torch.amp.GradScaler("cuda")\nscaler.scale(loss).backward()\nscaler.step(optimizer)\nscaler.update()'
     ),
 )
+NEEDS = (("GradScaler",),)
 
 # Saving and loading an idle scaler's state does not make it work.
 IDLE = frozenset(("state_dict", "load_state_dict"))
+# Who calls these may reach every name there is.
+REACHES_ALL = frozenset(("locals", "globals", "vars", "exec", "eval"))
+PLAIN_BASES = frozenset(("object", "nn.Module", "torch.nn.Module", "ABC", "abc.ABC"))
 
 
 def check(code: Code) -> Iterator[Finding]:
     for made in scalers_made(code):
         target = _target(made, code)
-        if target is not None and not _is_used(target, code):
+        if target is not None and not _may_be_used(target, code):
             yield RULE.at(code.script.place(made.node), f"`{ast.unparse(target)}` is made here and never used")
 
 
-def _target(made: MadeScaler, code: Code) -> ast.expr | None:
+def _target(made: MadeScaler, code: Code) -> ast.Name | ast.Attribute | None:
     """The one name the scaler is assigned to; None when it goes anywhere else."""
-    for node in code.tree_nodes:
-        if isinstance(node, ast.Assign) and len(node.targets) == 1 and _is_value(made.node, node.value):
-            target = node.targets[0]
-            return target if isinstance(target, ast.Name | ast.Attribute) else None
-    return None
+    statement = code.script.statement(made.node)
+    if isinstance(statement, ast.Assign) and len(statement.targets) == 1:
+        target = statement.targets[0]
+    elif isinstance(statement, ast.AnnAssign):
+        target = statement.target
+    else:
+        return None
+    value = statement.value
+    whole = value is made.node or (isinstance(value, ast.IfExp) and made.node in (value.body, value.orelse))
+    return target if whole and isinstance(target, ast.Name | ast.Attribute) else None
 
 
-def _is_value(made: ast.Call, value: ast.expr) -> bool:
-    return value is made or (isinstance(value, ast.IfExp) and made in (value.body, value.orelse))
-
-
-def _is_used(target: ast.expr, code: Code) -> bool:
+def _may_be_used(target: ast.Name | ast.Attribute, code: Code) -> bool:
     if isinstance(target, ast.Attribute):
-        return _attribute_is_used(target, code)
-    assert isinstance(target, ast.Name)
-    home = _home(target, code)
-    if home is code.outline.module and code.project.importers(code.path):
-        return True  # another file may import it
-    scope = code.script.tree if home is None or home.parent is None or target.id in home.outside else home.node
-    return any(_uses(node, target.id, parents) for node, parents in _loads(scope, target.id))
+        return _attribute_may_be_used(target, code)
+    home = code.function_at(target)
+    if home.parent is None or target.id in home.outside:
+        scope: ast.AST = code.script.tree
+        if _is_for_others(code):
+            return True
+    else:
+        scope = home.node
+    return _is_read(scope, lambda node: isinstance(node, ast.Name) and node.id == target.id) or _reaches_all(scope)
 
 
-def _attribute_is_used(target: ast.Attribute, code: Code) -> bool:
-    if not (isinstance(target.value, ast.Name) and target.value.id == "self"):
+def _attribute_may_be_used(target: ast.Attribute, code: Code) -> bool:
+    owner = code.function_at(target).owner
+    if owner is None or dotted_text(target.value) != "self" or _is_for_others(code):
         return True
-    owner = next((f.owner for f in code.outline.functions if f.owner and _holds(f, target)), None)
-    if owner is None or any(ast.unparse(base) not in ("object", "nn.Module", "ABC") for base in owner.node.bases):
+    if any(dotted_text(base) not in PLAIN_BASES for base in owner.node.bases):
         return True  # a base class out of sight may use it
-    if code.project.importers(code.path):
-        return True
-    loads = [
-        node
-        for node in code.tree_nodes
-        if isinstance(node, ast.Attribute) and node.attr == target.attr and isinstance(node.ctx, ast.Load)
-    ]
-    return any(not _only_idle(node, code) for node in loads) or f'"{target.attr}"' in code.script.text
+    by_name = any(node.value == target.attr for node in code.nodes(ast.Constant))  # getattr(self, "scaler")
+    tree = code.script.tree
+    return by_name or _is_read(tree, lambda node: isinstance(node, ast.Attribute) and node.attr == target.attr)
 
 
-def _only_idle(node: ast.Attribute, code: Code) -> bool:
-    return any(
-        isinstance(parent, ast.Attribute) and parent.value is node and parent.attr in IDLE
-        for parent in code.tree_nodes
-    )
+def _is_for_others(code: Code) -> bool:
+    """Whether other files may use what this one makes: those that import it, or, where nothing is trained, any."""
+    return bool(code.project.importers(code.path)) or ".backward(" not in code.script.text
 
 
-def _holds(function: Function, target: ast.Attribute) -> bool:
-    return any(node is target for node in ast.walk(function.node))
+def _is_read(scope: ast.AST, is_it: Callable[[ast.AST], bool]) -> bool:
+    """Whether something is read for anything but its state."""
+    idle = {node.value for node in ast.walk(scope) if isinstance(node, ast.Attribute) and node.attr in IDLE}
+    reads = (node for node in ast.walk(scope) if isinstance(getattr(node, "ctx", None), ast.Load) and is_it(node))
+    return any(node not in idle for node in reads)
 
 
-def _home(target: ast.Name, code: Code) -> Function | None:
-    def binds(binding: Binding) -> bool:
-        return isinstance(binding.node, ast.Assign) and target in binding.node.targets
-
-    for function in code.outline.functions:
-        if any(binds(binding) for binding in function.bindings.get(target.id, ())):
-            return next(b.function for b in function.bindings[target.id] if binds(b))
-    return None
-
-
-def _loads(scope: ast.AST, name: str) -> Iterator[tuple[ast.Name, ast.AST | None]]:
-    """Every read of a name, with the node it is read for."""
-    pending: list[tuple[ast.AST, ast.AST | None]] = [(scope, None)]
-    while pending:
-        node, parent = pending.pop()
-        if isinstance(node, ast.Name) and node.id == name and isinstance(node.ctx, ast.Load):
-            yield node, parent
-        pending += [(child, node) for child in ast.iter_child_nodes(node)]
-
-
-def _uses(node: ast.Name, name: str, parent: ast.AST | None) -> bool:
-    return not (isinstance(parent, ast.Attribute) and parent.attr in IDLE)
+def _reaches_all(scope: ast.AST) -> bool:
+    calls = (node for node in ast.walk(scope) if isinstance(node, ast.Call))
+    return any(isinstance(call.func, ast.Name) and call.func.id in REACHES_ALL for call in calls)

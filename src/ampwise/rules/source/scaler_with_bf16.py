@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import ast
+import re
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from ampwise.finding import Finding, Rule, Severity
-from ampwise.source.scalers import scalers_made
+from ampwise.source.pattern import Pattern
+from ampwise.source.precision import Autocast
+from ampwise.source.project import Code
+from ampwise.source.scalers import MadeScaler, scalers_made
 from ampwise.source.vocabulary import BF16
-
-if TYPE_CHECKING:
-    from ampwise.source.precision import Autocast
-    from ampwise.source.project import Code
 
 __all__ = ["RULE", "check"]
 
@@ -32,6 +32,9 @@ RULE = Rule(
     ),
     good='with torch.autocast("cuda", dtype=torch.bfloat16):\n    loss = loss_fn(model(x), y)\nloss.backward()',
 )
+NEEDS = (("GradScaler",), ("bfloat16", "bf16"))
+
+ASKS_FOR_DTYPE = Pattern(r"fp16|float16|half|dtype|precision|bf16", re.IGNORECASE)
 
 
 def check(code: Code) -> Iterator[Finding]:
@@ -39,7 +42,7 @@ def check(code: Code) -> Iterator[Finding]:
     if not autocasts or not all(autocast.known and autocast.is_surely(BF16) for autocast in autocasts):
         return
     for made in scalers_made(code):
-        if not made.depends_on_dtype and not _chosen_for_another_dtype(made.contexts[0][0].guards):
+        if not _depends_on_dtype(made):
             yield RULE.at(
                 code.script.place(made.node),
                 f"autocast is always BF16 (line {autocasts[0].node.lineno}): there is nothing to scale",
@@ -58,6 +61,11 @@ def _autocasts(code: Code) -> list[Autocast]:
     return sorted(found.values(), key=lambda autocast: autocast.node.lineno)
 
 
-def _chosen_for_another_dtype(guards: object) -> bool:
-    texts = " ".join(guard.text for guard in guards).lower()  # type: ignore[attr-defined]
-    return any(word in texts for word in ("fp16", "float16", "half", "dtype", "precision", "bf16"))
+def _depends_on_dtype(made: MadeScaler) -> bool:
+    """Made, or switched on, only where another dtype was chosen: ``enabled=dtype == torch.float16``."""
+    context = made.contexts[0][0]
+    asked = [guard.text for guard in context.guards]
+    if made.enabled is not None:
+        values = context.frame.values(made.enabled)
+        asked += [ast.unparse(node) for node in (made.enabled, *(value.node for value in values)) if node is not None]
+    return any(ASKS_FOR_DTYPE.search(text) for text in asked)

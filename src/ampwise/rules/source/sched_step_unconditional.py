@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from ampwise.finding import Finding, Rule, Severity
-
-if TYPE_CHECKING:
-    from ampwise.source.events import Event
-    from ampwise.source.project import Code
-    from ampwise.source.steps import Moment, Region
+from ampwise.source.events import Event
+from ampwise.source.pattern import Pattern
+from ampwise.source.project import Code
+from ampwise.source.steps import Moment, Region
 
 __all__ = ["RULE", "check"]
 
@@ -35,10 +34,14 @@ RULE = Rule(
         "if scaler.get_scale() >= scale:\n    scheduler.step()"
     ),
 )
+NEEDS = (("caler",), (".backward(",), (".step(",))
 
 # Asking any of these is asking whether the step was applied.
-ASKS_ABOUT_THE_STEP = re.compile(r"scale|skip|overflow|found_inf|isfinite|isnan|isinf|applied|did_step|stepped|finite")
-LR_FINDER = re.compile(r"lr_?find|find_?lr|record_lr|range_test|lr_range", re.IGNORECASE)
+ASKS_ABOUT_THE_STEP = Pattern(
+    r"scale|skip|overflow|found_inf|isfinite|isnan|isinf|applied|did_step|stepped|finite|step_count|was_run"
+)
+ONCE_AN_EPOCH = Pattern(r"Eq .*\blen\(|\blen\(.* Eq ")  # if i == len(loader) - 1
+LR_FINDER = Pattern(r"lr_?find|find_?lr|record_lr|range_test|lr_range", re.IGNORECASE)
 
 
 def check(code: Code) -> Iterator[Finding]:
@@ -62,18 +65,16 @@ def _knows(step: Event, region: Region) -> bool:
         return True
     applied = {guard for event in region.events if event.kind == "scaler step" for guard in event.context.guards}
     for guard in region.own_guards(step):
-        asked = guard.text if guard.test is None else f"{guard.text} {_source(step, guard.test)}"
         if guard in applied:
             continue
-        if guard.boundary is not None or ASKS_ABOUT_THE_STEP.search(_without_scaler(asked)):
+        asked = guard.text if guard.test is None else f"{guard.text} {ast.unparse(guard.test)}"
+        if (
+            guard.boundary is not None
+            or ONCE_AN_EPOCH.search(guard.text)
+            or ASKS_ABOUT_THE_STEP.search(_without_scaler(asked))
+        ):
             return True
     return False
-
-
-def _source(step: Event, test: object) -> str:
-    import ast
-
-    return ast.unparse(test) if isinstance(test, ast.AST) else ""
 
 
 def _without_scaler(text: str) -> str:
@@ -83,6 +84,4 @@ def _without_scaler(text: str) -> str:
 
 def _given_a_position(step: Event) -> bool:
     """``scheduler.step(epoch + i / n)`` sets a position, and ``step(loss)`` a plateau: nothing runs ahead."""
-    import ast
-
     return isinstance(step.node, ast.Call) and bool(step.node.args or step.node.keywords)

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from ampwise.finding import Finding, Rule, Severity
-
-if TYPE_CHECKING:
-    from ampwise.source.frame import Frame
-    from ampwise.source.project import Code
-    from ampwise.source.walk import Site
+from ampwise.source.frame import Frame
+from ampwise.source.precision import keyword
+from ampwise.source.project import Code
+from ampwise.source.scalers import scalers_held
+from ampwise.source.walk import Site
 
 __all__ = ["RULE", "check"]
 
@@ -32,6 +31,7 @@ RULE = Rule(
         "mp.spawn(train, args=(model,), nprocs=4)"
     ),
 )
+NEEDS = (("GradScaler",), ("spawn", "Process", "Thread"))
 
 SPAWN = frozenset(("torch.multiprocessing.spawn", "torch.multiprocessing.start_processes"))
 STARTED_ONE_BY_ONE = frozenset(
@@ -92,8 +92,6 @@ def _of_a_context(call: ast.Call, frame: Frame) -> bool:
 
 def _scaler_in_arguments(call: ast.Call, site: Site) -> ast.expr | None:
     """The scaler among the arguments for the started function: one that a constructor in sight has made."""
-    from ampwise.source.precision import keyword
-
     frame = site.context.frame
     positional = keyword(call, "args", 1 if frame.qualified(call.func) in SPAWN else 3)
     named = keyword(call, "kwargs", 4)
@@ -107,9 +105,7 @@ def _scaler_in_arguments(call: ast.Call, site: Site) -> ast.expr | None:
 
 def _is_one(node: ast.expr, site: Site) -> bool:
     """Whether ``node`` holds one scaler, and not one made anew for each process that a loop starts."""
-    from ampwise.source.scaler_objects import scalers_made_for
-
-    made = scalers_made_for(node, site.context.frame)
+    made = scalers_held(node, site.context.frame)
     inside = {part for loop in site.context.loops for part in ast.walk(loop.node)}
     return bool(made) and not any(call in inside for call in made)
 

@@ -5,16 +5,14 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from ampwise.finding import Finding, Rule, Severity
+from ampwise.source.events import Event, Loop
+from ampwise.source.frame import Frame
+from ampwise.source.pattern import Pattern
+from ampwise.source.project import Code
 from ampwise.source.vocabulary import SCALER
-
-if TYPE_CHECKING:
-    from ampwise.source.events import Event, Loop
-    from ampwise.source.frame import Frame
-    from ampwise.source.project import Code
-    from ampwise.source.walk import Site, Trace
+from ampwise.source.walk import Site, Trace
 
 __all__ = ["RULE", "check"]
 
@@ -38,9 +36,10 @@ RULE = Rule(
         "    norm = grad_norm(model) / scaler.get_scale()\n    scaler.step(optimizer)\n    scaler.update()"
     ),
 )
+NEEDS = (("caler",), ("get_scale", "._scale"), (".backward(",))
 
 # What a loss scale is there to multiply or divide.
-SCALED_THINGS = re.compile(r"grad|norm|loss", re.IGNORECASE)
+SCALED_THINGS = Pattern(r"grad|norm|loss", re.IGNORECASE)
 IN_PLACE = frozenset(("mul_", "div_", "mul", "div", "_foreach_mul_", "_foreach_div_"))
 
 

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import ast
-import re
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from ampwise.finding import Finding, Rule, Severity
-
-if TYPE_CHECKING:
-    from ampwise.source.events import Guard
-    from ampwise.source.project import Code
-    from ampwise.source.steps import Region
-    from ampwise.source.walk import Site
+from ampwise.source.events import Guard
+from ampwise.source.pattern import Pattern
+from ampwise.source.project import Code
+from ampwise.source.steps import Region
+from ampwise.source.walk import Site
 
 __all__ = ["RULE", "check"]
 
@@ -37,11 +34,12 @@ RULE = Rule(
         "    norm = torch.nn.utils.get_total_norm(grads)"
     ),
 )
+NEEDS = ((".backward(",), ("get_scale", ".item(", ".cpu(", "float("))
 
-OVER_PARAMETERS = re.compile(r"\b(named_)?parameters\(")
+OVER_PARAMETERS = Pattern(r"\b(named_)?parameters\(")
 # Guards that tell parameters apart rather than steps.
-ABOUT_PARAMETERS = re.compile(r"grad|\bp\b|param|dim\b|weight|bias")
-LOGS = re.compile(r"^(log|log_\w+|add_scalars?|print|info|debug|set_postfix|set_postfix_str|set_description|write)$")
+ABOUT_PARAMETERS = Pattern(r"grad|\bp\b|param|dim\b|weight|bias")
+LOGS = Pattern(r"^(log|log_\w+|add_scalars?|print|info|debug|set_postfix|set_postfix_str|set_description|write)$")
 
 
 COMPREHENSIONS = (ast.ListComp, ast.GeneratorExp, ast.SetComp, ast.DictComp)

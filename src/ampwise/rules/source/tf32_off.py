@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import ast
-import re
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from ampwise.finding import Finding, Rule, Severity
-
-if TYPE_CHECKING:
-    from ampwise.source.project import Code
-    from ampwise.source.walk import Site
+from ampwise.source.pattern import Pattern
+from ampwise.source.project import Code
+from ampwise.source.walk import Site
 
 __all__ = ["RULE", "check"]
 
@@ -30,13 +27,12 @@ RULE = Rule(
     good='torch.set_float32_matmul_precision("high")',
     on_by_default=False,
 )
+NEEDS = (("allow_tf32", "float32_matmul_precision", "fp32_precision"),)
 
 SWITCHES = frozenset(("torch.backends.cuda.matmul.allow_tf32", "torch.backends.cudnn.allow_tf32"))
 SETTER = "torch.set_float32_matmul_precision"
-ABOUT_TF32 = re.compile(r"allow_tf32|set_float32_matmul_precision|fp32_precision")
-ON_PURPOSE = re.compile(
-    r"determin|reprod|seed|test|bench|compar|verif|accura|precis|numeric|exact|stabil|debug|nan|bug"
-)
+ABOUT_TF32 = Pattern(r"allow_tf32|set_float32_matmul_precision|fp32_precision")
+ON_PURPOSE = Pattern(r"determin|reprod|seed|test|bench|compar|verif|accura|precis|numeric|exact|stabil|debug|nan|bug")
 
 
 def check(code: Code) -> Iterator[Finding]:

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from ampwise.finding import Finding, Rule, Severity
 from ampwise.source.accumulation import fixed_name
-
-if TYPE_CHECKING:
-    from ampwise.source.events import Event
-    from ampwise.source.project import Code
-    from ampwise.source.steps import Moment
+from ampwise.source.events import Event
+from ampwise.source.pattern import Pattern
+from ampwise.source.project import Code
+from ampwise.source.steps import Moment, Region
 
 __all__ = ["RULE", "check"]
 
@@ -36,6 +35,10 @@ RULE = Rule(
         "clip_grad_norm_(model.parameters(), 1.0)\nscaler.step(optimizer)\nscaler.update()"
     ),
 )
+NEEDS = (("unscale_",),)
+
+# Asked of gradients, of their norm, or of the loss.
+BAD_STEP = Pattern(r"nan|isinf|_inf|finite|overflow", re.IGNORECASE)
 
 
 def check(code: Code) -> Iterator[Finding]:
@@ -47,6 +50,29 @@ def check(code: Code) -> Iterator[Finding]:
             if first and all(first) and _names_one_optimizer(event):
                 line = next(found.line for found in first if found)
                 yield RULE.at(event.place, f"this optimizer's gradients were already unscaled in line {line}")
+            elif region.loop is not None and (update := _update_that_bad_steps_miss(event, moments, region)):
+                yield RULE.at(
+                    event.place,
+                    f"a bad step passes over the update of line {update.line}, and the next iteration unscales again",
+                )
+
+
+def _update_that_bad_steps_miss(event: Event, moments: list[Moment], region: Region) -> Event | None:
+    """The update that is left out when gradients are not finite: ``if not has_nan: scaler.step(); scaler.update()``."""
+    for moment in moments:
+        updated = any(update.key == event.key for update in moment.later("update"))
+        goes_on = moment.path.ended in (None, "continue")
+        if not updated and goes_on and not moment.opaque and not any(True for _ in moment.later("opaque")):
+            for update in region.events:
+                if update.kind == "update" and update.key == event.key and _asks_whether_finite(update, event):
+                    return update
+    return None
+
+
+def _asks_whether_finite(update: Event, event: Event) -> bool:
+    beyond = [guard for guard in update.context.guards if guard not in event.context.guards]
+    asked = " ".join(f"{guard.text} {ast.unparse(guard.test) if guard.test else ''}" for guard in beyond)
+    return bool(BAD_STEP.search(asked)) and len(beyond) == 1
 
 
 def _before(moment: Moment) -> Event | None:

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import ast
-import re
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from ampwise.finding import Finding, Rule, Severity
-
-if TYPE_CHECKING:
-    from ampwise.source.events import Context
-    from ampwise.source.project import Code
+from ampwise.source.events import Context
+from ampwise.source.pattern import Pattern
+from ampwise.source.project import Code
 
 __all__ = ["RULE", "check"]
 
@@ -33,10 +30,25 @@ RULE = Rule(
     bad='with torch.autocast("cuda"):\n    loss = -torch.log(1 - torch.sigmoid(logits)).mean()',
     good='with torch.autocast("cuda"):\n    loss = F.softplus(logits).mean()',
 )
+NEEDS = (
+    ("autocast",),
+    (
+        "float16",
+        "cuda.amp",
+        "autocast()",
+        'autocast("cuda',
+        "autocast('cuda",
+        'device_type="cuda',
+        "device_type='cuda",
+        ".half(",
+        "torch.half",
+    ),
+    ("log(", "exp(", "sqrt(", "log2(", "var("),
+)
 
-WORDS = re.compile(r"exp|log|sigmoid|softmax|sqrt|mean|\*\* ?0\.5")
+WORDS = Pattern(r"exp|log|sigmoid|softmax|sqrt|mean|\*\* ?0\.5")
 # In a function with one of these the exponent may well be bounded: normalised vectors, a maximum taken off.
-BOUNDED = re.compile(r"normali[sz]e|norm\(|(?<!soft)max|clamp|cos|temp|tau|tanh")
+BOUNDED = Pattern(r"normali[sz]e|norm\(|(?<!soft)max|clamp|cos|temp|tau|tanh")
 
 
 def check(code: Code) -> Iterator[Finding]:

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from ampwise.finding import Finding, Rule, Severity
 from ampwise.source.accumulation import windows_of
-
-if TYPE_CHECKING:
-    from ampwise.source.events import Event
-    from ampwise.source.project import Code
+from ampwise.source.events import Event
+from ampwise.source.project import Code
 
 __all__ = ["RULE", "check"]
 
@@ -35,6 +32,7 @@ RULE = Rule(
         "    scaler.update()\n    optimizer.zero_grad()"
     ),
 )
+NEEDS = (("caler",), (".backward(",), (".update(",))
 
 
 def check(code: Code) -> Iterator[Finding]:

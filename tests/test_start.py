@@ -1,0 +1,90 @@
+"""What a start of ``ampwise check`` loads: nothing that costs more than it gives. Time itself is not measured."""
+
+import subprocess
+import sys
+
+import pytest
+
+from ampwise.rules import built_in, listed
+
+AMP_SCRIPT = """
+import torch
+from torch.amp import GradScaler, autocast
+
+model = torch.nn.Linear(8, 8).cuda()
+optimizer = torch.optim.AdamW(model.parameters())
+scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 10)
+scaler = GradScaler("cuda")
+for inputs in torch.randn(10, 8, 8, device="cuda"):
+    optimizer.zero_grad()
+    with autocast("cuda"):
+        loss = model(inputs).sum()
+    scaler.scale(loss).backward()
+    scaler.unscale_(optimizer)
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    scaler.step(optimizer)
+    scaler.update()
+torch.save({"model": model.state_dict(), "scaler": scaler.state_dict()}, "last.pt")
+"""
+# Libraries, and what of the standard library takes milliseconds or is for what few runs do.
+HEAVY = {
+    *("torch", "numpy", "rich", "rich_argparse"),
+    *("dataclasses", "inspect", "typing", "pathlib", "urllib", "ipaddress", "shutil", "bz2", "lzma", "pkgutil"),
+    *("difflib", "fnmatch", "tokenize", "json", "tomllib", "logging", "subprocess", "multiprocessing", "concurrent"),
+    *("importlib.metadata", "importlib.util", "unicodedata", "tempfile", "datetime"),
+}
+
+
+def loaded_by(code, *words):
+    """The modules that ``code`` loads beyond what argparse and ast, which the linter cannot do without, do."""
+    script = f"import argparse, ast, sys\nbefore = set(sys.modules)\n{code}\nprint(*sorted(set(sys.modules) - before))"
+    result = subprocess.run([sys.executable, "-c", script, *words], capture_output=True, text=True, check=True)
+    return set(result.stdout.splitlines()[-1].split())
+
+
+def loaded_by_check(folder, text):
+    file = folder / "train.py"
+    file.write_text(text)
+    return loaded_by("from ampwise.cli import main\nmain(['check', '--isolated', sys.argv[1]])", str(file))
+
+
+@pytest.mark.parametrize("text", [AMP_SCRIPT, "import math\n\nprint(math.pi)\n"], ids=["AMP", "plain"])
+def test_a_check_loads_nothing_heavy(tmp_path, text):
+    loaded = loaded_by_check(tmp_path, text)
+    assert "ampwise.lint.check" in loaded
+    assert not loaded & HEAVY
+
+
+def test_a_check_loads_the_rules_that_have_words_in_the_file(tmp_path):
+    loaded = loaded_by_check(tmp_path, AMP_SCRIPT)
+    assert "ampwise.rules.source.clip_scaled_grads" in loaded
+    assert "ampwise.rules.source.tf32_off" not in loaded
+    assert "ampwise.rules.source.deprecated_amp_api" not in loaded
+
+
+def test_a_file_without_any_of_the_words_is_only_parsed(tmp_path):
+    loaded = loaded_by_check(tmp_path, "print(1)\n")
+    assert not [name for name in loaded if name.startswith(("ampwise.rules.source", "ampwise.source.project"))]
+
+
+def test_no_rule_about_source_loads_anything_heavy():
+    modules = [entry.module.__name__ for entry in built_in() if entry.room == "source"]
+    loaded = loaded_by(f"import {', '.join(modules)}")
+    assert loaded >= set(modules)
+    assert not loaded & HEAVY, "see how the other rules do without it"
+
+
+def test_these_tests_can_fail():
+    assert loaded_by("import dataclasses, json") & HEAVY >= {"dataclasses", "inspect", "json"}
+
+
+def test_the_index_says_what_the_rules_say():
+    for room in ("source", "hardware"):
+        entries = [entry for entry in built_in() if entry.room == room]
+        expected = [
+            (entry.rule.code, entry.rule.name, entry.rule.on_by_default, getattr(entry.module, "NEEDS", ()))
+            for entry in entries
+        ]
+        found = [(rule.code, rule.name, rule.on_by_default, rule.needs) for rule in listed(room)]
+        assert found == expected, "a rule was added or changed: run `make docs`, which writes the index"
+        assert [rule.module for rule in listed(room)] == [entry.module for entry in entries]
