@@ -79,7 +79,12 @@ def write(tmp_path):
 
 def test_the_collector_rests_only_during_a_check(check, write, monkeypatch):
     at_work = []
-    monkeypatch.setattr("ampwise.lint.check._reports", lambda task: [at_work.append(gc.isenabled())] and [])
+
+    def reports(task):
+        at_work.append(gc.isenabled())
+        return []
+
+    monkeypatch.setattr("ampwise.lint.check._reports", reports)
     write(a="x = 1\n")
     for before in (gc.enable, gc.disable):
         before()

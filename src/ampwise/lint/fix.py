@@ -7,7 +7,7 @@ the next pass, which looks at the new text.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from ampwise.finding import Edit, Finding, Place, edited
 from ampwise.source.script import Script, Unreadable, script_from_bytes

@@ -276,12 +276,16 @@ def _forward(node: ast.Call, context: Context) -> Event | None:
     func = node.func
     if not (node.args or node.keywords):
         return None
-    if isinstance(func, ast.Attribute) and func.attr not in MODULE_METHODS and func.attr != "module":
-        if _is_model(func.value, context.frame):
-            return Event(Kind.FORWARD, node, context, key=context.frame.key(func.value))
+    if isinstance(func, ast.Attribute) and _is_own(func.attr) and _is_model(func.value, context.frame):
+        return Event(Kind.FORWARD, node, context, key=context.frame.key(func.value))
     if _is_model(func, context.frame):
         return Event(Kind.FORWARD, node, context, key=context.frame.key(func))
     return None
+
+
+def _is_own(method: str) -> bool:
+    """Whether a model has this method from its author, and not from torch; ``model.module`` is the model."""
+    return method not in MODULE_METHODS and method != "module"
 
 
 def _is_model(node: ast.expr, frame: Frame) -> bool:

@@ -147,6 +147,7 @@ def _added_later(node: ast.expr, frame: Frame) -> tuple[list[Entry], bool]:
         name for name, bindings in frame.function.bindings.items() if any(binding.value is node for binding in bindings)
     }
     entries: list[Entry] = []
+    updates = {f"{name}.update" for name in names}
     sure = True
     for part in ast.walk(frame.function.node) if names else ():
         if isinstance(part, ast.Assign):
@@ -154,20 +155,17 @@ def _added_later(node: ast.expr, frame: Frame) -> tuple[list[Entry], bool]:
                 if isinstance(target, ast.Subscript) and dotted_text(target.value) in names:
                     key = target.slice
                     entries.append((str(key.value) if isinstance(key, ast.Constant) else "", part.value))
-        elif isinstance(part, ast.Call) and isinstance(part.func, ast.Attribute) and part.func.attr == "update":
-            if dotted_text(part.func.value) in names:
-                entries += [("", argument) for argument in part.args]
-                sure = sure and all(isinstance(argument, ast.Dict) for argument in part.args)
+        elif isinstance(part, ast.Call) and dotted_text(part.func) in updates:
+            entries += [("", argument) for argument in part.args]
+            sure = sure and all(isinstance(argument, ast.Dict) for argument in part.args)
     return entries, sure
 
 
 def _is_state_of(entry: Entry, role: str, name: Pattern, frame: Frame) -> bool:
     key, value = entry
-    for part in ast.walk(value):
-        if isinstance(part, ast.Call) and isinstance(part.func, ast.Attribute) and part.func.attr == "state_dict":
-            if frame.role(part.func.value) == role or name.search(str(key)):
-                return True
-    return False
+    called = [part.func for part in ast.walk(value) if isinstance(part, ast.Call)]
+    owners = [func.value for func in called if isinstance(func, ast.Attribute) and func.attr == "state_dict"]
+    return any(frame.role(owner) == role or name.search(str(key)) for owner in owners)
 
 
 def _mentions_scaler(entry: Entry, frame: Frame) -> bool:

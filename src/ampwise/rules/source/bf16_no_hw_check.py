@@ -11,6 +11,7 @@ from ampwise.source.events import Context
 from ampwise.source.pattern import Pattern
 from ampwise.source.precision import Autocast
 from ampwise.source.project import Code
+from ampwise.source.questions import question
 from ampwise.source.vocabulary import BF16
 
 __all__ = ["RULE", "check"]
@@ -50,23 +51,21 @@ def check(code: Code) -> Iterator[Finding]:
     yield from _low_thresholds(code)
     if ASKS_HARDWARE.search(code.script.text):
         return
-    for autocast in _trained_in_bf16(code):
+    first = next(_always_in_bf16(code), None)  # one check mends them all
+    if first is not None:
         yield RULE.at(
-            code.script.place(autocast.node), "BF16 whatever the GPU: before compute capability 8.0 it is emulated"
+            code.script.place(first.node), "BF16 whatever the GPU: before compute capability 8.0 it is emulated"
         )
-        return  # one check mends them all
 
 
-def _trained_in_bf16(code: Code) -> Iterator[Autocast]:
-    for region in code.regions:
-        if not region.has("backward", "scaled backward", "opaque"):
-            continue
-        for event in region.events:
-            autocast = event.context.autocast
-            if autocast is None or not _is_bf16_on_cuda(autocast) or _is_an_option(event.context, autocast):
-                continue
-            if event.frame.outline is code.outline and not event.context.no_grad:
-                yield autocast
+def _always_in_bf16(code: Code) -> Iterator[Autocast]:
+    """The autocast regions of a file that trains; one that only infers may know the GPU it is for."""
+    if not any(region.has("backward", "scaled backward", "opaque") for region in code.regions):
+        return
+    for site in code.statements:
+        autocast = site.context.autocast
+        if autocast is not None and _is_bf16_on_cuda(autocast) and not _is_an_option(site.context, autocast):
+            yield autocast
 
 
 def _is_bf16_on_cuda(autocast: Autocast) -> bool:
@@ -75,7 +74,7 @@ def _is_bf16_on_cuda(autocast: Autocast) -> bool:
 
 def _is_an_option(context: Context, autocast: Autocast) -> bool:
     """The user asked for BF16 by name: ``if args.bf16``, ``enabled=cfg.bf16``."""
-    guards = " ".join(guard.text for guard in context.guards)
+    guards = " ".join(question(guard) for guard in context.guards)
     enabled = next((w.value for w in getattr(autocast.node, "keywords", []) if w.arg == "enabled"), None)
     asked = guards + (ast.unparse(enabled) if enabled is not None else "")
     return autocast.optional or bool(CHOSEN.search(asked))

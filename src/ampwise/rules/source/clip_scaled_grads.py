@@ -23,7 +23,10 @@ RULE = Rule(
         "or depends on a loss scale that changes by itself. `scaler.step` unscales too, but only after the clip."
     ),
     fix="Call `scaler.unscale_(optimizer)` before the clip; `scaler.step` then does not unscale again.",
-    bad="scaler.scale(loss).backward()\nclip_grad_norm_(model.parameters(), 1.0)\nscaler.step(optimizer)\nscaler.update()",
+    bad=(
+        "scaler.scale(loss).backward()\nclip_grad_norm_(model.parameters(), 1.0)\n"
+        "scaler.step(optimizer)\nscaler.update()"
+    ),
     good=(
         "scaler.scale(loss).backward()\nscaler.unscale_(optimizer)\nclip_grad_norm_(model.parameters(), 1.0)\n"
         "scaler.step(optimizer)\nscaler.update()"

@@ -12,6 +12,7 @@ from ampwise.source.frame import Frame
 from ampwise.source.outline import Function
 from ampwise.source.pattern import Pattern
 from ampwise.source.project import Code
+from ampwise.source.questions import question
 from ampwise.source.scalers import scalers_made
 from ampwise.source.vocabulary import OPTIMIZER, SCALER
 from ampwise.source.walk import Site, Trace, events_in
@@ -63,9 +64,10 @@ def _is_made_again(context: Context, trace: Trace) -> bool:
 
 def _holds_once(guard: Guard) -> bool:
     """``if scaler is None``, ``if epoch == 0`` or ``if epoch == first_amp_epoch``."""
+    asked = question(guard)
     if guard.text.startswith("some("):
-        return not guard.holds and HOLDS_ONCE.search(guard.text) is not None
-    return guard.holds and " Eq " in guard.text and COUNTS.search(guard.text) is not None
+        return not guard.holds and HOLDS_ONCE.search(asked) is not None
+    return guard.holds and "==" in asked and COUNTS.search(asked) is not None
 
 
 def _trains_on(loop: Loop, trace: Trace) -> bool:

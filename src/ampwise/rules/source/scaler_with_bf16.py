@@ -10,6 +10,7 @@ from ampwise.finding import Finding, Rule, Severity
 from ampwise.source.pattern import Pattern
 from ampwise.source.precision import Autocast
 from ampwise.source.project import Code
+from ampwise.source.questions import question
 from ampwise.source.scalers import MadeScaler, scalers_made
 from ampwise.source.vocabulary import BF16
 
@@ -64,7 +65,7 @@ def _autocasts(code: Code) -> list[Autocast]:
 def _depends_on_dtype(made: MadeScaler) -> bool:
     """Made, or switched on, only where another dtype was chosen: ``enabled=dtype == torch.float16``."""
     context = made.contexts[0][0]
-    asked = [guard.text for guard in context.guards]
+    asked = [question(guard) for guard in context.guards]
     if made.enabled is not None:
         values = context.frame.values(made.enabled)
         asked += [ast.unparse(node) for node in (made.enabled, *(value.node for value in values)) if node is not None]

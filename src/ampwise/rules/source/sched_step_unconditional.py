@@ -10,6 +10,7 @@ from ampwise.finding import Finding, Rule, Severity
 from ampwise.source.events import Event
 from ampwise.source.pattern import Pattern
 from ampwise.source.project import Code
+from ampwise.source.questions import question
 from ampwise.source.steps import Moment, Region
 
 __all__ = ["RULE", "check"]
@@ -40,7 +41,7 @@ NEEDS = (("caler",), (".backward(",), (".step(",))
 ASKS_ABOUT_THE_STEP = Pattern(
     r"scale|skip|overflow|found_inf|isfinite|isnan|isinf|applied|did_step|stepped|finite|step_count|was_run"
 )
-ONCE_AN_EPOCH = Pattern(r"Eq .*\blen\(|\blen\(.* Eq ")  # if i == len(loader) - 1
+ONCE_AN_EPOCH = Pattern(r"==.*\blen\(|\blen\(.*==")  # if i == len(loader) - 1
 LR_FINDER = Pattern(r"lr_?find|find_?lr|record_lr|range_test|lr_range", re.IGNORECASE)
 
 
@@ -64,17 +65,12 @@ def _knows(step: Event, region: Region) -> bool:
     if _given_a_position(step) or any(LR_FINDER.search(frame.function.name) for frame in step.frame.callers()):
         return True
     applied = {guard for event in region.events if event.kind == "scaler step" for guard in event.context.guards}
-    for guard in region.own_guards(step):
-        if guard in applied:
-            continue
-        asked = guard.text if guard.test is None else f"{guard.text} {ast.unparse(guard.test)}"
-        if (
-            guard.boundary is not None
-            or ONCE_AN_EPOCH.search(guard.text)
-            or ASKS_ABOUT_THE_STEP.search(_without_scaler(asked))
-        ):
-            return True
-    return False
+    asked = [guard for guard in region.own_guards(step) if guard not in applied]
+    return any(guard.boundary is not None or _tells(question(guard)) for guard in asked)
+
+
+def _tells(asked: str) -> bool:
+    return bool(ONCE_AN_EPOCH.search(asked) or ASKS_ABOUT_THE_STEP.search(_without_scaler(asked)))
 
 
 def _without_scaler(text: str) -> str:

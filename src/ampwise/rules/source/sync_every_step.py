@@ -9,6 +9,7 @@ from ampwise.finding import Finding, Rule, Severity
 from ampwise.source.events import Guard
 from ampwise.source.pattern import Pattern
 from ampwise.source.project import Code
+from ampwise.source.questions import question
 from ampwise.source.steps import Region
 from ampwise.source.walk import Site
 
@@ -100,7 +101,7 @@ def _is_over_parameters(node: ast.expr) -> bool:
 
 
 def _is_about_parameters(guard: Guard) -> bool:
-    return guard.boundary is None and bool(ABOUT_PARAMETERS.search(guard.text)) and "%" not in guard.text
+    return guard.boundary is None and bool(ABOUT_PARAMETERS.search(question(guard))) and "%" not in guard.text
 
 
 def _names(target: ast.expr) -> set[str]:

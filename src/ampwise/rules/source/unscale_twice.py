@@ -11,6 +11,7 @@ from ampwise.source.accumulation import fixed_name
 from ampwise.source.events import Event
 from ampwise.source.pattern import Pattern
 from ampwise.source.project import Code
+from ampwise.source.questions import question
 from ampwise.source.steps import Moment, Region
 
 __all__ = ["RULE", "check"]
@@ -71,7 +72,7 @@ def _update_that_bad_steps_miss(event: Event, moments: list[Moment], region: Reg
 
 def _asks_whether_finite(update: Event, event: Event) -> bool:
     beyond = [guard for guard in update.context.guards if guard not in event.context.guards]
-    asked = " ".join(f"{guard.text} {ast.unparse(guard.test) if guard.test else ''}" for guard in beyond)
+    asked = " ".join(question(guard) for guard in beyond)
     return bool(BAD_STEP.search(asked)) and len(beyond) == 1
 
 

@@ -1,0 +1,22 @@
+"""What a file is called tells nothing about what is in it."""
+
+from pathlib import Path
+
+import pytest
+
+from ampwise.rules import rules_about
+from ampwise.source.project import Project
+
+FIXTURES = sorted((Path(__file__).parent / "fixtures").glob("*.py"))
+MISLEADING = "grad_scaler/upscale_bf16_fp16_half/train_epoch_step_iter_skip_accum.py"
+
+
+def lines_found(text, path):
+    code = Project([path], {path: text}).code(path)
+    return {(found.rule.code, found.place.line) for module in rules_about("source") for found in module.check(code)}
+
+
+@pytest.mark.parametrize("fixture", FIXTURES, ids=lambda path: path.stem)
+def test_findings_are_the_same_under_another_name(fixture):
+    text = fixture.read_text()
+    assert lines_found(text, MISLEADING) == lines_found(text, "a.py")
