@@ -56,12 +56,14 @@ def test_equal_and_not_equal_are_one_question():
     assert known("a == 'norm'")[0] != known("a == 'value'")[0]
 
 
-def test_and_tells_both_where_it_holds_and_nothing_where_it_fails():
-    assert known("a and b") == ({("some(a)", True), ("some(b)", True)}, set())
+def test_and_tells_both_where_it_holds_and_only_itself_where_it_fails():
+    whole = "some(a and b)"
+    assert known("a and b") == ({("some(a)", True), ("some(b)", True), (whole, True)}, {(whole, False)})
 
 
-def test_or_tells_both_where_it_fails_and_nothing_where_it_holds():
-    assert known("a or b") == (set(), {("some(a)", False), ("some(b)", False)})
+def test_or_tells_both_where_it_fails_and_only_itself_where_it_holds():
+    whole = "some(a or b)"
+    assert known("a or b") == ({(whole, True)}, {("some(a)", False), ("some(b)", False), (whole, False)})
 
 
 @pytest.mark.parametrize(
@@ -165,4 +167,6 @@ def test_what_is_known_in_the_branch_taken_is_true(test, values):
     holds, fails = known(test)
     truth = {f"some({name})": bool(value) for name, value in values.items()} | {"b Eq 'x'": values["b"] == "x"}
     for text, answer in holds if eval(test, dict(values)) else fails:
+        if text not in truth:  # an `and` or an `or` as a whole: some(a or b)
+            truth[text] = bool(eval(text.removeprefix("some"), dict(values)))
         assert truth[text] is answer

@@ -103,7 +103,6 @@ def test_autocast_that_may_be_nothing_is_optional(body):
     assert found.dtypes == {"float16"}
 
 
-@pytest.mark.xfail(reason="the null context's import hides the partial beside it")
 def test_partial_or_nothing_is_optional():
     found = autocast("cast = contextlib.suppress\nif flag:\n    cast = partial(torch.autocast, 'cuda')\nask(cast())")
     assert found.optional

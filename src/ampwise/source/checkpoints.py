@@ -147,18 +147,46 @@ def _added_later(node: ast.expr, frame: Frame) -> tuple[list[Entry], bool]:
         name for name, bindings in frame.function.bindings.items() if any(binding.value is node for binding in bindings)
     }
     entries: list[Entry] = []
-    updates = {f"{name}.update" for name in names}
     sure = True
     for part in ast.walk(frame.function.node) if names else ():
         if isinstance(part, ast.Assign):
-            for target in part.targets:
-                if isinstance(target, ast.Subscript) and dotted_text(target.value) in names:
-                    key = target.slice
-                    entries.append((str(key.value) if isinstance(key, ast.Constant) else "", part.value))
-        elif isinstance(part, ast.Call) and dotted_text(part.func) in updates:
-            entries += [("", argument) for argument in part.args]
-            sure = sure and all(isinstance(argument, ast.Dict) for argument in part.args)
+            entries += [(_key_of(target), part.value) for target in part.targets if _element_of(target) in names]
+        elif isinstance(part, ast.AugAssign) and dotted_text(part.target) in names:  # state |= {...}
+            entries.append(("", part.value))
+            sure = sure and isinstance(part.value, ast.Dict)
+        elif isinstance(part, ast.Call):
+            added, known = _added_by_call(part, names, frame)
+            entries += added
+            sure = sure and known
     return entries, sure
+
+
+def _element_of(target: ast.expr) -> str | None:
+    """The dictionary in ``state["a"]["b"] = ...``."""
+    if not isinstance(target, ast.Subscript):
+        return None
+    inner: ast.expr = target
+    while isinstance(inner, ast.Subscript):
+        inner = inner.value
+    return dotted_text(inner)
+
+
+def _key_of(target: ast.expr) -> str:
+    key = target.slice if isinstance(target, ast.Subscript) else None
+    return str(key.value) if isinstance(key, ast.Constant) else ""
+
+
+def _added_by_call(call: ast.Call, names: set[str], frame: Frame) -> tuple[list[Entry], bool]:
+    """What a call puts into the dictionary, and whether that is all it may put there."""
+    func = call.func
+    if isinstance(func, ast.Attribute) and dotted_text(func.value) in names and func.attr in ("update", "setdefault"):
+        entries = [("", argument) for argument in call.args]
+        entries += [(word.arg or "", word.value) for word in call.keywords]
+        known = func.attr == "setdefault" or all(isinstance(argument, ast.Dict) for argument in call.args)
+        return entries, known and all(word.arg for word in call.keywords)
+    given = [*call.args, *(word.value for word in call.keywords)]
+    passed_on = any(dotted_text(argument) in names for argument in given)
+    return [], not (passed_on and any(frame.role(argument) == SCALER for argument in given))
 
 
 def _is_state_of(entry: Entry, role: str, name: Pattern, frame: Frame) -> bool:

@@ -157,6 +157,12 @@ class Event:
         return self.frame.outline.script.place(self.node)
 
     @property
+    def receiver(self) -> ast.expr:
+        """The object in ``scaler.step(...)``; the node itself where nothing is called on anything."""
+        called = self.node.func if isinstance(self.node, ast.Call) else self.node
+        return called.value if isinstance(called, ast.Attribute) else called
+
+    @property
     def line(self) -> int:
         return self.node.lineno
 

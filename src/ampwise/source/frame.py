@@ -109,14 +109,18 @@ class Frame:
                 inner = value.node
                 if inner is not None and inner is not node and isinstance(inner, ast.Name | ast.Attribute):
                     target = value.frame.outline.imports.qualified(inner)
-                    if target is not None:
+                    if target is not None and not value.frame._shadowed(inner):
                         return target
         return None
 
     def _shadowed(self, node: ast.expr) -> bool:
+        """Whether a parameter or a local name hides the import; at module level both are mostly one thing."""
         while isinstance(node, ast.Attribute):
             node = node.value
-        return isinstance(node, ast.Name) and any(node.id in scope.params for scope in self.function.chain())
+        if not isinstance(node, ast.Name):
+            return False
+        inner = (scope for scope in self.function.chain() if scope.parent is not None)
+        return any(scope.holds(node.id) for scope in inner)
 
     # -- identity -----------------------------------------------------------------------------------------
 

@@ -17,7 +17,7 @@ FOLLOW = 3  # how often a name is followed to the test it holds
 def guards_of(test: ast.expr, frame: Frame, depth: int = 0) -> tuple[Guards, Guards]:
     """What is known where ``test`` holds, and what is known where it does not.
 
-    ``A and B`` tells both where it holds and nothing where it fails; ``A or B`` the other way round. A test
+    ``A and B`` tells both where it holds, and where it fails only that; ``A or B`` the other way round. A test
     for the last of n micro-batches is one guard whatever is or-ed to it (``... or last_batch``).
     """
     if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
@@ -37,9 +37,10 @@ def guards_of(test: ast.expr, frame: Frame, depth: int = 0) -> tuple[Guards, Gua
 
 def _of_parts(test: ast.BoolOp, frame: Frame, depth: int) -> tuple[Guards, Guards]:
     parts = [guards_of(part, frame, depth) for part in test.values]
+    (holds,), (fails,) = _atom(test, frame)
     if isinstance(test.op, ast.And):
-        return tuple(guard for holds, _ in parts for guard in holds), ()
-    return (), tuple(guard for _, fails in parts for guard in fails)
+        return (*(guard for held, _ in parts for guard in held), holds), (fails,)
+    return (holds,), (*(guard for _, failed in parts for guard in failed), fails)
 
 
 def _atom(test: ast.expr, frame: Frame) -> tuple[Guards, Guards]:
@@ -114,6 +115,6 @@ def _followed(test: ast.Name | ast.Attribute, frame: Frame, depth: int) -> tuple
         and node.func.id == "bool"
     ):
         node = node.args[0]
-    if isinstance(node, ast.Compare | ast.BoolOp | ast.UnaryOp):
+    if isinstance(node, ast.Compare | ast.BoolOp | ast.UnaryOp) or node is not values[0].node:
         return guards_of(node, values[0].frame, depth + 1)
     return None

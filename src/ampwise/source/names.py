@@ -21,6 +21,7 @@ class Imports:
         self.package = package
         self.names: dict[str, str] = {}
         self.modules: set[str] = set()
+        self.has_stars = False
 
     def add(self, node: ast.Import | ast.ImportFrom) -> None:
         for alias in node.names:
@@ -42,9 +43,12 @@ class Imports:
         while isinstance(node, ast.Attribute):
             parts.append(node.attr)
             node = node.value
-        if not isinstance(node, ast.Name) or node.id not in self.names:
+        if not isinstance(node, ast.Name):
             return None
-        return ".".join([self.names[node.id], *reversed(parts)])
+        name = self.names.get(node.id)
+        if name is None and self.has_stars and node.id == "torch":
+            name = "torch"  # it came with `from utils import *`, as nothing else is called so
+        return None if name is None else ".".join([name, *reversed(parts)])
 
     def mentions(self, packages: Iterable[str]) -> bool:
         """Whether anything is imported from one of these packages."""
@@ -54,6 +58,7 @@ class Imports:
     def _add_from(self, module: str, alias: ast.alias) -> None:
         self.modules.add(module)
         if alias.name == "*":
+            self.has_stars = True
             for name in STARS.get(module, ()):
                 self._bind(name, f"{module}.{name}")
         else:

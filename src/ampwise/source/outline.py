@@ -203,7 +203,7 @@ class _Collector:
     def class_(self, node: ast.ClassDef, parent: Function) -> None:
         owner = Class(node.name, node, self.result)
         self.result.classes.setdefault(node.name, owner)
-        for child in node.body:
+        for child in _class_statements(node.body):
             if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
                 self.function(child, parent, owner)
             elif isinstance(child, ast.Assign | ast.AnnAssign):
@@ -259,6 +259,16 @@ def _add_parameters(function: Function, arguments: ast.arguments) -> None:
     for extra in (arguments.vararg, arguments.kwarg):
         if extra is not None:
             function.params.append(extra.arg)
+
+
+def _class_statements(body: Sequence[ast.stmt]) -> Iterator[ast.stmt]:
+    """The statements of a class, those under ``if`` and ``try`` too."""
+    for node in body:
+        if isinstance(node, ast.If | ast.Try):
+            for block in _blocks(node):
+                yield from _class_statements(block)
+        else:
+            yield node
 
 
 def _blocks(node: ast.stmt) -> Iterator[list[ast.stmt]]:

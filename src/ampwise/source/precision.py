@@ -110,7 +110,7 @@ def _autocasts(value: Value) -> Iterator[Autocast]:
         qualified = frame.qualified(node.func)
         if qualified in AUTOCASTS:
             yield _autocast(node, frame, AUTOCASTS[qualified], [])
-        elif qualified is None or qualified.partition(".")[0] not in ("torch", "contextlib"):
+        elif (frame.outline.imports.qualified(node.func) or "").partition(".")[0] not in ("torch", "contextlib"):
             yield from _made_by_call(node, frame)
 
 

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import ast
-import re
 
 from ampwise.source.calls import ANYTHING
 from ampwise.source.events import Context
 from ampwise.source.frame import Frame
-from ampwise.source.pattern import Pattern
 from ampwise.source.precision import keyword
 from ampwise.source.project import Code
 from ampwise.source.vocabulary import GRAD_SCALERS
@@ -16,7 +14,6 @@ from ampwise.source.walk import Trace
 
 __all__ = ["MadeScaler", "scalers_held", "scalers_made", "works_with_scaler"]
 
-ASKS_FOR_FP16 = Pattern(r"float16|fp16|half|bf16|dtype|precision", re.IGNORECASE)
 
 
 class MadeScaler:
@@ -32,11 +29,6 @@ class MadeScaler:
     @property
     def is_off(self) -> bool:
         return isinstance(self.enabled, ast.Constant) and self.enabled.value is False
-
-    @property
-    def depends_on_dtype(self) -> bool:
-        """``enabled=(dtype == torch.float16)``: on only where it is needed."""
-        return self.enabled is not None and bool(ASKS_FOR_FP16.search(ast.unparse(self.enabled)))
 
 
 def scalers_made(code: Code) -> list[MadeScaler]:

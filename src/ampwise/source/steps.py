@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from ampwise.source.calls import ANYTHING
 from ampwise.source.events import Block, Event, Guard, Kind, Loop
 from ampwise.source.paths import Path, paths_through
+from ampwise.source.precision import Autocast
 from ampwise.source.walk import Trace, events_in
 
 __all__ = ["Moment", "Region", "regions_of"]
@@ -97,6 +98,13 @@ class Region:
 
     def has(self, *kinds: str) -> bool:
         return any(event.kind in kinds for event in self.events)
+
+    @functools.cached_property
+    def autocasts(self) -> list[Autocast]:
+        """The autocast regions entered in the step that may be on, each once."""
+        sites = (site for site in self.trace.statements if self.loop is None or self.loop in site.context.loops)
+        found = {autocast.node: autocast for site in sites for autocast in site.context.autocasts}
+        return [autocast for autocast in found.values() if autocast.may_be_on]
 
     @functools.cached_property
     def hidden(self) -> bool:

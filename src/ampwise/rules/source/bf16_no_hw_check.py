@@ -39,8 +39,8 @@ RULE = Rule(
 NEEDS = (("bfloat16", "bf16"), ("autocast", "capability"), (".backward(", "capability"))
 
 ASKS_HARDWARE = Pattern(
-    r"bf16_support|is_bf16|bfloat16_support|get_device_capability|get_device_properties|compute_capability|"
-    r"bf16_available|supports_bf|has_bf16|can_bf16|get_arch_list|get_device_name"
+    r"bf16_support|is_bf16|bfloat16_support|capability|\.major\b|bf16_available|supports_bf|has_bf16|can_bf16|"
+    r"get_arch_list"
 )
 CHOSEN = Pattern(r"bf16|bfloat|dtype|precision|half|fp16", re.IGNORECASE)
 

@@ -9,8 +9,7 @@ from ampwise.finding import Finding, Rule, Severity
 from ampwise.source.frame import Frame
 from ampwise.source.precision import Autocast, autocast_of
 from ampwise.source.project import Code
-from ampwise.source.scalers import scalers_made
-from ampwise.source.vocabulary import AUTOCASTS
+from ampwise.source.vocabulary import AUTOCASTS, GRAD_SCALERS
 
 __all__ = ["RULE", "check"]
 
@@ -109,17 +108,24 @@ def _computes(node: ast.expr) -> bool:
 
 
 def _always_disabled(code: Code) -> Iterator[tuple[ast.expr, str]]:
-    """A GradScaler at work while the forward runs in ``autocast(enabled=False)`` and no autocast is ever on."""
-    if "GradScaler" not in code.script.text or not _all_disabled(code) or not scalers_made(code):
+    """Training whose forward runs in ``autocast(enabled=False)``, in a file where no autocast is ever on."""
+    if not _all_disabled(code) or _scaler_is_off_too(code):
         return
     for region in code.regions:
-        if not region.has("scaled backward"):
+        if not region.has("backward", "scaled backward"):
             continue
         forwards = [event for event in region.events if event.kind == "forward" and not event.context.no_grad]
         autocasts = [event.context.autocast for event in forwards]
         off = [autocast for autocast in autocasts if autocast is not None and autocast.enabled is False]
         if off and len(off) == len(autocasts):
-            yield off[0].node, "autocast is always disabled here, though the loss is scaled as for FP16"
+            yield off[0].node, "autocast is always disabled here: this trains in FP32"
+
+
+def _scaler_is_off_too(code: Code) -> bool:
+    """``GradScaler(enabled=False)``: all of it was switched off, and on purpose."""
+    made = [call for call in code.nodes(ast.Call) if code.outline.imports.qualified(call.func) in GRAD_SCALERS]
+    enabled = [keyword(call, "enabled") for call in made]
+    return any(isinstance(switch, ast.Constant) and switch.value is False for switch in enabled)
 
 
 def _all_disabled(code: Code) -> bool:

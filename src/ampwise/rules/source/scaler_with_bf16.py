@@ -11,7 +11,8 @@ from ampwise.source.pattern import Pattern
 from ampwise.source.precision import Autocast
 from ampwise.source.project import Code
 from ampwise.source.questions import question
-from ampwise.source.scalers import MadeScaler, scalers_made
+from ampwise.source.scalers import MadeScaler, scalers_held, scalers_made
+from ampwise.source.steps import Region
 from ampwise.source.vocabulary import BF16
 
 __all__ = ["RULE", "check"]
@@ -39,27 +40,25 @@ ASKS_FOR_DTYPE = Pattern(r"fp16|float16|half|dtype|precision|bf16", re.IGNORECAS
 
 
 def check(code: Code) -> Iterator[Finding]:
-    autocasts = _autocasts(code)
-    if not autocasts or not all(autocast.known and autocast.is_surely(BF16) for autocast in autocasts):
-        return
     for made in scalers_made(code):
-        if not _depends_on_dtype(made):
+        autocasts = _autocasts_of(made, code)
+        surely = all(autocast.known and autocast.is_surely(BF16) for autocast in autocasts)
+        if autocasts and surely and not _depends_on_dtype(made):
             yield RULE.at(
                 code.script.place(made.node),
                 f"autocast is always BF16 (line {autocasts[0].node.lineno}): there is nothing to scale",
             )
 
 
-def _autocasts(code: Code) -> list[Autocast]:
-    """The autocast regions that may be on, each once."""
-    found = {
-        autocast.node: autocast
-        for trace in code.traces
-        for site in trace.statements
-        for autocast in site.context.autocasts
-        if autocast.may_be_on
-    }
-    return sorted(found.values(), key=lambda autocast: autocast.node.lineno)
+def _autocasts_of(made: MadeScaler, code: Code) -> list[Autocast]:
+    """The autocast regions of the steps that this scaler scales; of all steps, when it is used out of sight."""
+    scaled = [region for region in code.regions if _scales(made, region)]
+    return [autocast for region in scaled or code.regions for autocast in region.autocasts]
+
+
+def _scales(made: MadeScaler, region: Region) -> bool:
+    steps = [event for event in region.events if event.kind == "scaler step"]
+    return any(made.node in scalers_held(event.receiver, event.frame) for event in steps)
 
 
 def _depends_on_dtype(made: MadeScaler) -> bool:
