@@ -90,7 +90,9 @@ def _cold_starts() -> list[list[str | float]]:
     nothing = min(_cpu_s([sys.executable, "-c", "pass"]) for _ in range(20))
     command = [sys.executable, "-m", "ampwise", "check", "--isolated", str(script)]
     own = min(_cpu_s(command) for _ in range(20))
-    return [["cold start, a small script", str(SMALL_SCRIPT.count("\n")), own, nothing, f"+{(own - nothing) * 1e3:.0f} ms"]]
+    return [
+        ["cold start, a small script", str(SMALL_SCRIPT.count("\n")), own, nothing, f"+{(own - nothing) * 1e3:.0f} ms"]
+    ]
 
 
 def _cpu_s(command: Sequence[str], environment: dict[str, str] | None = None) -> float:

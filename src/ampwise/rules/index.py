@@ -47,7 +47,7 @@ RULES: dict[str, list[tuple[str, str, bool, tuple[tuple[str, ...], ...]]]] = {
         ('AMP406', 'autocast-disabled-without-cast', True, (('autocast',), ('float16', 'cuda.amp', 'autocast()', 'autocast("cuda', "autocast('cuda", 'device_type="cuda', "device_type='cuda", '.half(', 'torch.half'), ('enabled=False', 'False)', 'enabled = False'))),
         ('AMP501', 'eval-no-autocast', False, (('autocast',), ('.backward(',))),
         ('AMP502', 'sync-every-step', True, (('.backward(',), ('get_scale', '.item(', '.cpu(', 'float('))),
-        ('AMP503', 'misaligned-dims', False, (('.backward(',), ('autocast', 'caler'))),
+        ('AMP503', 'misaligned-dims', False, (('autocast', 'GradScaler'), ('Linear(', 'Conv', 'Embedding('), ('.backward(', 'GradScaler', 'cuda.amp', 'autocast()', 'autocast("cuda', "autocast('cuda", 'float16'))),
     ],
     "hardware": [
         ('AMP701', 'bf16-without-matrix-units', True, ()),

@@ -15,7 +15,6 @@ from ampwise.source.walk import Trace
 __all__ = ["MadeScaler", "scalers_held", "scalers_made", "works_with_scaler"]
 
 
-
 class MadeScaler:
     """One ``GradScaler(...)`` in the source, with every context it is made in."""
 

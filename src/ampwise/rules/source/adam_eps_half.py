@@ -7,7 +7,10 @@ from collections.abc import Iterator
 
 from ampwise.finding import Finding, Rule, Severity
 from ampwise.source.frame import Frame
+from ampwise.source.half_models import trained_half_models
+from ampwise.source.precision import keyword
 from ampwise.source.project import Code
+from ampwise.source.vocabulary import FP16
 
 __all__ = ["RULE", "check"]
 
@@ -39,9 +42,6 @@ def check(code: Code) -> Iterator[Finding]:
     text = code.script.text
     if "optim" not in text or "backward(" not in text:
         return
-    from ampwise.source.half_models import trained_half_models
-    from ampwise.source.vocabulary import FP16
-
     reported = set()
     for pair in trained_half_models(code):
         if pair.model.dtype != FP16 or pair.optimizer in reported:
@@ -57,8 +57,6 @@ def check(code: Code) -> Iterator[Finding]:
 
 def _eps(call: ast.Call, frame: Frame) -> float | None:
     """The eps in use; None when it cannot be told, or when a fused kernel adds it in FP32."""
-    from ampwise.source.precision import keyword
-
     if any(word.arg is None or word.arg == "fused" for word in call.keywords) or len(call.args) > 2:
         return None
     given = keyword(call, "eps")

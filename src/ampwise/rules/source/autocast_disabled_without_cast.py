@@ -8,9 +8,19 @@ from collections.abc import Iterator
 
 from ampwise.finding import Finding, Rule, Severity
 from ampwise.source.events import Context
+from ampwise.source.halves import (
+    HALF,
+    LAYERS_IN_SINGLE,
+    LIKELY_HALF,
+    TAKES_SINGLE,
+    halves_of,
+    layer_called,
+    method_or_function,
+)
 from ampwise.source.pattern import Pattern
 from ampwise.source.precision import Autocast
 from ampwise.source.project import Code
+from ampwise.source.reaching import reaching
 from ampwise.source.walk import Site
 
 __all__ = ["RULE", "check"]
@@ -85,8 +95,6 @@ def _disabled_blocks(code: Code) -> Iterator[tuple[Autocast, list[Site]]]:
 
 def _computed_in_half(site: Site, disabled: Autocast, code: Code) -> str | None:
     """The name of a half tensor from outside that an operation of autocast's FP32 list gets here."""
-    from ampwise.source.halves import LAYERS_IN_SINGLE, TAKES_SINGLE, layer_called, method_or_function
-
     if site.context.autocast is not disabled:
         return None
     for node in ast.walk(site.node):
@@ -103,9 +111,6 @@ def _computed_in_half(site: Site, disabled: Autocast, code: Code) -> str | None:
 
 
 def _is_half_from_outside(name: ast.Name, context: Context, disabled: Autocast, code: Code) -> bool:
-    from ampwise.source.halves import HALF, LIKELY_HALF, halves_of
-    from ampwise.source.reaching import reaching
-
     halves = halves_of(code)
     values = reaching(name, context.frame)
     around = [halves.contexts.get((id(value.node), id(value.frame))) for value in values]

@@ -75,7 +75,5 @@ def _scaled(backward: Event, step: Event) -> tuple[Edit, ...]:
         return ()
     if not isinstance(call.func, ast.Attribute) or call.func.value is not loss:
         return ()
-    assert isinstance(step.node, ast.Call)
-    assert isinstance(step.node.func, ast.Attribute)
     script = backward.frame.outline.script
-    return (script.replace(loss, f"{script.segment(step.node.func.value)}.scale({script.segment(loss)})"),)
+    return (script.replace(loss, f"{script.segment(step.receiver)}.scale({script.segment(loss)})"),)

@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from ampwise.finding import Edit, Finding, Rule, Severity
 from ampwise.source.events import Context
 from ampwise.source.frame import Frame
+from ampwise.source.instances import makers
+from ampwise.source.precision import keyword
 from ampwise.source.project import Code
 from ampwise.source.walk import Site
 
@@ -69,8 +71,6 @@ def check(code: Code) -> Iterator[Finding]:
 
 def _is_off_unless_asked(context: Context) -> bool:
     """Whether ``autocast(enabled=flag)`` gets a flag that is False where the source says anything about it."""
-    from ampwise.source.precision import keyword
-
     made = context.autocast.node if context.autocast else None
     flag = keyword(made, "enabled") if isinstance(made, ast.Call) else None
     values = [value.node for frame in context.frame.callers() for value in frame.values(flag)] if flag else []
@@ -78,8 +78,6 @@ def _is_off_unless_asked(context: Context) -> bool:
 
 
 def _is_bce_loss(func: ast.expr, frame: Frame) -> bool:
-    from ampwise.source.instances import makers
-
     made = makers(func, frame)
     return bool(made) and all(_makes_bce_loss(node, home) for node, home in made)
 
@@ -103,8 +101,6 @@ def _mended_function(code: Code, call: ast.Call, frame: Frame) -> tuple[Edit, ..
 def _mended_class(code: Code, site: Site) -> tuple[Edit, ...]:
     """The constructor renamed, and every sigmoid taken off; nothing unless all uses of it are in sight."""
     assert isinstance(site.node, ast.Call)
-    from ampwise.source.instances import makers
-
     constructors = makers(site.node.func, site.context.frame)
     made, owner = constructors[0]
     name = ast.unparse(site.node.func)

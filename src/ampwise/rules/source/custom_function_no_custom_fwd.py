@@ -9,6 +9,7 @@ from ampwise.finding import Finding, Rule, Severity
 from ampwise.source.outline import Class, Function
 from ampwise.source.pattern import Pattern
 from ampwise.source.project import Code
+from ampwise.source.vocabulary import AUTOCASTS
 
 __all__ = ["RULE", "check"]
 
@@ -65,8 +66,6 @@ def _header(node: ast.ClassDef) -> ast.AST:
 
 
 def _uses_autocast(code: Code) -> bool:
-    from ampwise.source.vocabulary import AUTOCASTS
-
     if "autocast" not in code.script.text:
         return False
     named = (node for node in code.tree_nodes if isinstance(node, ast.Name | ast.Attribute))

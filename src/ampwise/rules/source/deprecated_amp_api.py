@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ampwise.finding import Finding, Rule, Severity
+from ampwise.source.deprecated_names import deprecated_uses
 from ampwise.source.project import Code
 
 __all__ = ["RULE", "check"]
@@ -33,8 +34,6 @@ def check(code: Code) -> Iterator[Finding]:
     text = code.script.text
     if ".amp" not in text and "import amp" not in text:
         return
-    from ampwise.source.deprecated_names import deprecated_uses
-
     for use in deprecated_uses(code):
         new = "torch.amp" if use.name.endswith(".amp") else f"torch.amp.{use.name.rpartition('.')[2]}"
         yield RULE.at(code.script.place(use.node), f"`{use.name}` is deprecated, use `{new}`", edits=use.edits)

@@ -8,8 +8,11 @@ from collections.abc import Iterator
 
 from ampwise.finding import Finding, Rule, Severity
 from ampwise.source.events import Context
+from ampwise.source.halves import HALF, LIKELY_HALF, halves_of, method_or_function
 from ampwise.source.pattern import Pattern
+from ampwise.source.precision import keyword
 from ampwise.source.project import Code
+from ampwise.source.reaching import reaching
 
 __all__ = ["RULE", "check"]
 
@@ -51,8 +54,6 @@ SENSITIVE = frozenset(("log", "log2", "log10", "sqrt", "rsqrt", "reciprocal", "d
 def check(code: Code) -> Iterator[Finding]:
     if not TINY.search(code.script.text):
         return
-    from ampwise.source.halves import HALF, halves_of
-
     seen: set[ast.AST] = set()
     for site in code.statements:
         autocast = site.context.autocast
@@ -72,9 +73,6 @@ def check(code: Code) -> Iterator[Finding]:
 
 def _likely(tensor: ast.expr, context: Context) -> tuple[str, ...]:
     """A sigmoid of what a model gives is surely half; what it gives itself may have been through a softmax."""
-    from ampwise.source.halves import LIKELY_HALF
-    from ampwise.source.reaching import reaching
-
     if isinstance(tensor, ast.BinOp) and isinstance(tensor.op, ast.Sub) and isinstance(tensor.left, ast.Constant):
         tensor = tensor.right
     made = [value.node for value in reaching(tensor, context.frame)] if isinstance(tensor, ast.Name) else [tensor]
@@ -87,8 +85,6 @@ def _is_sigmoid(node: ast.expr | None) -> bool:
 
 def _guarded(statement: ast.AST, context: Context) -> Iterator[ast.expr]:
     """What goes into a logarithm, a root or under a fraction bar."""
-    from ampwise.source.halves import method_or_function
-
     for node in ast.walk(statement):
         if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Div):
             yield node.right
@@ -101,9 +97,6 @@ def _guarded(statement: ast.AST, context: Context) -> Iterator[ast.expr]:
 
 def _constant_added(node: ast.expr, context: Context) -> tuple[ast.expr, ast.expr] | None:
     """The tensor and the constant of ``x + 1e-8``, ``x.clamp(min=1e-8)`` or ``torch.clamp(x, 1e-8)``."""
-    from ampwise.source.halves import method_or_function
-    from ampwise.source.precision import keyword
-
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
         for tensor, eps in ((node.left, node.right), (node.right, node.left)):
             if _is_lost(eps, context):

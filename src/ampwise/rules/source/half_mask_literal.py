@@ -8,7 +8,10 @@ from collections.abc import Iterator
 
 from ampwise.finding import Edit, Finding, Rule, Severity
 from ampwise.source.events import Context
+from ampwise.source.halves import HALF, halves_of
+from ampwise.source.names import dotted_text
 from ampwise.source.pattern import Pattern
+from ampwise.source.precision import keyword
 from ampwise.source.project import Code
 
 __all__ = ["RULE", "check"]
@@ -53,8 +56,6 @@ BEYOND = Pattern(r"\de\+?\d|\d{5}", re.IGNORECASE)
 def check(code: Code) -> Iterator[Finding]:
     if not BEYOND.search(code.script.text):
         return
-    from ampwise.source.halves import HALF, halves_of
-
     seen: set[ast.AST] = set()
     for site in code.statements:
         for node in ast.walk(site.node):
@@ -85,8 +86,6 @@ def _masking(node: ast.AST, context: Context) -> tuple[ast.expr, ast.expr] | Non
 
 
 def _filled(call: ast.Call, context: Context) -> tuple[ast.expr, ast.expr] | None:
-    from ampwise.source.precision import keyword
-
     func = call.func
     if isinstance(func, ast.Attribute) and func.attr in ("masked_fill", "masked_fill_"):
         is_function = context.frame.qualified(func) == "torch.masked_fill"
@@ -121,8 +120,6 @@ def _number(node: ast.expr | None) -> float | None:
 
 def _finfo(tensor: ast.expr, literal: ast.expr, code: Code) -> tuple[Edit, ...]:
     """``torch.finfo(scores.dtype).min`` for the literal, where the tensor has a name to ask."""
-    from ampwise.source.names import dotted_text
-
     value = _number(literal)
     named = dotted_text(tensor)
     if value is None or named is None or code.outline.imports.names.get("torch") != "torch":

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from ampwise.finding import Finding, Rule, Severity
 from ampwise.source.frame import Frame
-from ampwise.source.precision import Autocast, autocast_of
+from ampwise.source.precision import Autocast, autocast_of, keyword
 from ampwise.source.project import Code
 from ampwise.source.vocabulary import AUTOCASTS, GRAD_SCALERS
 

@@ -6,6 +6,7 @@ import ast
 from collections.abc import Iterator
 
 from ampwise.finding import Finding, Rule, Severity
+from ampwise.source.precision import keyword
 from ampwise.source.project import Code
 
 __all__ = ["RULE", "check"]
@@ -25,7 +26,11 @@ RULE = Rule(
     good="up = nn.Linear(512, 1008)\ndown = nn.Linear(1008, 512)",
     on_by_default=False,
 )
-NEEDS = ((".backward(",), ("autocast", "caler"))
+NEEDS = (
+    ("autocast", "GradScaler"),
+    ("Linear(", "Conv", "Embedding("),
+    (".backward(", "GradScaler", "cuda.amp", "autocast()", 'autocast("cuda', "autocast('cuda", "float16"),
+)
 
 # Where the two sizes stand in each layer's arguments, and what they are called.
 LAYERS = {
@@ -49,8 +54,6 @@ class _Layer:
 
 
 def check(code: Code) -> Iterator[Finding]:
-    if "autocast" not in code.script.text and "GradScaler" not in code.script.text:
-        return
     layers = sorted(_layers(code), key=lambda layer: (layer.node.lineno, layer.node.col_offset))
     reported: set[int] = set()
     for index, layer in enumerate(layers):
@@ -65,9 +68,7 @@ def check(code: Code) -> Iterator[Finding]:
 
 
 def _layers(code: Code) -> Iterator[_Layer]:
-    for node in code.tree_nodes:
-        if not isinstance(node, ast.Call):
-            continue
+    for node in code.nodes(ast.Call):
         space, _, kind = (code.outline.imports.qualified(node.func) or "").rpartition(".")
         if space == "torch.nn" and kind in LAYERS:
             sizes = [_size(node, name, position) for position, name in enumerate(LAYERS[kind])]
@@ -76,8 +77,6 @@ def _layers(code: Code) -> Iterator[_Layer]:
 
 def _size(call: ast.Call, name: str, position: int) -> int | None:
     """A size written as a literal in the layer itself; one with a name of its own is somebody's choice elsewhere."""
-    from ampwise.source.precision import keyword
-
     node = keyword(call, name, position)
     value = node.value if isinstance(node, ast.Constant) else None
     return value if isinstance(value, int) else None

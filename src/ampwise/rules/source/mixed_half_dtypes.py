@@ -6,10 +6,12 @@ from collections.abc import Iterator
 
 from ampwise.finding import Finding, Rule, Severity
 from ampwise.source.events import Event
+from ampwise.source.half_models import half_models
 from ampwise.source.pattern import Pattern
 from ampwise.source.precision import Autocast
 from ampwise.source.project import Code
 from ampwise.source.steps import Region
+from ampwise.source.vocabulary import BF16, FP16
 
 __all__ = ["RULE", "check"]
 
@@ -49,9 +51,6 @@ def check(code: Code) -> Iterator[Finding]:
 
 def _against_the_model(code: Code, region: Region) -> Iterator[tuple[Autocast, Event, str]]:
     """A forward of a half model under an autocast of the other dtype."""
-    from ampwise.source.half_models import half_models
-    from ampwise.source.vocabulary import BF16, FP16
-
     models = half_models(code)
     for event, dtype, autocast in _forwards(region):
         model = models.get(event.key or "")
@@ -61,8 +60,6 @@ def _against_the_model(code: Code, region: Region) -> Iterator[tuple[Autocast, E
 
 def _two_autocasts(region: Region) -> Iterator[tuple[Autocast, Event, str]]:
     """Two forwards on one path, each under an autocast of its own dtype."""
-    from ampwise.source.vocabulary import BF16, FP16
-
     forwards = {event: (dtype, autocast) for event, dtype, autocast in _forwards(region)}
     for path in region.paths:
         passed = [forwards[event] for event in path.events if event in forwards]
@@ -77,8 +74,6 @@ def _two_autocasts(region: Region) -> Iterator[tuple[Autocast, Event, str]]:
 
 def _forwards(region: Region) -> Iterator[tuple[Event, str, Autocast]]:
     """The forwards that are trained through, under an autocast whose dtype is beyond doubt."""
-    from ampwise.source.vocabulary import BF16, FP16
-
     for event in region.events:
         autocast = event.context.autocast
         if event.kind != "forward" or autocast is None or event.context.no_grad:

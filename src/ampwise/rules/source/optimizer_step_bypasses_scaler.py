@@ -62,9 +62,7 @@ def _bypasses(moment: Moment) -> bool:
 
 def _knows_a_scaler(step: Event) -> bool:
     """Whether the optimizer was made with a scaler, and so may unscale by itself."""
-    assert isinstance(step.node, ast.Call)
-    assert isinstance(step.node.func, ast.Attribute)
-    for value in step.frame.values(step.node.func.value):
+    for value in step.frame.values(step.receiver):
         if isinstance(value.node, ast.Call):
             given = [*value.node.args, *(word.value for word in value.node.keywords)]
             if any(value.frame.role(argument) == SCALER for argument in given):

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ampwise.finding import Finding, Rule, Severity
+from ampwise.source.half_models import trained_half_models
 from ampwise.source.project import Code
+from ampwise.source.vocabulary import BF16
 
 __all__ = ["RULE", "check"]
 
@@ -35,9 +37,6 @@ def check(code: Code) -> Iterator[Finding]:
     text = code.script.text
     if "bfloat16" not in text or "backward(" not in text or code.uses_framework:
         return
-    from ampwise.source.half_models import trained_half_models
-    from ampwise.source.vocabulary import BF16
-
     reported = set()
     for pair in trained_half_models(code):
         maker = pair.frame.qualified(pair.optimizer.func) or ""

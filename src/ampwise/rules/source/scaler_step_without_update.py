@@ -19,9 +19,9 @@ RULE = Rule(
     severity=Severity.ERROR,
     summary="`scaler.step` is never followed by `scaler.update`.",
     why=(
-        "`update` resets what the scaler remembers of this iteration and adapts the scale. Without it the second "
-        "`unscale_` or `step` on the same optimizer raises, or, where nothing raises, a scale that once overflows "
-        "stays too large: every later step is skipped and the model stops learning without a word."
+        "`update` resets what the scaler remembers of this iteration and adapts the scale. Without it the next "
+        "iteration's `step` raises, though only where the scaler is on: a script tried on a machine without a GPU, or "
+        "with `enabled=False`, seems to work."
     ),
     fix="Call `scaler.update()` once an iteration, after the last `scaler.step`.",
     bad="scaler.scale(loss).backward()\nscaler.step(optimizer)",

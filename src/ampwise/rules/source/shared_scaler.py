@@ -72,8 +72,6 @@ def _starts(call: ast.Call, frame: Frame) -> str:
     """What a call starts: processes, a process, a thread, or nothing."""
     qualified = frame.qualified(call.func) or ""
     if qualified in SPAWN:
-        from ampwise.source.precision import keyword
-
         count = keyword(call, "nprocs", 2)
         alone = count is None or (isinstance(count, ast.Constant) and count.value == 1)
         return "" if alone else "spawned process"

@@ -11,6 +11,7 @@ from ampwise.source.pattern import Pattern
 from ampwise.source.project import Code
 from ampwise.source.questions import question
 from ampwise.source.steps import Region
+from ampwise.source.vocabulary import SCALER
 from ampwise.source.walk import Site
 
 __all__ = ["RULE", "check"]
@@ -128,8 +129,6 @@ def _fetched(call: ast.Call) -> ast.expr | None:
 
 def _logged_scale(site: Site, guards: list[Guard]) -> Iterator[tuple[ast.AST, ast.AST, str]]:
     """``scaler.get_scale()`` in the arguments of a call that logs."""
-    from ampwise.source.vocabulary import SCALER
-
     if guards or not isinstance(site.node, ast.Expr) or not isinstance(site.node.value, ast.Call):
         return
     func = site.node.value.func

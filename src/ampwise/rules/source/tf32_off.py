@@ -6,6 +6,7 @@ import ast
 from collections.abc import Iterator
 
 from ampwise.finding import Finding, Rule, Severity
+from ampwise.source.half_models import only_named_main
 from ampwise.source.pattern import Pattern
 from ampwise.source.project import Code
 from ampwise.source.walk import Site
@@ -66,8 +67,6 @@ def _switches(site: Site) -> bool | None:
 
 def _has_a_reason(site: Site, code: Code) -> bool:
     """A test decides it, the function is about reproducible runs, or a comment says why."""
-    from ampwise.source.half_models import only_named_main
-
     functions = [frame.function for frame in site.context.frame.callers()]
     if not only_named_main(site.context) or any(ON_PURPOSE.search(function.name.lower()) for function in functions):
         return True

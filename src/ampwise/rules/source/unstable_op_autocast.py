@@ -7,8 +7,10 @@ from collections.abc import Iterator
 
 from ampwise.finding import Finding, Rule, Severity
 from ampwise.source.events import Context
+from ampwise.source.halves import HALF, LIKELY_HALF, halves_of, layer_called, method_or_function
 from ampwise.source.pattern import Pattern
 from ampwise.source.project import Code
+from ampwise.source.reaching import reaching
 
 __all__ = ["RULE", "check"]
 
@@ -130,8 +132,6 @@ class _Look:
 
     def operand(self, node: ast.expr | None, operation: str) -> ast.expr | None:
         """The tensor of ``x.log()`` or ``torch.log(x)``, names followed; None when it is another operation."""
-        from ampwise.source.halves import layer_called, method_or_function
-
         if not isinstance(node, ast.Call):
             return None
         frame = self.context.frame
@@ -144,9 +144,6 @@ class _Look:
 
     def resolved(self, node: ast.expr) -> ast.expr:
         """What a name of this function stands for, when that is one expression under the same autocast."""
-        from ampwise.source.halves import halves_of
-        from ampwise.source.reaching import reaching
-
         values = reaching(node, self.context.frame) if isinstance(node, ast.Name) else []
         if (
             len(values) != 1
@@ -169,8 +166,6 @@ class _Look:
         return _product(node)
 
     def is_half(self, node: ast.expr) -> bool:
-        from ampwise.source.halves import HALF, LIKELY_HALF, halves_of
-
         return halves_of(self.code).dtype(node, self.context) in (HALF, LIKELY_HALF)
 
     def overflowing(self, exponent: ast.expr | None) -> bool:
