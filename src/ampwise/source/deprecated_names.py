@@ -72,9 +72,8 @@ class _Deprecated:
     def _import_statements(self) -> list[ast.ImportFrom]:
         return [
             node
-            for node in self.code.tree_nodes
-            if isinstance(node, ast.ImportFrom)
-            and node.module in MODULES
+            for node in self.code.nodes(ast.ImportFrom)
+            if node.module in MODULES
             and not node.level
             and any(alias.name in (*MOVED, "*") for alias in node.names)
         ]
@@ -125,8 +124,8 @@ class _Deprecated:
     def dotted_uses(self) -> list[ast.Attribute]:
         return [
             node
-            for node in self.code.tree_nodes
-            if isinstance(node, ast.Attribute) and self._full_name(node) in DEPRECATED
+            for node in self.code.nodes(ast.Attribute)
+            if node.attr in MOVED and self._full_name(node) in DEPRECATED
         ]
 
     def _full_name(self, node: ast.expr) -> str:
@@ -152,9 +151,7 @@ class _Deprecated:
 
     def _edits_of_tests(self) -> Iterator[Edit]:
         """``isinstance(scaler, torch.cuda.amp.GradScaler)`` no longer holds for a scaler of torch.amp."""
-        for node in self.code.tree_nodes:
-            if not isinstance(node, ast.Name | ast.Attribute):
-                continue
+        for node in (*self.code.nodes(ast.Name), *self.code.nodes(ast.Attribute)):
             if DEPRECATED.get(self._full_name(node), ("", ""))[1] == "GradScaler":
                 parent = self.parent(node)
                 if not (isinstance(parent, ast.Call) and parent.func is node) and not self._is_annotation(node):
@@ -294,7 +291,7 @@ class _Deprecated:
         return isinstance(outer, ast.Call) and isinstance(outer.func, ast.Name) and outer.func.id == "isinstance"
 
     def _names(self, name: str) -> Iterator[ast.Name]:
-        return (node for node in self.code.tree_nodes if isinstance(node, ast.Name) and node.id == name)
+        return (node for node in self.code.nodes(ast.Name) if node.id == name)
 
     def _is_bound_only_by(
         self, name: str, statements: list[ast.ImportFrom] | list[ast.Import | ast.ImportFrom]

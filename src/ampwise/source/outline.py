@@ -77,8 +77,16 @@ class Function:
         """Its source, with its decorators; the whole file for the module."""
         if isinstance(self.node, ast.Module):
             return self.outline.script.text
+        first, last = self.lines
+        return "\n".join(self.outline.script.lines[first - 1 : last])
+
+    @property
+    def lines(self) -> tuple[int, int]:
+        """Its first and last line, decorators included."""
+        if isinstance(self.node, ast.Module):
+            return 1, len(self.outline.script.lines)
         first = min([self.node.lineno, *(node.lineno for node in self.node.decorator_list)])
-        return "\n".join(self.outline.script.lines[first - 1 : self.node.end_lineno])
+        return first, self.node.end_lineno or first
 
     @property
     def decorators(self) -> list[ast.expr]:
@@ -120,7 +128,7 @@ class Class:
 class Outline:
     """One file: imports, functions and classes by name, in order of definition."""
 
-    __slots__ = ("classes", "functions", "imports", "models", "module", "order", "script")
+    __slots__ = ("classes", "functions", "imports", "lines_with", "models", "module", "order", "script")
 
     module: Function  # the body of the file itself
 
@@ -131,6 +139,7 @@ class Outline:
         self.classes: dict[str, Class] = {}
         self.models = set(_models(script.text))  # what is called .eval(), .train() or .parameters() on
         self.order: dict[ast.AST, list[ast.expr]] = {}  # calls in order of evaluation, once asked
+        self.lines_with: dict[Pattern, list[int]] = {}  # where the words of a pattern stand, once asked
 
     @property
     def path(self) -> str:

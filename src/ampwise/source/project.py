@@ -7,7 +7,6 @@ import ast
 import functools
 import os
 import re
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from ampwise.source.events import Event
@@ -31,7 +30,6 @@ __all__ = ["Code", "Project"]
 IMPORTED = Pattern(
     r"^[ \t]*from[ \t]+([.\w]+)[ \t]+import[ \t]+(\([^)]*\)|[^\n#]+)|^[ \t]*import[ \t]+([\w., ]+)", re.M
 )
-CALLED = Pattern(r"([A-Za-z_]\w*)\s*\(")
 # What a script does itself although a framework does the rest.
 BY_HAND = Pattern(r"GradScaler|unscale_|(?:torch|amp)\.autocast|cuda\.amp")
 FORWARDS_REEXPORTS = 3  # how many __init__ files a name is followed through
@@ -226,10 +224,11 @@ class Code:
         found = [trace(self.frame(self.outline.module))]
         functions = [function for function in self.outline.functions[1:] if not _in_framework_class(function)]
         matters = takes_part if trains_in_half(self.script.text) else steps
-        pending = _with_callers([function for function in functions if matters(function)], functions)
+        around = [function for function in functions if matters(function)]
+        pending = around + _callers_of([function for function in around if steps(function)], functions)
         # First those that no call names: the others are likely to be met on the way.
         pending.sort(key=lambda function: self._is_called(function))
-        for function in pending:
+        for function in dict.fromkeys(pending):
             if not any(function in other.followed for other in found):
                 found.append(trace(self.frame(function)))
         followed = {function for one in found for function in one.followed}
@@ -287,20 +286,18 @@ class Code:
         """A function as if called from nowhere."""
         return self.project.frame(function)
 
-    @functools.cached_property
-    def _called_names(self) -> Counter[str]:
-        return Counter(CALLED.findall(self.script.text))
-
     def _is_called(self, function: Function) -> bool:
-        return self._called_names[function.name] > 1  # its definition looks like a call too
+        return self.script.text.count(f"{function.name}(") > 1  # its definition looks like a call too
 
 
-def _with_callers(starts: list[Function], functions: list[Function]) -> list[Function]:
-    """The functions and those that call them by name: only there two steps of one iteration are seen together."""
-    found, fresh = list(starts), list(starts)
+def _callers_of(called: list[Function], functions: list[Function]) -> list[Function]:
+    """The functions that call these by name: only there two steps of one iteration are seen together."""
+    found, fresh = [], called
     while fresh:
-        called = re.compile(rf"(?<!def )\b(?:{'|'.join({re.escape(function.name) for function in fresh})})\s*\(")
-        fresh = [function for function in functions if function not in found and called.search(function.text)]
+        names = "|".join({re.escape(function.name) for function in fresh})
+        call = re.compile(rf"(?<!def )\b(?:{names})\s*\(")
+        known = {*called, *found}
+        fresh = [function for function in functions if function not in known and call.search(function.text)]
         found += fresh
     return found
 

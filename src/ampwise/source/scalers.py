@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 
 from ampwise.source.calls import ANYTHING
 from ampwise.source.events import Context
@@ -30,6 +31,7 @@ class MadeScaler:
         return isinstance(self.enabled, ast.Constant) and self.enabled.value is False
 
 
+@functools.lru_cache(maxsize=2)  # several rules ask, of one file after the other
 def scalers_made(code: Code) -> list[MadeScaler]:
     """The scalers made in this file, in source order; those that are switched off are left out."""
     found: dict[ast.Call, MadeScaler] = {}
