@@ -36,6 +36,8 @@ def plant(code, name, called, good=None, safe=True):
         script = evidence.script
         for node in ast.walk(script.tree):
             if isinstance(node, ast.Call) and ast.unparse(node.func) == called:
+                if called == "crash":
+                    raise RuntimeError("planted")
                 edits = (script.replace(node.func, good),) if good else ()
                 yield module.RULE.at(script.place(node), f"call of {called}", edits=edits, safe=safe)
 
@@ -50,6 +52,7 @@ def check(tmp_path, monkeypatch, capsys):
         plant("AMP101", "call-bad", "bad", "good"),
         plant("AMP102", "call-risky", "risky", "careful", safe=False),
         plant("AMP201", "call-plain", "plain"),
+        plant("AMP301", "call-crash", "crash"),
     ]
     monkeypatch.setattr("ampwise.lint.check.source_rules", lambda: [Listed.of(module) for module in modules])
     monkeypatch.setattr("ampwise.rules.registered", lambda: ())
@@ -131,7 +134,6 @@ def test_json_has_ruffs_fields(check, write):
         (["--select", "AMP2", "--select", "AMP101"], ["AMP101", "AMP201"]),
         (["--ignore", "AMP1"], ["AMP201"]),
         (["--select", "AMP2", "--extend-select", "AMP102"], ["AMP102", "AMP201"]),
-        (["--select", ""], []),
     ],
 )
 def test_selection(check, write, words, codes):
@@ -146,11 +148,48 @@ def test_unreadable_files_are_named_and_the_rest_goes_on(check, write):
     assert code == 1
     assert "a.py:2:1: AMP101" in out
     assert err.splitlines() == [
-        "ampwise: gone.py: cannot check: there is no such file or folder",
         "ampwise: b.py: cannot check: syntax error at line 1: invalid syntax",
         "ampwise: c.py: cannot check: not UTF-8 (byte 0xff at line 1); save it as UTF-8, or declare its encoding "
         "in the first line (PEP 263)",
+        "ampwise: gone.py: cannot check: there is no such file or folder",
     ]
+    assert out.splitlines()[-1] == "3 paths could not be checked."
+
+
+NOTEBOOK = json.dumps({"nbformat": 4, "cells": [{"cell_type": "code", "source": text} for text in ("x = 1", "def (")]})
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "missed"),
+    [
+        ("b.py", "def (", "1 path could not be checked"),
+        ("n.ipynb", NOTEBOOK, "1 file was checked only in part"),
+        ("c.py", "crash()", "1 file was checked only in part"),
+    ],
+)
+def test_what_was_not_checked_has_not_passed(check, write, name, text, missed):
+    folder = write(a="x = 1\n")
+    (folder / name).write_text(text)
+    for words in (
+        [],
+        ["--output-format=concise"],
+        ["--statistics"],
+        ["--fix"],
+        ["--statistics", "--output-format=github"],
+    ):
+        code, out, _ = check(*words)
+        assert (code, out) == (0, f"No findings, but {missed}.\n")
+    assert check("--json")[1] == "[]\n"
+    assert check("--diff")[2].splitlines()[-1] == f"ampwise: nothing to fix, but {missed}"
+    write(a=BAD)
+    assert check()[1].splitlines()[-1] == f"{missed}."
+    assert check("--fix")[1] == f"Found 1 finding (1 fixed, 0 remaining).\n{missed}.\n"
+
+
+def test_statistics_of_nothing_do_not_say_that_all_passed(check, write):
+    write(b="def (", a=BAD)
+    assert check("--statistics", "b.py")[:2] == (2, "")
+    assert check("--statistics", "--fix", "a.py")[:2] == (0, "Found 1 finding (1 fixed, 0 remaining).\n")
 
 
 def test_exit_2_when_nothing_could_be_read(check, write):
@@ -172,7 +211,8 @@ def test_fix_writes_and_counts(check, write):
     folder = write(a=BAD + "plain()\nrisky()\n", b="bad()")
     code, out, _ = check("--fix", "--output-format", "concise")
     assert code == 1
-    assert out.splitlines()[-1] == "Found 4 findings (2 fixed, 2 remaining)."
+    assert out.splitlines()[-1] == "Of 4 findings, 2 were fixed and 2 remain."
+    assert out.count("Found") == 1, "one number after that word, or one wonders which it is"
     assert (folder / "a.py").read_text() == MENDED + "plain()\nrisky()\n"
     assert (folder / "b.py").read_text() == "good()"
     code, out, _ = check("--fix", "--unsafe-fixes", "--ignore", "AMP201")
@@ -231,6 +271,35 @@ def test_add_noqa(check, write):
     assert (folder / "a.py").read_text() == "x = 1\nbad(x)  # é  # noqa: AMP101\n"
     assert (folder / "b.py").read_text() == "x = [\n  plain(),\n]  # noqa: AMP201\n"
     assert check()[0] == 0
+
+
+def test_add_noqa_that_could_not_be_written_is_no_success(check, write, monkeypatch):
+    write(a=BAD)
+    monkeypatch.setattr("os.access", lambda path, mode: False)
+    code, out, err = check("--add-noqa")
+    assert (code, out) == (1, "Suppressed 0 findings with comments.\n")
+    assert err == "ampwise: a.py: cannot be written: permission denied\n"
+
+
+# Excluded, whoever names it
+
+
+def test_force_exclude_is_for_tools_that_name_every_file(check, write, monkeypatch):
+    folder = write(a=BAD)
+    (folder / "gen").mkdir()
+    (folder / "gen" / "b.py").write_text(BAD)
+    (folder / "ampwise.toml").write_text('extend-exclude = ["gen"]\noutput-format = "concise"\n')
+    assert check("gen/b.py")[0] == 1
+    assert check("--force-exclude", "gen/b.py") == (0, "", "")
+    code, out, _ = check("--force-exclude", "a.py", "gen/b.py")
+    assert (code, out.splitlines()[1]) == (1, "Found 1 finding (1 error).")
+    assert check("--force-exclude", "gone.py")[0] == 2
+    assert check("--force-exclude", "--stdin-filename", "gen/b.py", "-", stdin=b"bad()") == (0, "", "")
+    assert check("--force-exclude", "--stdin-filename", "a.py", "-", stdin=b"bad()")[0] == 1
+    written = []
+    monkeypatch.setattr("ampwise.cli.check._write_bytes", written.append)
+    assert check("--force-exclude", "--fix", "--stdin-filename", "gen/b.py", "-", stdin=b"bad()") == (0, "", "")
+    assert written == [b"bad()"]
 
 
 # stdin
@@ -306,6 +375,8 @@ def test_settings_decide_what_the_command_line_leaves_open(check, write):
     [
         (["--select", "AMP9"], "unknown rule selector 'AMP9'. Did you mean"),
         (["--ignore", "call-bed"], "unknown rule selector 'call-bed'. Did you mean call-bad"),
+        (["--select", ""], "check --select: it names no rule, so nothing would be checked"),
+        (["--select", " ,"], "check --select: it names no rule, so nothing would be checked"),
         (["-", "a.py"], "check -: stdin is checked alone"),
         (["-", "--add-noqa"], "check --add-noqa -: it writes files, and stdin is none"),
         (["--add-noqa", "--fix"], "check --add-noqa: it goes with neither --fix nor --diff"),

@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 
 from ampwise.errors import UnknownName
 from ampwise.lint import check
-from ampwise.lint.check import Choice, check_paths, check_text, shares
+from ampwise.lint.check import Choice, Task, check_paths, check_share, check_text, shares
 from ampwise.lint.config import Configs
 from ampwise.lint.select import Layer
+from ampwise.source import project
 from ampwise.source.script import Unreadable
 
 
@@ -50,7 +51,7 @@ def test_what_cannot_be_read_does_not_stop_the_rest(folder):
     report = run(".", "gone.py", "docs")
     assert told(report) == ["a.py:1:1: AMP101"]
     assert report.files_checked == 1
-    assert [error.path for error in report.unreadable] == ["gone.py", "b.py", "c.py", "d.ipynb", "e.py"]
+    assert [error.path for error in report.unreadable] == ["b.py", "c.py", "d.ipynb", "e.py", "gone.py"]
     assert report.notes == ["docs: no Python file or notebook in this folder"]
 
 
@@ -206,3 +207,69 @@ def test_unreadable_is_an_error_on_purpose():
     from ampwise.errors import AmpwiseError
 
     assert issubclass(Unreadable, AmpwiseError)
+
+
+def test_what_is_told_does_not_depend_on_which_process_was_first(tmp_path, planted, monkeypatch):
+    for number in range(6):
+        (tmp_path / f"{number}.py").write_text("crash()" if number % 2 else "def (")
+
+    def backwards(task, sizes, jobs):
+        parts = [Task(task.project_paths, {path: codes}) for path, codes in task.codes.items()]
+        return [check_share(part) for part in reversed(parts)]
+
+    monkeypatch.setattr("ampwise.lint.check.WORTH_PROCESSES", 0)
+    alone, _ = check_paths([str(tmp_path)], Choice(Configs(isolated=True)), jobs=1)
+    monkeypatch.setattr("ampwise.lint.check._shared_reports", backwards)
+    shared, _ = check_paths([str(tmp_path)], Choice(Configs(isolated=True)), jobs=2)
+    assert [error.path for error in shared.unreadable] == [error.path for error in alone.unreadable]
+    assert len(shared.unreadable) == len(shared.notes) == len(shared.partly) == 3
+    assert (shared.notes, shared.partly) == (alone.notes, alone.partly)
+
+
+TRAIN = """import torch
+from helper import clip
+
+scaler = torch.amp.GradScaler("cuda")
+for x in data:
+    optimizer.zero_grad()
+    with torch.autocast("cuda", dtype=torch.float16):
+        loss = model(x)
+    scaler.scale(loss).backward()
+    clip(model)
+    scaler.step(optimizer)
+    scaler.update()
+"""
+HELPER = "import torch\n\ndef clip(model):\n    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)\n"
+
+
+@pytest.mark.parametrize("few", [0, 50], ids=["among many files", "among few"])
+def test_a_mistake_may_lie_in_a_file_that_has_not_the_words_for_it(tmp_path, monkeypatch, few):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("ampwise.lint.check.FEW_FILES", few)
+    Path("train.py").write_text(TRAIN)
+    Path("helper.py").write_text(HELPER)
+    assert told(run()) == ["helper.py:4:5: AMP101"]
+    assert told(run(ignore=("AMP101",))) == []
+    Path("helper.py").write_text(HELPER.rstrip() + "  # noqa: AMP101\n")
+    assert told(run()) == []
+    Path("helper.py").write_text(HELPER)
+    Path("ampwise.toml").write_text('per-file-ignores = {"helper.py" = ["AMP101"]}')
+    assert told(run()) == []
+
+
+def test_a_process_reads_what_its_shares_import_once(tmp_path, monkeypatch, planted):
+    monkeypatch.chdir(tmp_path)
+    for name in "abc":
+        Path(f"{name}.py").write_text("bad()")
+    made = []
+
+    class Counted(project.Project):
+        def __init__(self, *arguments):
+            made.append(self)
+            super().__init__(*arguments)
+
+    monkeypatch.setattr(project, "Project", Counted)
+    paths = ("a.py", "b.py", "c.py")
+    for path in paths:
+        assert told(check_share(Task(paths, {path: frozenset({"AMP101"})}))) == [f"{path}:1:1: AMP101"]
+    assert len(made) == 1

@@ -54,6 +54,23 @@ def test_the_nearest_settings_exclude(tree):
     assert found().files == ["a/y.py", "b/x.py"]
 
 
+def test_excluded_even_if_named(tree, monkeypatch):
+    root = tree("dist/project/a.py", "dist/project/build/b.py", "dist/project/gen/x/c.py", "dist/project/gen/d_pb2.py")
+    monkeypatch.chdir(root / "dist" / "project")
+    paths = ["a.py", "build/b.py", "gen/x/c.py", "gen/d_pb2.py"]
+    force = find_files(paths, Configs(), force_exclude=True)
+    assert (force.files, force.excluded) == (["a.py", "gen/x/c.py", "gen/d_pb2.py"], 1), "dist is above the project"
+    assert find_files(["build"], Configs(), force_exclude=True).files == []
+    (root / "dist" / "project" / "ampwise.toml").write_text('extend-exclude = ["gen/x", "*_pb2.py"]\n')
+    assert find_files(paths, Configs(), force_exclude=True).files == ["a.py"]
+    monkeypatch.chdir(root)
+    paths = [f"dist/project/{path}" for path in paths]
+    assert find_files(paths, Configs(), force_exclude=True).files == ["dist/project/a.py"]
+    assert find_files([str(root / path) for path in paths], Configs(), force_exclude=True).excluded == 3
+    monkeypatch.chdir("/")
+    assert find_files([str(root / paths[0])], Configs(), force_exclude=True).excluded == 0
+
+
 def test_missing_and_empty(tree):
     tree("docs/readme.md", "a.py")
     result = found("nowhere.py", "docs", "a.py")

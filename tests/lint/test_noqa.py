@@ -20,7 +20,7 @@ def findings(script):
 
 def kept(text, path="a.py"):
     script = script_from_text(text, path)
-    found = suppressions(script)
+    found = suppressions(script, findings(script))
     return [finding for finding in findings(script) if not found.cover(finding, script.line_of(finding.place))]
 
 

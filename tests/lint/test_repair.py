@@ -114,3 +114,13 @@ def test_a_file_that_changed_meanwhile_is_not_overwritten(tmp_path):
     with pytest.raises(Unreadable, match="not written: it has changed"):
         write_script(script, "c\n")
     assert file.read_text() == "b\n"
+
+
+def test_a_file_marked_read_only_stays_as_it_is(tmp_path, monkeypatch):
+    file = tmp_path / "a.py"
+    file.write_bytes(b"old")
+    monkeypatch.setattr("os.access", lambda path, mode: False)  # root may write everything
+    with pytest.raises(Unreadable, match="cannot be written: permission denied"):
+        write_file(str(file), b"new")
+    assert file.read_bytes() == b"old"
+    assert list(tmp_path.iterdir()) == [file]

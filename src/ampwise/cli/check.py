@@ -1,7 +1,8 @@
 """Find mixed-precision mistakes in scripts and notebooks, without running them.
 
 PATHs are files, folders, or - for stdin. Folders are searched for .py and .ipynb, less what is usually not one's own
-(.venv, build, node_modules and the like) and less what the settings exclude. A file given by name is always checked.
+(.venv, build, node_modules and the like) and less what the settings exclude. A file given by name is always checked,
+unless --force-exclude says that the exclusions hold for it too, as they should under pre-commit.
 
 Examples:
   ampwise check
@@ -32,7 +33,7 @@ also where it might. From stdin the mended text goes to stdout, and the findings
 
 The exit code is 0 when nothing was found, 1 when something was (after --fix: is left; with --diff: would change),
 and 2 when nothing could be read or the command makes no sense. With --exit-zero, findings do not count. Files that
-cannot be read are named on stderr, and the rest is checked.
+cannot be read are named on stderr and counted in the last line, and the rest is checked.
 """
 
 from __future__ import annotations
@@ -48,6 +49,8 @@ from ampwise.printers.terminal import flush, printable, wants_colour, write, wri
 
 TYPE_CHECKING = False  # as in typing, which takes milliseconds to import
 if TYPE_CHECKING:
+    from typing import TextIO
+
     from ampwise.finding import Finding
     from ampwise.lint.check import Choice, Report, Task
     from ampwise.lint.config import Settings
@@ -72,6 +75,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--add-noqa", action="store_true", help="write a comment that suppresses it at each finding")
     parser.add_argument("--statistics", action="store_true", help="only how often each rule was broken")
     parser.add_argument("--exit-zero", action="store_true", help="exit with 0 whatever is found")
+    parser.add_argument("--force-exclude", action="store_true", help="pass over what is excluded even if it is a PATH")
     parser.add_argument("--stdin-filename", metavar="FILE", help="what to call stdin, and whose settings to use")
     parser.add_argument("--config", metavar="FILE", help="settings, in the place of those found near each file")
     parser.add_argument("--isolated", action="store_true", help="without any settings")
@@ -88,6 +92,7 @@ def run(args: argparse.Namespace) -> int:
         return _run(args)
     finally:
         if was_enabled:
+            gc.freeze()  # what is there is not looked through when the collector is on again
             gc.enable()
 
 
@@ -108,16 +113,18 @@ def _run(args: argparse.Namespace) -> int:
         _settle(args, configs.for_file(args.stdin_filename or ""))
         return _run_stdin(args, choice)
     _settle(args, configs.for_folder("."))
-    report, task = check_paths(args.paths, choice, jobs=args.jobs)
+    report, task = check_paths(args.paths, choice, jobs=args.jobs, force_exclude=args.force_exclude)
     if args.add_noqa:
-        return _add_noqa(report)
+        return _add_noqa(args, report)
     if args.diff:
         return _show_diff(args, report, task)
     fixed = 0
     if args.fix:
         fixed, troubles = _mend_files(args, report, task)
         if fixed:  # a mended file may have changed what is found in others
-            report, _ = check_paths(args.paths, choice, jobs=args.jobs, progress=False)
+            report, _ = check_paths(
+                args.paths, choice, jobs=args.jobs, progress=False, force_exclude=args.force_exclude
+            )
         report.notes += troubles
     return _tell(args, report, fixed)
 
@@ -129,6 +136,10 @@ def _refuse_nonsense(args: argparse.Namespace) -> None:
         raise BadInput("check -: stdin is checked alone; give it or other paths")
     if STDIN in args.paths and args.add_noqa:
         raise BadInput("check --add-noqa -: it writes files, and stdin is none")
+    if args.select and not _listed(args.select):  # as of a variable that is not set
+        raise BadInput(
+            "check --select: it names no rule, so nothing would be checked. `ampwise rules` lists the rules."
+        )
     modes = [flag for flag in ("fix", "diff", "add_noqa") if getattr(args, flag)]
     if "add_noqa" in modes and len(modes) > 1:
         raise BadInput("check --add-noqa: it goes with neither --fix nor --diff")
@@ -162,23 +173,51 @@ def _tell(args: argparse.Namespace, report: Report, fixed: int = 0, texts: dict[
     # The mended text has stdout for itself.
     stream = sys.stderr if texts is not None and args.fix else sys.stdout
     _warn(report)
-    for_people = args.output_format in FOR_PEOPLE
+    for_people = args.output_format in FOR_PEOPLE or (args.statistics and args.output_format == "github")
+    missed = _missed(report)
+    has_all_passed = report.files_checked and not fixed and not missed
+    if report.findings or has_all_passed or not for_people:
+        _print(args, report, stream, texts)
+    if for_people:
+        write(_last_lines(report, fixed, missed), stream)
+    return _exit_code(args, report, bool(report.findings))
+
+
+def _print(args: argparse.Namespace, report: Report, stream: TextIO, texts: dict[str, str] | None) -> None:
     if args.statistics:
         from ampwise.printers.statistics import render_statistics
 
         write(render_statistics(report.findings, args.output_format, wants_colour(stream)), stream)
-    elif not for_people or report.findings or (report.files_checked and not fixed):
+    else:
         print_findings(report.findings, args.output_format, stream, texts=texts)
-    if fixed and for_people:
-        left = len(report.findings)
-        total = f"{fixed + left} finding{'s' if fixed + left > 1 else ''}"
-        write(f"Found {total} ({fixed} fixed, {left} remaining).\n", stream)
-    return _exit_code(args, report, bool(report.findings))
+
+
+def _last_lines(report: Report, fixed: int, missed: str) -> str:
+    """What the findings alone do not tell; after many of them, nobody sees what was said at first."""
+    left = len(report.findings)
+    lines = []
+    if fixed and left:
+        was, remain = "were" if fixed > 1 else "was", "remain" if left > 1 else "remains"
+        lines.append(f"Of {fixed + left} findings, {fixed} {was} fixed and {left} {remain}.\n")
+    elif fixed:
+        lines.append(f"Found {fixed} finding{'s' if fixed > 1 else ''} ({fixed} fixed, 0 remaining).\n")
+    if missed and report.files_checked:
+        lines.append(f"{missed}.\n" if left or fixed else f"No findings, but {missed}.\n")
+    return "".join(lines)
+
+
+def _missed(report: Report) -> str:
+    if not report.unreadable and not report.partly:  # the usual case, and a module less to import
+        return ""
+    from ampwise.printers.summary import missed
+
+    return missed(len(report.unreadable), len(report.partly))
 
 
 def _exit_code(args: argparse.Namespace, report: Report, found: bool) -> int:
     if not report.files_checked:
-        return 2
+        only_excluded = report.excluded and not report.unreadable
+        return 0 if only_excluded else 2
     return 1 if found and not args.exit_zero else 0
 
 
@@ -221,7 +260,8 @@ def _show_diff(args: argparse.Namespace, report: Report, task: Task) -> int:
     _warn(report)
     if report.files_checked:
         told = f"would fix {repairs.count} finding{'s' if repairs.count != 1 else ''}" if text else "nothing to fix"
-        print(f"ampwise: {told}", file=sys.stderr)
+        missed = _missed(report)
+        print(f"ampwise: {told}{f', but {missed}' if missed else ''}", file=sys.stderr)
     return _exit_code(args, report, bool(text))
 
 
@@ -231,7 +271,7 @@ def _diffs(repairs: Repairs) -> str:
     return "".join(unified_diff(change.before, change.text) for change in repairs.files.values())
 
 
-def _add_noqa(report: Report) -> int:
+def _add_noqa(args: argparse.Namespace, report: Report) -> int:
     from ampwise.lint.noqa import with_noqa
     from ampwise.lint.write import write_script
     from ampwise.source.script import Unreadable, read_script
@@ -250,15 +290,20 @@ def _add_noqa(report: Report) -> int:
             added += len(findings)
     _warn(report)
     write(f"Suppressed {added} finding{'s' if added != 1 else ''} with comments.\n", sys.stdout)
-    return 0 if report.files_checked else 2
+    return _exit_code(args, report, found=added < len(report.findings))
 
 
 def _run_stdin(args: argparse.Namespace, choice: Choice) -> int:
     from ampwise.lint.check import Report, check_text
+    from ampwise.lint.files import is_excluded
     from ampwise.source.script import Unreadable, decoded
 
     data = sys.stdin.buffer.read()
     path = args.stdin_filename or STDIN
+    if args.force_exclude and args.stdin_filename and is_excluded(path, choice.configs):
+        if args.fix and not args.diff:
+            _write_bytes(data)
+        return 0
     try:
         text = decoded(data, path)
     except Unreadable as error:

@@ -7,6 +7,7 @@ are passed over; of the others, many are shared among processes.
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -40,22 +41,29 @@ DEBUG = "AMPWISE_DEBUG"
 
 
 class Report:
-    """What came of a run. ``unreadable`` were not checked; ``notes`` is all else worth saying."""
+    """What came of a run.
 
-    __slots__ = ("files_checked", "findings", "notes", "unreadable")
+    ``unreadable`` were not checked, and ``partly`` only in part: ``notes`` say why, and all else worth saying.
+    """
+
+    __slots__ = ("excluded", "files_checked", "findings", "notes", "partly", "unreadable")
 
     def __init__(self, unreadable: list[Unreadable] | None = None, notes: list[str] | None = None) -> None:
         self.findings: list[Finding] = []
         self.unreadable = [] if unreadable is None else unreadable
         self.notes = [] if notes is None else notes
+        self.partly: list[str] = []
         self.files_checked = 0
+        self.excluded = 0  # paths that were given and passed over
 
     def add(self, other: Report) -> None:
         """Take in what another part of the run reported."""
         self.findings += other.findings
         self.unreadable += other.unreadable
         self.notes += other.notes
+        self.partly += other.partly
         self.files_checked += other.files_checked
+        self.excluded += other.excluded
 
 
 class Choice:
@@ -93,18 +101,29 @@ class Choice:
 
 
 class Task(Frozen):
-    """Files to look at, with the rules to look for in each, among the files that may be looked into."""
+    """Files to look at, with the rules to look for in each, among the files that may be looked into.
 
-    __slots__ = ("project_paths", "codes", "texts")  # noqa: RUF023 (the order they are shown in)
+    A rule that looks at one file may find a mistake in another, which has not the words for it: a helper that clips
+    knows of no scaler. ``asked`` says which findings are wanted where; without it, those looked for there.
+    """
+
+    __slots__ = ("project_paths", "codes", "texts", "asked")  # noqa: RUF023 (the order they are shown in)
 
     def __init__(
         self,
         project_paths: tuple[str, ...],
         codes: Mapping[str, frozenset[str]],
         texts: Mapping[str, str] | None = None,
+        asked: Callable[[str], frozenset[str]] | None = None,
     ) -> None:
-        self.project_paths, self.codes = project_paths, codes
+        self.project_paths, self.codes, self.asked = project_paths, codes, asked
         self.texts: Mapping[str, str] = texts or {}  # of files that are not, or not yet, on disk
+
+    def wants(self, finding: Finding) -> bool:
+        """Whether a finding is one of those asked for."""
+        path = finding.place.file or ""
+        codes = self.asked(path) if self.asked else self.codes.get(path, ())
+        return finding.rule.code in codes
 
 
 def source_rules() -> list[Listed]:
@@ -115,18 +134,24 @@ def source_rules() -> list[Listed]:
 
 
 def check_paths(
-    paths: Sequence[str], choice: Choice, *, jobs: int | None = None, progress: bool = True
+    paths: Sequence[str],
+    choice: Choice,
+    *,
+    jobs: int | None = None,
+    progress: bool = True,
+    force_exclude: bool = False,
 ) -> tuple[Report, Task]:
     """Check files and folders; the report, and the task it is of, which ``check_texts`` can repeat."""
-    found = find_files(paths, choice.configs)
+    found = find_files(paths, choice.configs, force_exclude=force_exclude)
     report = Report(unreadable=found.unreadable, notes=found.notes)
+    report.excluded = found.excluded
     sizes: dict[str, int] = {}
     codes: dict[str, frozenset[str]] = {}
     for path, size, possible in _candidates(found.files, report):
         sizes[path], codes[path] = size, choice.codes(path) & possible
-    task = Task(tuple(found.files), codes)
+    task = Task(tuple(found.files), codes, asked=choice.codes)
     report.add(_check(task, sizes, jobs, progress))
-    return _finished(report, codes), task
+    return _finished(report, task), task
 
 
 def check_text(text: str, path: str, choice: Choice) -> tuple[Report, Task]:
@@ -137,25 +162,38 @@ def check_text(text: str, path: str, choice: Choice) -> tuple[Report, Task]:
 
 def check_texts(task: Task) -> Report:
     """Check a task in this process: its texts, and its other files as they are on disk."""
-    return _finished(check_share(task), task.codes)
+    return _finished(_together(_reports(task)), task)
 
 
 def check_share(task: Task) -> Report:
-    """What one process does: a task, from beginning to end."""
+    """What a process of its own does with one of its shares."""
+    return _together(_reports(task, project=_project_of_this_process(task.project_paths)))
+
+
+@functools.lru_cache(maxsize=1)
+def _project_of_this_process(paths: tuple[str, ...]) -> Project:
+    """One for all the shares: what they import in common is read once a process, and not once a share."""
+    from ampwise.source.project import Project
+
+    return Project(paths)
+
+
+def _together(parts: Iterable[Report]) -> Report:
     report = Report()
-    for part in _reports(task):
+    for part in parts:
         report.add(part)
     return report
 
 
-def _reports(task: Task) -> Iterator[Report]:
+def _reports(task: Task, project: Project | None = None) -> Iterator[Report]:
     """A report a file, of all the findings that no comment suppresses."""
     if not task.texts and not any(task.codes.values()):
         yield from _only_read(task.codes)
         return
-    from ampwise.source.project import Project
+    if project is None:
+        from ampwise.source.project import Project
 
-    project = Project(task.project_paths, task.texts or None)
+        project = Project(task.project_paths, task.texts or None)
     rules = source_rules()
     for path, codes in task.codes.items():
         report = Report()
@@ -184,7 +222,9 @@ def _check_file(project: Project, path: str, modules: Iterable[ModuleType], repo
             report.findings += module.check(code)
         except Exception as error:
             failed.setdefault(_told(error), []).append(module.RULE.code)
-    report.notes += [f"{path}: {_internal(', '.join(codes), what)}" for what, codes in failed.items()]
+    if failed:
+        report.partly.append(path)
+        report.notes += [f"{path}: {_internal(', '.join(codes), what)}" for what, codes in failed.items()]
 
 
 def _tried(read: Callable[[str], Read], path: str, report: Report) -> Read | None:
@@ -200,7 +240,9 @@ def _tried(read: Callable[[str], Read], path: str, report: Report) -> Read | Non
 
 def _count(script: Script, report: Report) -> None:
     report.files_checked += 1
-    report.notes += [f"{script.path}: {note}" for note in script.notes]
+    if script.notes:
+        report.partly.append(script.path)
+        report.notes += [f"{script.path}: {note}" for note in script.notes]
 
 
 def _told(error: Exception) -> str:
@@ -220,7 +262,7 @@ def _without_suppressed(report: Report, project: Project) -> Report:
     for finding in report.findings:
         path = finding.place.file
         if path not in known:
-            known[path] = _suppressions(project, path)
+            known[path] = _suppressions(project, path, report.findings)
         here = known[path]
         if here is None or not here[1].cover(finding, here[0].line_of(finding.place)):
             kept.append(finding)
@@ -228,7 +270,9 @@ def _without_suppressed(report: Report, project: Project) -> Report:
     return report
 
 
-def _suppressions(project: Project, path: str | None) -> tuple[Script, Suppressions] | None:
+def _suppressions(
+    project: Project, path: str | None, findings: Sequence[Finding]
+) -> tuple[Script, Suppressions] | None:
     from ampwise.lint.noqa import suppressions
 
     if path is None:
@@ -237,14 +281,17 @@ def _suppressions(project: Project, path: str | None) -> tuple[Script, Suppressi
         script = project.code(path).script
     except Unreadable:  # a finding in a file that was only looked into
         return None
-    return script, suppressions(script)
+    return script, suppressions(script, findings)
 
 
-def _finished(report: Report, codes: Mapping[str, frozenset[str]]) -> Report:
+def _finished(report: Report, task: Task) -> Report:
     """Only what was asked for, once each, in the order of files and lines."""
-    asked = [finding for finding in report.findings if finding.rule.code in codes.get(finding.place.file or "", ())]
+    asked = [finding for finding in report.findings if task.wants(finding)]
     report.findings = sorted({(found.rule.code, found.place): found for found in asked}.values(), key=_order)
-    report.notes = list(dict.fromkeys(report.notes))
+    # By path, whichever process was first; what is said of one file stays as it is.
+    report.unreadable.sort(key=lambda error: error.path)
+    report.notes = sorted(dict.fromkeys(report.notes), key=lambda note: note.partition(": ")[0])
+    report.partly = sorted(set(report.partly))
     return report
 
 
@@ -264,15 +311,27 @@ def _candidates(files: Sequence[str], report: Report) -> Iterator[tuple[str, int
     from ampwise.rules import with_words_in
 
     rules = source_rules()
+    sizes: dict[str, int] = {}
+    possible: dict[str, frozenset[str]] = {}
+    trainers = []
     for path in files:
         try:
             data = read_bytes(path)
         except Unreadable as error:
             report.unreadable.append(error)
             continue
-        possible = frozenset(rule.code for rule in with_words_in(data, rules))
-        if possible or len(files) <= FEW_FILES:
-            yield path, len(data), possible
+        sizes[path] = len(data)
+        possible[path] = frozenset(rule.code for rule in with_words_in(data, rules))
+        if b".backward(" in data or b"GradScaler" in data:
+            trainers.append(path)  # other files may have a part in its step
+    if trainers and len(files) > 1:
+        from ampwise.lint.together import rules_together
+
+        for path, codes in rules_together(trainers, files, rules):
+            possible[path] = possible.get(path, frozenset()) | codes
+    for path, size in sizes.items():
+        if possible[path] or len(files) <= FEW_FILES:
+            yield path, size, possible[path]
         else:
             report.files_checked += 1
 

@@ -2,7 +2,7 @@
 
 Folders are walked with ``os.scandir``, not ``pathlib``: on large trees this is where the time goes.
 """
-# ruff: noqa: PTH100, PTH116, PTH118, PTH119, PTH120
+# ruff: noqa: PTH100, PTH110, PTH116, PTH118, PTH119, PTH120
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ampwise.lint.config import Configs, Settings
 from ampwise.source.pattern import Pattern
 from ampwise.source.script import Unreadable, system_reason
 
-__all__ = ["DEFAULT_EXCLUDE", "Found", "find_files", "glob_matcher", "ignored_by"]
+__all__ = ["DEFAULT_EXCLUDE", "Found", "find_files", "glob_matcher", "ignored_by", "is_excluded"]
 
 SUFFIXES = (".py", ".ipynb")
 
@@ -58,14 +58,37 @@ class Found:
         self.files: list[str] = []
         self.unreadable: list[Unreadable] = []
         self.notes: list[str] = []
+        self.excluded = 0  # of the paths
 
 
-def find_files(paths: Iterable[str], configs: Configs) -> Found:
-    """The files that ``paths`` mean: a file is itself, whatever its name; a folder is its Python and notebooks."""
+def find_files(paths: Iterable[str], configs: Configs, *, force_exclude: bool = False) -> Found:
+    """The files that ``paths`` mean: a file is itself, whatever its name; a folder is its Python and notebooks.
+
+    With ``force_exclude``, what the settings exclude is passed over even if it is one of ``paths``.
+    """
     walk = _Walk(configs)
     for path in paths:
-        walk.add(path)
+        if force_exclude and os.path.exists(path) and is_excluded(path, configs):
+            walk.found.excluded += 1
+        else:
+            walk.add(path)
     return walk.found
+
+
+def is_excluded(path: str, configs: Configs) -> bool:
+    """Whether a walk from the project's folder, or without settings from where we stand, would not come to a path."""
+    settings = configs.for_file(path)
+    top = os.path.abspath(settings.folder if settings.source else ".")
+    here = os.path.abspath(path)
+    is_below_top = here.startswith(os.path.join(top, ""))
+    while here != top:
+        above, name = os.path.split(here)
+        if _Excluded(configs.for_folder(above), above)(name):
+            return True
+        if not is_below_top:  # what its folders are called is no business of these settings
+            return False
+        here = above
+    return False
 
 
 @functools.cache

@@ -61,7 +61,7 @@ def unified_diff(script: Script, text: str) -> str:
     if text == script.text:
         return ""
     if not script.cells:
-        return _diff(script.path, script.text, text)
+        return _diff(script.path, *_as_in_file(script, text))
     before, after = _cell_texts(script), _cell_texts(_read_again(script, text))
     return "".join(
         _diff(f"{script.path}:cell {number}", code, after.get(number, ""))
@@ -131,6 +131,15 @@ def _cell_texts(script: Script) -> dict[int, str]:
         cell.number: "".join(f"{line}\n" for line in script.lines[cell.first_line - 1 :][: cell.lines])
         for cell in script.cells
     }
+
+
+def _as_in_file(script: Script, text: str) -> tuple[str, str]:
+    """The code before and after as ``patch`` must see it: with the mark and the line endings of the file."""
+    mark = "\ufeff" if script.bom else ""
+    before, after = (mark + script.file_text(code) for code in (script.text, text))
+    # A lone carriage return ends no line to patch, and would send a terminal back to the start of this one.
+    has_lone_return = "\r" in before.replace("\r\n", "")
+    return (script.text, text) if has_lone_return else (before, after)
 
 
 def _diff(name: str, before: str, after: str) -> str:

@@ -20,6 +20,7 @@ CODES = rf"(?::\s*(?P<codes>{ITEM}(?:[,\s]+{ITEM})*)?|(?![\w:-]))"
 ON_LINE = rf"(?i)#\s*noqa{CODES}"
 IN_FILE = rf"(?i)#\s*ampwise:\s*noqa{CODES}"
 EVERYTHING = frozenset({"*"})
+WITHOUT_CODES = r"(?i)noqa(?!\s*:)"
 
 
 class Suppressions:
@@ -45,9 +46,9 @@ class Suppressions:
 NOTHING = Suppressions(frozenset(), {}, {})
 
 
-def suppressions(script: Script) -> Suppressions:
-    """What the comments of ``script`` suppress; codes are not checked, since other tools' stand there too."""
-    if "noqa" not in script.text.lower():
+def suppressions(script: Script, findings: Iterable[Finding]) -> Suppressions:
+    """What the comments of ``script`` suppress of ``findings``; other tools' codes stand there too."""
+    if not _may_speak_of(findings, script.text):
         return NOTHING
     comments, logical_lines = _tokenized(script)
     in_file: set[str] = set()
@@ -58,6 +59,15 @@ def suppressions(script: Script) -> Suppressions:
         if codes:
             by_line[line] = codes
     return Suppressions(frozenset(in_file), by_line, logical_lines)
+
+
+def _may_speak_of(findings: Iterable[Finding], text: str) -> bool:
+    """Whether it is worth looking for the comments: taking a file apart takes as long as parsing it."""
+    lower = text.lower()
+    if "noqa" not in lower:
+        return False
+    named = any(key in lower for finding in findings for key in (finding.rule.code.lower(), finding.rule.name))
+    return named or re.search(WITHOUT_CODES, text) is not None
 
 
 def with_noqa(script: Script, findings: Iterable[Finding]) -> str:

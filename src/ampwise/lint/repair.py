@@ -46,8 +46,9 @@ def repair(findings: Iterable[Finding], task: Task, *, unsafe: bool) -> Repairs:
         if not changed:
             return repairs
         texts |= changed
-        codes = {path: task.codes[path] for path in changed}
-        findings = check_texts(Task(task.project_paths, codes, texts)).findings
+        # Those that a rule came to from another file have no codes of their own.
+        codes = {path: task.codes.get(path, frozenset()) for path in changed}
+        findings = check_texts(task.but(codes=codes, texts=texts)).findings
     repairs.notes += [
         f"{path}: mended {MOST_PASSES} times without an end; please report it"
         for path in _by_file(finding for finding in findings if finding.edits and (finding.safe or unsafe))

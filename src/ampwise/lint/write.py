@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import stat
 from pathlib import Path
@@ -36,6 +37,8 @@ def write_file(path: str, data: bytes) -> None:
     temporary = real.with_name(f".{real.name}.{os.getpid()}.tmp")
     try:
         status = real.stat()
+        if not os.access(real, os.W_OK):  # where the folder may be changed, a read-only file could be replaced
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
         temporary.write_bytes(data)
         temporary.chmod(stat.S_IMODE(status.st_mode))
         with contextlib.suppress(OSError, AttributeError):  # only root may give a file away

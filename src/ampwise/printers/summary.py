@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from ampwise.finding import Finding, Severity
 from ampwise.printers.terminal import paint
 
-__all__ = ["in_file_order", "star", "summary"]
+__all__ = ["in_file_order", "missed", "star", "summary"]
 
 
 def in_file_order(findings: Sequence[Finding]) -> list[Finding]:
@@ -29,6 +29,18 @@ def summary(findings: Sequence[Finding], colour: bool = False) -> str:
     parts = [part for severity in Severity if (part := _count(findings, severity, colour))]
     found = f"Found {len(findings)} finding{'s' if len(findings) > 1 else ''} ({', '.join(parts)})."
     return "\n".join([found, *_mendable(findings, colour)])
+
+
+def missed(unread: int, partly: int) -> str:
+    """What was not looked at, as a sentence without its end; empty when all was.
+
+    >>> missed(2, 1)
+    '2 paths could not be checked, 1 file only in part'
+    """
+    if unread:
+        told = f"{unread} path{'s' if unread > 1 else ''} could not be checked"
+        return f"{told}, {partly} file{'s' if partly > 1 else ''} only in part" if partly else told
+    return f"{partly} file{'s were' if partly > 1 else ' was'} checked only in part" if partly else ""
 
 
 def star(finding: Finding, colour: bool = False) -> str:

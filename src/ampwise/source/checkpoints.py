@@ -9,17 +9,22 @@ from collections.abc import Iterator
 from ampwise.source.events import Context
 from ampwise.source.frame import Frame
 from ampwise.source.names import dotted_text
+from ampwise.source.outline import Binding, Class
 from ampwise.source.pattern import Pattern
 from ampwise.source.project import Code
 from ampwise.source.vocabulary import OPTIMIZER, SCALER
 
-__all__ = ["Checkpoint", "checkpoints_in"]
+__all__ = ["Checkpoint", "checkpoints_in", "saves_scaler_alone"]
 
 SAVES = Pattern(r"(^|_)save(_|$)|checkpoint|ckpt", re.IGNORECASE)
 SCALER_ENTRY = Pattern(r"scaler|(^|_)amp($|_)|grad_scal|loss_scal|fp16", re.IGNORECASE)
 OPTIMIZER_ENTRY = Pattern(r"optim|(^|_)opt(_|$|\d)", re.IGNORECASE)
 
 DEEPEST = 4  # dictionaries in dictionaries, functions that return what functions return
+
+
+# A dictionary, where it is written, and the calls it came back from, to those who may have added to it.
+Display = tuple[ast.expr, Frame, tuple[tuple[ast.expr, Frame], ...]]
 
 
 class Checkpoint:
@@ -62,6 +67,21 @@ def checkpoints_in(code: Code) -> list[Checkpoint]:
     return list(found.values())
 
 
+def saves_scaler_alone(code: Code) -> bool:
+    """Whether a scaler's state goes to a file of its own: ``torch.save(scaler.state_dict(), "scaler.pt")``."""
+    calls = [(site.node, site.context.frame) for trace in code.traces for site in trace.calls]
+    return any(
+        isinstance(call, ast.Call)
+        and _saves(call, frame)
+        and any(_is_scaler_state(given, frame) for given in call.args)
+        for call, frame in calls
+    )
+
+
+def _is_scaler_state(node: ast.expr, frame: Frame) -> bool:
+    return ast.unparse(node).endswith(".state_dict()") and _mentions_scaler(("", node), frame)
+
+
 def _saves(call: ast.Call, frame: Frame) -> bool:
     if frame.qualified(call.func) == "torch.save":
         return True
@@ -71,8 +91,11 @@ def _saves(call: ast.Call, frame: Frame) -> bool:
 
 def _payloads(call: ast.Call, context: Context) -> Iterator[Checkpoint]:
     for argument in [*call.args, *(word.value for word in call.keywords)]:
-        for node, frame in _dictionaries(argument, context.frame, call.lineno):
+        for node, frame, calls in _dictionaries(argument, context.frame, call.lineno):
             entries, whole = _entries(node, frame)
+            for made, caller in calls:
+                added, sure = _added_later(made, caller)
+                entries, whole = entries + added, whole and sure
             yield Checkpoint(
                 call,
                 node,
@@ -84,22 +107,23 @@ def _payloads(call: ast.Call, context: Context) -> Iterator[Checkpoint]:
             )
 
 
-def _dictionaries(node: ast.expr, frame: Frame, line: int, depth: int = 0) -> Iterator[tuple[ast.expr, Frame]]:
+def _dictionaries(node: ast.expr, frame: Frame, line: int, depth: int = 0) -> Iterator[Display]:
     """The dictionary displays an expression may be."""
     if _is_dictionary(node):
-        yield node, frame
+        yield node, frame, ()
     elif isinstance(node, ast.Call) and depth < DEEPEST:
         target = frame.callee(node)
         if target is not None and target[0].name != "__init__":
             inside = frame.enter(target[0], node, target[1])
             for part in ast.walk(target[0].node):
                 if isinstance(part, ast.Return) and part.value is not None:
-                    yield from _dictionaries(part.value, inside, part.lineno, depth + 1)
+                    for display, home, calls in _dictionaries(part.value, inside, part.lineno, depth + 1):
+                        yield display, home, (*calls, (node, frame))
     elif isinstance(node, ast.Name | ast.Attribute) and depth < DEEPEST:
         yield from _from_name(node, frame, line, depth)
 
 
-def _from_name(node: ast.Name | ast.Attribute, frame: Frame, line: int, depth: int) -> Iterator[tuple[ast.expr, Frame]]:
+def _from_name(node: ast.Name | ast.Attribute, frame: Frame, line: int, depth: int) -> Iterator[Display]:
     if isinstance(node, ast.Name) and node.id in frame.function.bindings:
         bindings = [b for b in frame.function.bindings[node.id] if b.value is not None]
         before = [b for b in bindings if b.value is not None and b.value.lineno <= line] or bindings
@@ -114,7 +138,7 @@ def _from_name(node: ast.Name | ast.Attribute, frame: Frame, line: int, depth: i
 
 
 def _is_dictionary(node: ast.expr) -> bool:
-    return isinstance(node, ast.Dict) or (
+    return isinstance(node, ast.Dict | ast.DictComp) or (
         isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "dict"
     )
 
@@ -130,11 +154,13 @@ def _entries(node: ast.expr, frame: Frame, depth: int = 0) -> tuple[list[Entry],
         for key, value in zip(node.keys, node.values, strict=True):
             if key is None:
                 inner = list(_dictionaries(value, frame, value.lineno, depth + 1)) if depth < DEEPEST else []
-                for display, home in inner:
+                for display, home, _ in inner:
                     entries += _entries(display, home, depth + 1)[0]
                 whole = whole and bool(inner)
             else:
                 entries.append((key.value if isinstance(key, ast.Constant) else ast.unparse(key), value))  # type: ignore[arg-type]
+    elif isinstance(node, ast.DictComp):
+        entries, whole = _states_of_all(node, frame, depth)
     elif isinstance(node, ast.Call):
         entries += [(word.arg, word.value) for word in node.keywords if word.arg]
         whole = not node.args and all(word.arg for word in node.keywords)
@@ -142,13 +168,32 @@ def _entries(node: ast.expr, frame: Frame, depth: int = 0) -> tuple[list[Entry],
     return entries + added, whole and sure
 
 
+def _states_of_all(node: ast.DictComp, frame: Frame, depth: int) -> tuple[list[Entry], bool]:
+    """``{name: thing.state_dict() for name, thing in objects.items()}``, where ``objects`` can be seen."""
+    loop = node.generators[0]
+    method = loop.iter.func if isinstance(loop.iter, ast.Call) else None
+    if len(node.generators) > 1 or not isinstance(method, ast.Attribute) or method.attr != "items" or depth >= DEEPEST:
+        return [], False
+    found = list(_dictionaries(method.value, frame, node.lineno, depth + 1))
+    if len(found) != 1 or found[0][2] or not ast.unparse(node.value).endswith(".state_dict()"):
+        return [], False
+    objects, whole = _entries(found[0][0], found[0][1], depth + 1)
+    return [(key, _state_of(value)) for key, value in objects], whole
+
+
+def _state_of(node: ast.expr) -> ast.expr:
+    return ast.Call(func=ast.Attribute(value=node, attr="state_dict", ctx=ast.Load()), args=[], keywords=[])
+
+
 def _added_later(node: ast.expr, frame: Frame) -> tuple[list[Entry], bool]:
-    names = {
-        name for name, bindings in frame.function.bindings.items() if any(binding.value is node for binding in bindings)
-    }
+    names = _names_of(node, frame.function.bindings)
+    attributes = {f"self.{name}" for cls in _classes_of(frame) for name in _names_of(node, cls.attributes)}
+    scopes: list[ast.AST] = [frame.function.node] if names else []
+    scopes += [cls.node for cls in _classes_of(frame)] if attributes else []  # another method may add to it
+    names |= attributes
     entries: list[Entry] = []
     sure = True
-    for part in ast.walk(frame.function.node) if names else ():
+    for part in (part for scope in scopes for part in ast.walk(scope)):
         if isinstance(part, ast.Assign):
             entries += [(_key_of(target), part.value) for target in part.targets if _element_of(target) in names]
         elif isinstance(part, ast.AugAssign) and dotted_text(part.target) in names:  # state |= {...}
@@ -159,6 +204,15 @@ def _added_later(node: ast.expr, frame: Frame) -> tuple[list[Entry], bool]:
             entries += added
             sure = sure and known
     return entries, sure
+
+
+def _names_of(node: ast.expr, bindings: dict[str, list[Binding]]) -> set[str]:
+    return {name for name, those in bindings.items() if any(binding.value is node for binding in those)}
+
+
+def _classes_of(frame: Frame) -> list[Class]:
+    """The class of the method we are in, and its bases."""
+    return frame.ancestry(frame.instance_of) if frame.instance_of is not None else []
 
 
 def _element_of(target: ast.expr) -> str | None:

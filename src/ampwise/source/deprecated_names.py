@@ -73,9 +73,7 @@ class _Deprecated:
         return [
             node
             for node in self.code.nodes(ast.ImportFrom)
-            if node.module in MODULES
-            and not node.level
-            and any(alias.name in (*MOVED, "*") for alias in node.names)
+            if node.module in MODULES and not node.level and any(alias.name in (*MOVED, "*") for alias in node.names)
         ]
 
     def _edits_of_imports(self) -> list[Edit]:

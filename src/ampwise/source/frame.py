@@ -251,9 +251,9 @@ class Frame:
             for function in self.function.chain():
                 if function.owner is not None and function.self_name == node.id:
                     return self.instance_of if self.instance_of is not None else function.owner
-        for value in self.values(node) if isinstance(node, ast.Name | ast.Attribute) else ():
-            if isinstance(value.node, ast.Call):
-                made = value.frame.definition(value.node.func)
+        for maker, frame in makers(node, self) if isinstance(node, ast.Name | ast.Attribute | ast.Call) else ():
+            if isinstance(maker, ast.Call):
+                made = frame.definition(maker.func)
                 if isinstance(made, Class):
                     return made
         return None
@@ -326,7 +326,7 @@ class Frame:
 
     def _called_instance(self, func: ast.expr) -> tuple[Function, Class | None] | None:
         """``loss_scaler(loss, optimizer)`` where loss_scaler is an object of a class that can be called."""
-        for node, frame in makers(func, self) if isinstance(func, ast.Name | ast.Attribute) else ():
+        for node, frame in makers(func, self) if isinstance(func, ast.Name | ast.Attribute | ast.Call) else ():
             if isinstance(node, ast.Call):
                 made = frame.definition(node.func)
                 if isinstance(made, Class):

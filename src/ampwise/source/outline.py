@@ -139,7 +139,7 @@ class Outline:
         self.classes: dict[str, Class] = {}
         self.models = set(_models(script.text))  # what is called .eval(), .train() or .parameters() on
         self.order: dict[ast.AST, list[ast.expr]] = {}  # calls in order of evaluation, once asked
-        self.lines_with: dict[Pattern, list[int]] = {}  # where the words of a pattern stand, once asked
+        self.lines_with: dict[tuple[str, ...], list[int]] = {}  # where one of these words stands, once asked
 
     @property
     def path(self) -> str:

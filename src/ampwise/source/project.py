@@ -13,7 +13,16 @@ from ampwise.source.events import Event
 from ampwise.source.frame import Frame
 from ampwise.source.outline import Class, Function, Outline, outline
 from ampwise.source.pattern import Pattern
-from ampwise.source.relevance import computes, is_worth_reading, steps, takes_part, trains, trains_in_half
+from ampwise.source.relevance import (
+    calls_one_of,
+    computes,
+    is_worth_reading,
+    steps,
+    steps_or_saves,
+    takes_part,
+    trains,
+    trains_in_half,
+)
 from ampwise.source.script import Script, Unreadable, read_script, script_from_text
 from ampwise.source.steps import Region, regions_of
 from ampwise.source.vocabulary import FRAMEWORKS
@@ -57,9 +66,9 @@ class Project:
     def is_worth_following(self, function: Function, asker: Outline) -> bool:
         """Whether something of the step can happen in a function, or in those it calls.
 
-        In the asker's own file any part of training counts; in another one only what touches gradients.
+        In the asker's own file any part of training counts; in another one only what touches gradients, or saves.
         """
-        return self._some_does(takes_part if function.outline is asker else steps, function)
+        return self._some_does(takes_part if function.outline is asker else steps_or_saves, function)
 
     def computes(self, function: Function) -> bool:
         """Whether a function, or one it calls, computes with numbers that overflow or vanish."""
@@ -116,6 +125,12 @@ class Project:
             text = self._text(path)
             self._worth[path] = text is not None and (path.endswith("__init__.py") or is_worth_reading(text))
         return self._worth[path]
+
+    def imported_by(self, path: str) -> list[str]:
+        """The other given files that ``path`` imports from, as far as they have to do with training."""
+        modules = dict.fromkeys(module.lstrip(".") for module, _ in _imports_in(self._text(path) or ""))
+        found = dict.fromkeys(self._path_of(module, path) for module in modules if module)
+        return [other for other in found if other not in (None, path) and self._is_worth_reading(other)]
 
     def importers(self, path: str) -> dict[str, set[str]]:
         """The other given files that import from ``path``, and the names they take ("*": the module itself)."""
@@ -225,7 +240,8 @@ class Code:
         functions = [function for function in self.outline.functions[1:] if not _in_framework_class(function)]
         matters = takes_part if trains_in_half(self.script.text) else steps
         around = [function for function in functions if matters(function)]
-        pending = around + _callers_of([function for function in around if steps(function)], functions)
+        found += [trace(self.project.frame(method, owner)) for method, owner in self._inherited(around)]
+        pending = around + _callers_of(around, functions)
         # First those that no call names: the others are likely to be met on the way.
         pending.sort(key=lambda function: self._is_called(function))
         for function in dict.fromkeys(pending):
@@ -234,12 +250,25 @@ class Code:
         followed = {function for one in found for function in one.followed}
         return [one for one in found if one.frame.function not in followed]
 
+    def _inherited(self, methods: list[Function]) -> Iterator[tuple[Function, Class]]:
+        """The methods of base classes that call one of ``methods``: the loop of a trainer that leaves steps open."""
+        names: dict[Class, list[str]] = {}
+        for method in methods:
+            if method.owner is not None and method.owner.node.bases:
+                names.setdefault(method.owner, []).append(method.name)
+        frame = self.frame(self.outline.module)
+        for owner, own in names.items():
+            for base in frame.ancestry(owner)[1:]:
+                for name, method in base.methods.items():
+                    if frame.method(owner, name) is method and calls_one_of(method, tuple(sorted(own))):
+                        yield method, owner
+
     @functools.cached_property
     def traces(self) -> list[Trace]:
         """The traces that pass through this file: its own, and those of the files that import it."""
         taken: set[Function] = set()
         foreign: list[Trace] = []
-        parts = {function.name for function in self._helpers}
+        parts = self._helpers
         for path, names in self.project.importers(self.path).items() if parts else ():
             if not names & {"*", *parts}:
                 continue
@@ -278,9 +307,11 @@ class Code:
         return self.outline.imports.mentions(FRAMEWORKS)
 
     @property
-    def _helpers(self) -> list[Function]:
-        """The functions that a training script may import; what a class does is seen from its methods."""
-        return [function for function in self.outline.module.functions.values() if steps(function)]
+    def _helpers(self) -> set[str]:
+        """The functions that a training script may import to step, and the classes it may import to compute with."""
+        functions = {function.name for function in self.outline.module.functions.values() if steps_or_saves(function)}
+        owners = {function.owner.name for function in self.outline.functions if function.owner and _is_part(function)}
+        return functions | owners
 
     def frame(self, function: Function) -> Frame:
         """A function as if called from nowhere."""
@@ -292,14 +323,18 @@ class Code:
 
 def _callers_of(called: list[Function], functions: list[Function]) -> list[Function]:
     """The functions that call these by name: only there two steps of one iteration are seen together."""
-    found, fresh = [], called
+    found: dict[Function, None] = {}
+    fresh = called
     while fresh:
-        names = "|".join({re.escape(function.name) for function in fresh})
-        call = re.compile(rf"(?<!def )\b(?:{names})\s*\(")
+        names = tuple(sorted({function.name for function in fresh}))
         known = {*called, *found}
-        fresh = [function for function in functions if function not in known and call.search(function.text)]
-        found += fresh
-    return found
+        fresh = [function for function in functions if function not in known and calls_one_of(function, names)]
+        found.update(dict.fromkeys(fresh))
+    return list(found)
+
+
+def _is_part(method: Function) -> bool:
+    return steps(method) or (method.name in ("forward", "__call__") and computes(method))
 
 
 def _in_framework_class(function: Function) -> bool:

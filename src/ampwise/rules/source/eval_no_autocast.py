@@ -10,7 +10,7 @@ from ampwise.source.events import Event
 from ampwise.source.frame import Frame
 from ampwise.source.pattern import Pattern
 from ampwise.source.project import Code
-from ampwise.source.walk import events_in
+from ampwise.source.walk import Trace, events_in
 
 __all__ = ["RULE", "check"]
 
@@ -38,9 +38,9 @@ BACKWARDS = ("backward", "scaled backward")
 
 
 def check(code: Code) -> Iterator[Finding]:
-    if SWITCHED_BY_HAND in code.script.text or not _trains_under_autocast(code):
-        return
-    forwards = [event for event in code.events if event.kind == "forward" and event.context.loops]
+    traces = _traces_of_training(code) if SWITCHED_BY_HAND not in code.script.text else []
+    events = (event for one in traces for event in one.events())
+    forwards = [event for event in events if event.kind == "forward" and event.context.loops]
     evaluations = [event for event in forwards if _evaluates(event)]
     wrapped = {event.node for event in evaluations if event.context.autocasts}
     reported: set[object] = set()
@@ -66,11 +66,15 @@ def _as_seen_from(frame: Frame, event: Event) -> ast.expr:
     return node
 
 
-def _trains_under_autocast(code: Code) -> bool:
-    for region in code.regions:
-        if region.has(*BACKWARDS) and any(_computes_under_autocast(event) for event in region.events):
-            return True
-    return False
+def _traces_of_training(code: Code) -> list[Trace]:
+    """All that happens in a file that trains under autocast; in one that helps another to, what this one calls."""
+    training = [
+        region
+        for region in code.regions
+        if region.has(*BACKWARDS) and any(_computes_under_autocast(event) for event in region.events)
+    ]
+    here = any(event.frame.outline is code.outline for region in training for event in region.events)
+    return code.traces if here else list({id(region.trace): region.trace for region in training}.values())
 
 
 def _computes_under_autocast(event: Event) -> bool:

@@ -9,7 +9,7 @@ from ampwise.finding import Finding, Rule, Severity
 from ampwise.source.events import Event
 from ampwise.source.project import Code
 from ampwise.source.scaled_losses import may_be_scaled
-from ampwise.source.steps import Moment
+from ampwise.source.steps import Moment, Region
 from ampwise.source.vocabulary import NOT_A_GRAD_SCALER
 
 __all__ = ["RULE", "check"]
@@ -40,7 +40,7 @@ def check(code: Code) -> Iterator[Finding]:
     if code.uses_framework or _has_scaler(code):
         return
     for region in code.regions:
-        if region.hidden or not region.has("optimizer step"):
+        if region.hidden or not region.has("optimizer step") or _others_may_scale(region, code):
             continue
         for backward, moments in region.visits("backward"):
             forwards = [_forward_in_fp16(moment) for moment in moments]
@@ -48,6 +48,13 @@ def check(code: Code) -> Iterator[Finding]:
                 line = forwards[0].line
                 message = f"the forward of line {line} runs in FP16, and no scaler keeps its gradients from underflow"
                 yield RULE.at(backward.place, message)
+
+
+def _others_may_scale(region: Region, code: Code) -> bool:
+    """Whether one of the other files that the step goes through has a scaler, or a framework that is one."""
+    paths = {event.frame.outline.path for event in region.events} - {code.path}
+    others = [code.project.code(path) for path in sorted(paths)]
+    return any(other.uses_framework or _has_scaler(other) for other in others)
 
 
 def _has_scaler(code: Code) -> bool:

@@ -95,6 +95,8 @@ def _filled(call: ast.Call, context: Context) -> tuple[ast.expr, ast.expr] | Non
     if context.frame.qualified(func) == "torch.where" and len(call.args) == 3:
         _, chosen, other = call.args
         return (other, chosen) if _too_large(chosen, context) else (chosen, other)
+    if context.frame.qualified(func) == "torch.full_like" and len(call.args) == 2 and keyword(call, "dtype") is None:
+        return call.args[0], call.args[1]
     return None
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ampwise.finding import Finding, Rule, Severity
-from ampwise.source.checkpoints import checkpoints_in
+from ampwise.source.checkpoints import checkpoints_in, saves_scaler_alone
 from ampwise.source.project import Code
 from ampwise.source.scalers import works_with_scaler
 
@@ -38,8 +38,9 @@ NEEDS = (("GradScaler", ".backward("), ("caler",), ("state_dict",))
 def check(code: Code) -> Iterator[Finding]:
     if not works_with_scaler(code):
         return
-    for checkpoint in checkpoints_in(code):
-        if checkpoint.has_optimizer and checkpoint.is_whole and not checkpoint.has_scaler:
+    lacking = [one for one in checkpoints_in(code) if one.has_optimizer and one.is_whole and not one.has_scaler]
+    if lacking and not saves_scaler_alone(code):
+        for checkpoint in lacking:
             frame = checkpoint.context.frame if checkpoint.where is checkpoint.node else checkpoint.frame
             yield RULE.at(
                 frame.outline.script.place(checkpoint.where),

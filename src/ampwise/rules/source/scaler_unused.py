@@ -45,16 +45,13 @@ def check(code: Code) -> Iterator[Finding]:
 
 def _target(made: MadeScaler, code: Code) -> ast.Name | ast.Attribute | None:
     """The one name the scaler is assigned to; None when it goes anywhere else."""
-    statement = code.script.statement(made.node)
-    if isinstance(statement, ast.Assign) and len(statement.targets) == 1:
-        target = statement.targets[0]
-    elif isinstance(statement, ast.AnnAssign):
-        target = statement.target
-    else:
-        return None
-    value = statement.value
-    whole = value is made.node or (isinstance(value, ast.IfExp) and made.node in (value.body, value.orelse))
-    return target if whole and isinstance(target, ast.Name | ast.Attribute) else None
+    bound = [(node.value, node.targets) for node in code.nodes(ast.Assign)]
+    bound += [(node.value, [node.target]) for node in code.nodes(ast.AnnAssign) if node.value is not None]
+    for value, targets in bound:
+        if value is made.node or (isinstance(value, ast.IfExp) and made.node in (value.body, value.orelse)):
+            target = targets[0]
+            return target if len(targets) == 1 and isinstance(target, ast.Name | ast.Attribute) else None
+    return None
 
 
 def _may_be_used(target: ast.Name | ast.Attribute, code: Code) -> bool:

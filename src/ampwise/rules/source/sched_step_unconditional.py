@@ -7,7 +7,9 @@ import re
 from collections.abc import Iterator
 
 from ampwise.finding import Finding, Rule, Severity
-from ampwise.source.events import Event
+from ampwise.source.events import Event, Guard
+from ampwise.source.frame import Value
+from ampwise.source.names import dotted_text
 from ampwise.source.pattern import Pattern
 from ampwise.source.project import Code
 from ampwise.source.questions import question
@@ -39,8 +41,9 @@ NEEDS = (("caler",), (".backward(",), (".step(",))
 
 # Asking any of these is asking whether the step was applied.
 ASKS_ABOUT_THE_STEP = Pattern(
-    r"scale|skip|overflow|found_inf|isfinite|isnan|isinf|applied|did_step|stepped|finite|step_count|was_run"
+    r"scale|skip|overflow|found_inf|isfinite|isnan|isinf|applied|did_step|stepped|finite|step_count|was_run|fired|success"
 )
+LOOKS_AT_THE_STEP = Pattern(r"get_scale|skip|overflow|found_inf|finite|isnan|isinf|applied|stepped|step_count")
 ONCE_AN_EPOCH = Pattern(r"==.*\blen\(|\blen\(.*==")  # if i == len(loader) - 1
 LR_FINDER = Pattern(r"lr_?find|find_?lr|record_lr|range_test|lr_range", re.IGNORECASE)
 
@@ -66,7 +69,25 @@ def _knows(step: Event, region: Region) -> bool:
         return True
     applied = {guard for event in region.events if event.kind == "scaler step" for guard in event.context.guards}
     asked = [guard for guard in region.own_guards(step) if guard not in applied]
-    return any(guard.boundary is not None or _tells(question(guard)) for guard in asked)
+    return any(guard.boundary is not None or _tells(question(guard)) or _was_told(guard, step) for guard in asked)
+
+
+def _was_told(guard: Guard, step: Event) -> bool:
+    """``ok = torch.isfinite(norm)`` and then ``if ok:``; ``if apply(optimizer, scaler):`` where that returns it."""
+    test = guard.test
+    for frame in step.frame.callers():
+        for value in [Value(test, frame), *frame.values(test)] if test is not None else ():
+            if isinstance(value.node, ast.Call) and (_tells(ast.unparse(value.node)) or _answers(value)):
+                return True
+    return False
+
+
+def _answers(value: Value) -> bool:
+    """Whether a call takes the step itself, and says something about it: ``applied = apply(optimizer, scaler)``."""
+    assert isinstance(value.node, ast.Call)
+    called = (dotted_text(value.node.func) or "").rpartition(".")[2]
+    target = value.frame.callee(value.node)
+    return called == "step" or (target is not None and LOOKS_AT_THE_STEP.search(target[0].text) is not None)
 
 
 def _tells(asked: str) -> bool:

@@ -1,0 +1,165 @@
+"""Mistakes that no file shows alone: the scaled backward in one, the clip in another."""
+
+import re
+
+import pytest
+
+from ampwise.lint.check import Choice, check_paths
+from ampwise.lint.config import Configs
+from ampwise.lint.select import Layer
+
+TRAIN = """
+import torch
+{imports}
+
+def train(model, optimizer, loader):
+    scaler = torch.amp.GradScaler("cuda")
+    for epoch in range(3):
+        for x, y in loader:
+            optimizer.zero_grad()
+            with torch.autocast("cuda"):
+                loss = {loss}
+            scaler.scale(loss).backward()
+            {step}
+        {save}
+"""
+STEP = "scaler.step(optimizer); scaler.update()"
+
+
+def train(imports, loss="model(x, y)", step=STEP, save="pass"):
+    return TRAIN.format(imports=imports, loss=loss, step=step, save=save)
+
+
+CLIPS = """
+import torch
+
+def apply(model, optimizer, scaler):
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # expect: AMP101
+    scaler.step(optimizer)
+    scaler.update()
+"""
+UNSCALES = CLIPS.replace("    torch", "    scaler.unscale_(optimizer)\n    torch").replace("  # expect: AMP101", "")
+SAVES = """
+import torch
+
+def keep(path, model, optimizer, **more):
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, path)  # expect: AMP204
+"""
+SAVES_MORE = SAVES.replace("()}", "(), **more}").replace("  # expect: AMP204", "")
+SAVES_AND_MORE = (
+    SAVES_MORE
+    + """
+@torch.no_grad()
+def classify(model, pictures):  # in full precision: no autocast
+    for picture in pictures:
+        yield model(picture).argmax(1)
+"""
+)
+LOSS = """
+import torch
+import torch.nn.functional as F
+
+class ProbabilityLoss(torch.nn.Module):
+    def forward(self, logits, target):
+        return F.binary_cross_entropy(torch.sigmoid(logits), target)  # expect: AMP402
+"""
+LOSS_WITH_LOGITS = """
+import torch
+import torch.nn.functional as F
+
+class LogitLoss(torch.nn.Module):
+    def forward(self, logits, target):
+        return F.binary_cross_entropy_with_logits(logits, target)
+"""
+BASE = """
+import torch
+
+class Base:
+    def fit(self, loader):
+        for batch in loader:
+            loss = self.compute(batch)
+            self.backward(loss)
+            self.clip()
+            self.apply()
+
+    def clip(self):
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)  # expect: AMP101
+"""
+SCALED = """
+import torch
+from base import Base
+
+class Scaled(Base):
+    def __init__(self, model):
+        self.model = model
+        self.optimizer = torch.optim.Adam(model.parameters())
+        self.scaler = torch.amp.GradScaler("cuda")
+
+    def compute(self, batch):
+        with torch.autocast("cuda"):
+            return self.model(batch)
+
+    def backward(self, loss):
+        self.optimizer.zero_grad()
+        self.scaler.scale(loss).backward()
+
+    def apply(self):
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+"""
+CLIPS_ITSELF = (
+    SCALED
+    + """
+    def clip(self):
+        self.scaler.unscale_(self.optimizer)
+        super().clip()
+"""
+)
+CASES = {
+    "clip in a helper": {
+        "train.py": train("from ops import apply", step="apply(model, optimizer, scaler)"),
+        "ops.py": CLIPS,
+    },
+    "unscaled in a helper": {
+        "train.py": train("from ops import apply", step="apply(model, optimizer, scaler)"),
+        "ops.py": UNSCALES,
+    },
+    "saved by a helper": {
+        "train.py": train("import helpers", save='helpers.keep("x.pt", model, optimizer)'),
+        "helpers.py": SAVES,
+    },
+    "saved by a helper that is given more": {
+        "train.py": train("import helpers", save='helpers.keep("x.pt", model, optimizer, scaler=scaler.state_dict())'),
+        "helpers.py": SAVES_MORE,
+    },
+    "helper with something else beside it": {
+        "train.py": train("import helpers", save='helpers.keep("x.pt", model, optimizer, scaler=scaler.state_dict())'),
+        "helpers.py": SAVES_AND_MORE,
+    },
+    "loss of another file": {
+        "train.py": train("from losses import ProbabilityLoss", loss="ProbabilityLoss()(model(x), y)"),
+        "losses.py": LOSS,
+    },
+    "fine loss of another file": {
+        "train.py": train("from losses import LogitLoss", loss="LogitLoss()(model(x), y)"),
+        "losses.py": LOSS_WITH_LOGITS,
+    },
+    "base class clips": {"base.py": BASE, "scaled.py": SCALED},
+    "base class clips what was unscaled": {
+        "base.py": BASE.replace("  # expect: AMP101", ""),
+        "scaled.py": CLIPS_ITSELF,
+    },
+}
+
+
+@pytest.mark.parametrize("files", CASES.values(), ids=CASES.keys())
+def test_finds_what_is_marked_and_nothing_else(files, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    expected = []
+    for name, text in sorted(files.items()):
+        (tmp_path / name).write_text(text)
+        for number, line in enumerate(text.split("\n"), 1):
+            expected += [(name, number, code) for code in re.findall(r"# expect: (AMP\d+)", line)]
+    report, _ = check_paths(["."], Choice(Configs(), Layer(select=("ALL",))), jobs=1)
+    found = [(finding.place.file, finding.place.line, finding.rule.code) for finding in report.findings]
+    assert found == expected
