@@ -10,6 +10,8 @@ from ampwise.source.script import Unreadable, read_bytes
 
 __all__ = ["rules_together"]
 
+IN_HALF = (b"autocast(", b"GradScaler", b"scaler.s")  # scaler.scale(loss), scaler.step(optimizer)
+
 
 def rules_together(
     trainers: Iterable[str], files: Sequence[str], rules: Sequence[Listed]
@@ -20,6 +22,8 @@ def rules_together(
         together = [path, *project.imported_by(path)]
         if len(together) > 1:
             data = b"\n".join(_bytes(other) for other in together)
+            if not any(word in data for word in IN_HALF):
+                continue
             codes = frozenset(rule.code for rule in with_words_in(data, rules))
             yield from ((other, codes) for other in together)
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import ast
 
+from ampwise.source.spots import spot
+
 TYPE_CHECKING = False  # as in typing, which takes milliseconds to import
 if TYPE_CHECKING:
     from typing import TypeAlias
@@ -161,6 +163,10 @@ class Event:
         """The object in ``scaler.step(...)``; the node itself where nothing is called on anything."""
         called = self.node.func if isinstance(self.node, ast.Call) else self.node
         return called.value if isinstance(called, ast.Attribute) else called
+
+    def spot(self, seen_from: Event) -> str:
+        """How a message about another event calls this one's line."""
+        return spot(self.node, self.frame, seen_from.place)
 
     @property
     def line(self) -> int:

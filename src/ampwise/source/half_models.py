@@ -7,11 +7,13 @@ import functools
 import re
 from collections.abc import Iterator
 
+from ampwise.finding import Place
 from ampwise.source.events import Context, Kind
 from ampwise.source.frame import Frame
 from ampwise.source.pattern import Pattern
 from ampwise.source.precision import dtypes_of, keyword
 from ampwise.source.project import Code
+from ampwise.source.spots import spot
 from ampwise.source.vocabulary import BF16, FP16, FP32, OPTIMIZER
 from ampwise.source.walk import Site, trace
 
@@ -48,6 +50,14 @@ class HalfModel:
         self.node = node  # the cast
         self.context = context
         self.statement = statement
+
+    @property
+    def place(self) -> Place:
+        return self.context.frame.outline.script.place(self.node)
+
+    def spot(self, seen_from: Place) -> str:
+        """How a message calls the line of the cast."""
+        return spot(self.node, self.context.frame, seen_from)
 
 
 class TrainedHalfModel:

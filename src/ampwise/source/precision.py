@@ -6,10 +6,12 @@ import ast
 import re
 from collections.abc import Iterator
 
+from ampwise.finding import Place
 from ampwise.source.frame import Frame, Value
 from ampwise.source.names import dotted_text
 from ampwise.source.outline import Class, Function
 from ampwise.source.pattern import Pattern
+from ampwise.source.spots import spot
 from ampwise.source.vocabulary import AUTOCASTS, BF16, DTYPES, FP16
 
 __all__ = ["Autocast", "autocast_of", "dtypes_of", "keyword", "switch_of"]
@@ -23,11 +25,12 @@ SPELLINGS = {"bf16": BF16, "bfloat16": BF16, "fp16": FP16, "float16": FP16, "hal
 class Autocast:
     """An autocast context, as far as the source tells."""
 
-    __slots__ = ("device", "dtype_given", "dtypes", "enabled", "known", "node", "optional")
+    __slots__ = ("device", "dtype_given", "dtypes", "enabled", "frame", "known", "node", "optional")
 
     def __init__(
         self,
         node: ast.expr,
+        frame: Frame,
         device: str | None = None,
         dtypes: frozenset[str] | None = None,
         dtype_given: bool = False,
@@ -35,13 +38,17 @@ class Autocast:
         optional: bool = False,
         known: bool = True,
     ) -> None:
-        self.node = node
+        self.node, self.frame = node, frame
         self.device = device  # None: a variable
         self.dtypes = dtypes  # what it may be; None: cannot be told
         self.dtype_given = dtype_given
         self.enabled = enabled  # None: a variable decides
         self.optional = optional  # a null context stands in for it at times
         self.known = known  # False: only its name says that it is autocast
+
+    def spot(self, seen_from: Place) -> str:
+        """How a message calls the line of this autocast."""
+        return spot(self.node, self.frame, seen_from)
 
     @property
     def may_be_on(self) -> bool:
@@ -61,7 +68,7 @@ def autocast_of(node: ast.expr, frame: Frame) -> Autocast | None:
     candidates = frame.values(node) if not isinstance(node, ast.Call) else [Value(node, frame)]
     found = [autocast for value in candidates for autocast in _autocasts(value)]
     if not found:
-        return _by_name(node)
+        return _by_name(node, frame)
     first = found[0]
     others = [value for value in candidates if not any(True for _ in _autocasts(value))]
     first.optional = first.optional or bool(others)
@@ -122,6 +129,7 @@ def _made_by_call(call: ast.Call, frame: Frame) -> Iterator[Autocast]:
             qualified = value.frame.qualified(inner.args[0])
             if qualified in AUTOCASTS:
                 made = _autocast(call, value.frame, AUTOCASTS[qualified], [(inner, 1)])
+                made.frame = frame
                 made.optional = made.optional or len(frame.values(call.func)) > 1
                 yield made
         elif isinstance(inner, ast.Attribute | ast.Name) and value.frame.qualified(inner) in AUTOCASTS:
@@ -161,6 +169,7 @@ def _autocast(call: ast.Call, frame: Frame, device: str | None, further: list[tu
     dtypes = dtypes_of(dtype, frame) if dtype is not None else _default_dtypes(device)
     return Autocast(
         node=call,
+        frame=frame,
         device=device,
         dtypes=dtypes,
         dtype_given=dtype is not None,
@@ -183,11 +192,11 @@ def _text(node: ast.expr | None, frame: Frame) -> str | None:
     return texts.pop() if len(texts) == 1 and len(frame.values(node)) == 1 else None
 
 
-def _by_name(node: ast.expr) -> Autocast | None:
+def _by_name(node: ast.expr, frame: Frame) -> Autocast | None:
     name = dotted_text(node.func if isinstance(node, ast.Call) else node) or ""
     if NO_CONTEXT.search(name) or not AUTOCAST_NAME.search(name.rpartition(".")[2]):
         return None
-    return Autocast(node=node, known=False)
+    return Autocast(node, frame, known=False)
 
 
 def _is_partial(call: ast.Call, frame: Frame) -> bool:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import ast
 
-from ampwise.finding import Place
-
 TYPE_CHECKING = False  # as in typing, which takes milliseconds to import
 if TYPE_CHECKING:
+    from ampwise.finding import Place
     from ampwise.source.frame import Frame
 
 __all__ = ["spot"]

@@ -49,10 +49,9 @@ def check(code: Code) -> Iterator[Finding]:
         eps = _eps(pair.optimizer, pair.frame) if pair.frame.qualified(pair.optimizer.func) in DIVIDING else None
         if eps is not None and eps <= LARGEST_THAT_ROUNDS_TO_ZERO:
             reported.add(pair.optimizer)
-            yield RULE.at(
-                pair.frame.outline.script.place(pair.optimizer),
-                f"eps {eps:g} is zero in FP16, the dtype the parameters were given in line {pair.model.node.lineno}",
-            )
+            place = pair.frame.outline.script.place(pair.optimizer)
+            since = pair.model.spot(place)
+            yield RULE.at(place, f"eps {eps:g} is zero in FP16, the dtype the parameters were given in {since}")
 
 
 def _eps(call: ast.Call, frame: Frame) -> float | None:

@@ -21,6 +21,7 @@ from ampwise.source.pattern import Pattern
 from ampwise.source.precision import Autocast
 from ampwise.source.project import Code
 from ampwise.source.reaching import reaching
+from ampwise.source.spots import spot
 from ampwise.source.walk import Site
 
 __all__ = ["RULE", "check"]
@@ -74,10 +75,9 @@ def check(code: Code) -> Iterator[Finding]:
             name = _computed_in_half(site, disabled, code)
             if name is not None:
                 reported.add(disabled.node)
-                yield RULE.at(
-                    code.script.place(disabled.node),
-                    f"`{name}` was made in FP16 and is not cast, so line {site.node.lineno} computes in FP16",  # type: ignore[attr-defined]
-                )
+                place = code.script.place(disabled.node)
+                line = spot(site.node, site.context.frame, place)
+                yield RULE.at(place, f"`{name}` was made in FP16 and is not cast, so {line} computes in FP16")
                 break
 
 

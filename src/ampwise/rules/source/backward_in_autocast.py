@@ -34,4 +34,4 @@ def check(code: Code) -> Iterator[Finding]:
             continue
         if autocast.known and autocast.may_be_on:
             seen.add(event.node)
-            yield RULE.at(event.place, f"this backward runs inside the autocast region of line {autocast.node.lineno}")
+            yield RULE.at(event.place, f"this backward runs inside the autocast region of {autocast.spot(event.place)}")

@@ -44,7 +44,7 @@ def check(code: Code) -> Iterator[Finding]:
             if steps and len(steps) == len(applied) and not may_be_scaled(backward):
                 yield RULE.at(
                     backward.place,
-                    f"the scaler unscales these gradients in line {steps[0].line}, and they were never scaled",
+                    f"the scaler unscales these gradients in {steps[0].spot(backward)}, and they were never scaled",
                     edits=_scaled(backward, steps[0]),
                 )
 

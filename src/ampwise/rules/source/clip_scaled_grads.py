@@ -43,7 +43,7 @@ def check(code: Code) -> Iterator[Finding]:
             if scaled and all(moment.surely_scaled for moment in scaled):
                 yield RULE.at(
                     clip.place,
-                    f"gradients are still multiplied by the loss scale of line {_backward(scaled[0]).line}",
+                    f"gradients are still multiplied by the loss scale of {_backward(scaled[0]).spot(clip)}",
                     edits=_unscale_before(clip, scaled),
                 )
 
@@ -57,8 +57,8 @@ def _unscale_before(clip: Event, moments: list[Moment]) -> tuple[Edit, ...]:
     steps = {step for moment in moments for step in moment.later("scaler step")}
     here = [step for step in steps if step.frame is clip.frame]
     plain_path = any(not moment.scaled for moment in moments)
-    if len(steps) != 1 or not here or plain_path:
-        return ()
+    if len(steps) != 1 or not here or plain_path or here[0].context.loops != _backward(moments[0]).context.loops:
+        return ()  # in a loop over optimizers the others' gradients would still be scaled
     call = here[0].node
     if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Attribute) or not call.args:
         return ()

@@ -33,7 +33,7 @@ def check(code: Code) -> Iterator[Finding]:
             found = [first for moment in moments if (first := _step_before(moment))]
             certain = len(found) == len(moments) or any(_always_comes_after(step, first, region) for first in found)
             if found and certain:
-                yield RULE.at(step.place, f"these gradients were already applied in line {found[0].line}")
+                yield RULE.at(step.place, f"these gradients were already applied in {found[0].spot(step)}")
 
 
 def _step_before(moment: Moment) -> Event | None:

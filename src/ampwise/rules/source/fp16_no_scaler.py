@@ -45,8 +45,8 @@ def check(code: Code) -> Iterator[Finding]:
         for backward, moments in region.visits("backward"):
             forwards = [_forward_in_fp16(moment) for moment in moments]
             if all(forwards) and forwards[0] is not None and not may_be_scaled(backward):
-                line = forwards[0].line
-                message = f"the forward of line {line} runs in FP16, and no scaler keeps its gradients from underflow"
+                line = forwards[0].spot(backward)
+                message = f"the forward of {line} runs in FP16, and no scaler keeps its gradients from underflow"
                 yield RULE.at(backward.place, message)
 
 

@@ -9,6 +9,7 @@ from ampwise.finding import Finding, Rule, Severity
 from ampwise.source.events import Guard
 from ampwise.source.project import Code
 from ampwise.source.scalers import scalers_made
+from ampwise.source.spots import spot
 from ampwise.source.walk import Site
 
 __all__ = ["RULE", "check"]
@@ -50,10 +51,9 @@ def check(code: Code) -> Iterator[Finding]:
     used = any(event.kind in ("scaled backward", "scaler step") for event in code.events)
     for made in scalers_made(code) if wrapped and used else ():
         if any(_together(context.guards, wrapped) for context, _ in made.contexts):
-            line = getattr(wrapped[0].node, "lineno", 0)
-            yield RULE.at(
-                code.script.place(made.node), f"the model is wrapped by FSDP in line {line}: use ShardedGradScaler"
-            )
+            place = code.script.place(made.node)
+            line = spot(wrapped[0].node, wrapped[0].context.frame, place)
+            yield RULE.at(place, f"the model is wrapped by FSDP in {line}: use ShardedGradScaler")
 
 
 def _together(guards: tuple[Guard, ...], wrapped: list[Site]) -> bool:

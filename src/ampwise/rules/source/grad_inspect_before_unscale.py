@@ -54,8 +54,10 @@ def check(code: Code) -> Iterator[Finding]:
                 continue
             if _measures(read) and not _knows_about_the_scale(read) and not _is_part_of_a_clip(read, scaled):
                 told.add(read.frame.function)
-                line = next(iter(scaled[0].scaled.values())).line
-                yield RULE.at(read.place, f"these gradients are still multiplied by the loss scale of line {line}")
+                backward = next(iter(scaled[0].scaled.values()))
+                yield RULE.at(
+                    read.place, f"these gradients are still multiplied by the loss scale of {backward.spot(read)}"
+                )
 
 
 def _measures(read: Event) -> bool:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from ampwise.finding import Finding, Rule, Severity
 from ampwise.source.half_models import trained_half_models
 from ampwise.source.project import Code
+from ampwise.source.spots import spot
 from ampwise.source.vocabulary import FP16
 
 __all__ = ["RULE", "check"]
@@ -42,7 +43,6 @@ def check(code: Code) -> Iterator[Finding]:
         step = stepped.get(pair.optimizer_key)
         if pair.model.dtype == FP16 and step is not None and pair.model.node not in reported:
             reported.add(pair.model.node)
-            yield RULE.at(
-                pair.model.context.frame.outline.script.place(pair.model.node),
-                f"FP16 parameters, which the GradScaler that steps their optimizer in line {step.line} refuses",
-            )
+            place = pair.model.place
+            line = spot(step.node, step.frame, place)
+            yield RULE.at(place, f"FP16 parameters, which the GradScaler that steps their optimizer in {line} refuses")

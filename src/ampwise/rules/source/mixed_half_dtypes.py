@@ -43,22 +43,23 @@ def check(code: Code) -> Iterator[Finding]:
     for region in code.regions:
         if not region.has("backward", "scaled backward"):
             continue
-        for autocast, place_of, message in [*_against_the_model(code, region), *_two_autocasts(region)]:
+        for autocast, message in [*_against_the_model(code, region), *_two_autocasts(region)]:
             if autocast.node not in reported:
                 reported.add(autocast.node)
-                yield RULE.at(place_of.frame.outline.script.place(autocast.node), message)
+                yield RULE.at(autocast.frame.outline.script.place(autocast.node), message)
 
 
-def _against_the_model(code: Code, region: Region) -> Iterator[tuple[Autocast, Event, str]]:
+def _against_the_model(code: Code, region: Region) -> Iterator[tuple[Autocast, str]]:
     """A forward of a half model under an autocast of the other dtype."""
     models = half_models(code)
     for event, dtype, autocast in _forwards(region):
         model = models.get(event.key or "")
         if model is not None and {model.dtype, dtype} == {FP16, BF16}:
-            yield autocast, event, f"{dtype} autocast over a model that is {model.dtype} since line {model.node.lineno}"
+            since = model.spot(event.place)
+            yield autocast, f"{dtype} autocast over a model that is {model.dtype} since {since}"
 
 
-def _two_autocasts(region: Region) -> Iterator[tuple[Autocast, Event, str]]:
+def _two_autocasts(region: Region) -> Iterator[tuple[Autocast, str]]:
     """Two forwards on one path, each under an autocast of its own dtype."""
     forwards = {event: (dtype, autocast) for event, dtype, autocast in _forwards(region)}
     for path in region.paths:
@@ -69,7 +70,7 @@ def _two_autocasts(region: Region) -> Iterator[tuple[Autocast, Event, str]]:
             first = passed[0][0]
             at = next(index for index, (dtype, _) in enumerate(passed) if dtype != first)
             dtype, autocast = passed[at]
-            yield autocast, events[at], f"{dtype} here, but {first} in line {events[0].line} of the same step"
+            yield autocast, f"{dtype} here, but {first} in {events[0].spot(events[at])}, in the same step"
 
 
 def _forwards(region: Region) -> Iterator[tuple[Event, str, Autocast]]:

@@ -71,11 +71,12 @@ def _before_another_step(moments: list[Moment], region: Region) -> str | None:
                 between = {event.kind for event in following[:index]}
                 if "opaque" in between:
                     continue
+                line = step.spot(update)
                 if "scaled backward" in between and step.context.loops != update.context.loops:
-                    return f"the optimizer of line {step.line} shares this scaler, and each changes the other's scale"
+                    return f"the optimizer of {line} shares this scaler, and each changes the other's scale"
                 if "scaled backward" in between:
-                    return f"the scaler is updated again after the step of line {step.line}; once for both is enough"
-                return f"the gradients that line {step.line} applies were made with the scale before this update"
+                    return f"the scaler is updated again after the step of {line}; once for both is enough"
+                return f"the gradients that {line} applies were made with the scale before this update"
     return None
 
 

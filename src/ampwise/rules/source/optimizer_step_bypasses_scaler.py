@@ -49,7 +49,7 @@ def check(code: Code) -> Iterator[Finding]:
                 continue
             if all(_bypasses(moment) for moment in moments):
                 backward = next(iter(moments[0].scaled.values()))
-                yield RULE.at(step.place, f"applies gradients that line {backward.line} scaled, past the scaler")
+                yield RULE.at(step.place, f"applies gradients that {backward.spot(step)} scaled, past the scaler")
 
 
 def _bypasses(moment: Moment) -> bool:

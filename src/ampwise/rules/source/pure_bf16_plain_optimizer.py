@@ -42,7 +42,6 @@ def check(code: Code) -> Iterator[Finding]:
         maker = pair.frame.qualified(pair.optimizer.func) or ""
         if pair.model.dtype == BF16 and maker.startswith("torch.optim.") and pair.optimizer not in reported:
             reported.add(pair.optimizer)
-            yield RULE.at(
-                pair.frame.outline.script.place(pair.optimizer),
-                f"the weights are BF16 since line {pair.model.node.lineno}: updates below 1/512 of a weight are lost",
-            )
+            place = pair.frame.outline.script.place(pair.optimizer)
+            since = pair.model.spot(place)
+            yield RULE.at(place, f"the weights are BF16 since {since}: updates below 1/512 of a weight are lost")

@@ -44,10 +44,8 @@ def check(code: Code) -> Iterator[Finding]:
         autocasts = _autocasts_of(made, code)
         surely = all(autocast.known and autocast.is_surely(BF16) for autocast in autocasts)
         if autocasts and surely and not _depends_on_dtype(made):
-            yield RULE.at(
-                code.script.place(made.node),
-                f"autocast is always BF16 (line {autocasts[0].node.lineno}): there is nothing to scale",
-            )
+            place = code.script.place(made.node)
+            yield RULE.at(place, f"autocast is always BF16 ({autocasts[0].spot(place)}): there is nothing to scale")
 
 
 def _autocasts_of(made: MadeScaler, code: Code) -> list[Autocast]:

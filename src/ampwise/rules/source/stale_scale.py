@@ -11,6 +11,7 @@ from ampwise.source.events import Event, Loop
 from ampwise.source.frame import Frame
 from ampwise.source.pattern import Pattern
 from ampwise.source.project import Code
+from ampwise.source.spots import spot
 from ampwise.source.vocabulary import SCALER
 from ampwise.source.walk import Site, Trace
 
@@ -63,7 +64,8 @@ def _stale_in(trace: Trace) -> Iterator[Finding]:
             if stale and (key, site.node) not in told:
                 told.add((key, site.node))
                 place = site.context.frame.outline.script.place(used)
-                yield RULE.at(place, f"the scale of line {first.node.lineno}; update() may have changed it since")  # type: ignore[attr-defined]
+                line = spot(first.node, first.context.frame, place)
+                yield RULE.at(place, f"the scale of {line}; update() may have changed it since")
 
 
 # -- where a scale is kept --------------------------------------------------------------------------------

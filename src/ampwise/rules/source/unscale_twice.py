@@ -49,12 +49,12 @@ def check(code: Code) -> Iterator[Finding]:
         for event, moments in region.visits("unscale"):
             first = [_before(moment) for moment in moments]
             if first and all(first) and _names_one_optimizer(event):
-                line = next(found.line for found in first if found)
-                yield RULE.at(event.place, f"this optimizer's gradients were already unscaled in line {line}")
+                before = next(found for found in first if found)
+                yield RULE.at(event.place, f"this optimizer's gradients were already unscaled in {before.spot(event)}")
             elif region.loop is not None and (update := _update_that_bad_steps_miss(event, moments, region)):
                 yield RULE.at(
                     event.place,
-                    f"a bad step passes over the update of line {update.line}, and the next iteration unscales again",
+                    f"a bad step passes over the update of {update.spot(event)}, and the next iteration unscales again",
                 )
 
 
