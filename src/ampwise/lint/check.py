@@ -322,7 +322,7 @@ def _candidates(files: Sequence[str], report: Report) -> Iterator[tuple[str, int
             continue
         sizes[path] = len(data)
         possible[path] = frozenset(rule.code for rule in with_words_in(data, rules))
-        if b".backward(" in data or b"GradScaler" in data:
+        if possible[path] and (b".backward(" in data or b"GradScaler" in data):
             trainers.append(path)  # other files may have a part in its step
     if trainers and len(files) > 1:
         from ampwise.lint.together import rules_together

@@ -16,16 +16,20 @@ IN_HALF = (b"autocast(", b"GradScaler", b"scaler.s")  # scaler.scale(loss), scal
 def rules_together(
     trainers: Iterable[str], files: Sequence[str], rules: Sequence[Listed]
 ) -> Iterator[tuple[str, frozenset[str]]]:
-    """For each file that makes gradients, and those it imports: the codes of the rules that have words in them all."""
+    """For each file that makes gradients, and those it imports: the rules that have all their words in them together."""
     project = Project(files)
     for path in trainers:
-        together = [path, *project.imported_by(path)]
-        if len(together) > 1:
-            data = b"\n".join(_bytes(other) for other in together)
-            if not any(word in data for word in IN_HALF):
-                continue
-            codes = frozenset(rule.code for rule in with_words_in(data, rules))
-            yield from ((other, codes) for other in together)
+        imported = project.imported_by(path)
+        if imported:
+            own = {other: _bytes(other) for other in (path, *imported)}
+            together = with_words_in(b"\n".join(own.values()), rules)
+            for other, data in own.items():
+                yield other, frozenset(rule.code for rule in together if _has_a_part(rule, data))
+
+
+def _has_a_part(rule: Listed, data: bytes) -> bool:
+    """Whether a file has some of the words itself: without any there is nothing in it to point at."""
+    return any(word.encode() in data for words in rule.needs for word in words)
 
 
 def _bytes(path: str) -> bytes:

@@ -57,13 +57,14 @@ class Checkpoint:
 
 
 def checkpoints_in(code: Code) -> list[Checkpoint]:
-    """Every dictionary saved, once, with its first save."""
+    """Every dictionary saved, once, with its first save; one to which a subclass adds the scaler, with that."""
     found: dict[ast.expr, Checkpoint] = {}
     for trace in code.traces:
         for site in trace.calls:
             if isinstance(site.node, ast.Call) and _saves(site.node, site.context.frame):
                 for checkpoint in _payloads(site.node, site.context):
-                    found.setdefault(checkpoint.payload, checkpoint)
+                    if checkpoint.has_scaler or checkpoint.payload not in found:
+                        found[checkpoint.payload] = checkpoint
     return list(found.values())
 
 

@@ -16,6 +16,7 @@ from ampwise.source.pattern import Pattern
 from ampwise.source.relevance import (
     calls_one_of,
     computes,
+    is_worth_importing,
     is_worth_reading,
     steps,
     steps_or_saves,
@@ -127,10 +128,13 @@ class Project:
         return self._worth[path]
 
     def imported_by(self, path: str) -> list[str]:
-        """The other given files that ``path`` imports from, as far as they have to do with training."""
-        modules = dict.fromkeys(module.lstrip(".") for module, _ in _imports_in(self._text(path) or ""))
-        found = dict.fromkeys(self._path_of(module, path) for module in modules if module)
-        return [other for other in found if other not in (None, path) and self._is_worth_reading(other)]
+        """The other given files from which ``path`` imports something that has to do with training."""
+        taken: dict[str, set[str]] = {}
+        for module, names in _imports_in(self._text(path) or ""):
+            other = self._path_of(module.lstrip("."), path) if module.strip(".") else None
+            if other is not None and other != path:
+                taken.setdefault(other, set()).update(names)
+        return [other for other, names in taken.items() if is_worth_importing(self._text(other) or "", names)]
 
     def importers(self, path: str) -> dict[str, set[str]]:
         """The other given files that import from ``path``, and the names they take ("*": the module itself)."""

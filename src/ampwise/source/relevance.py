@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 __all__ = [
     "calls_one_of",
     "computes",
+    "is_worth_importing",
     "is_worth_reading",
     "steps",
     "steps_or_saves",
@@ -76,6 +77,22 @@ def trains_in_half(text: str) -> bool:
 def is_worth_reading(text: str) -> bool:
     """Whether a file that others import from may do a part of their step, compute their loss, or save their state."""
     return any(word in text for word in (*STEPS_OR_SAVES, *LOSSES))
+
+
+def is_worth_importing(text: str, names: set[str]) -> bool:
+    """Whether one of these names is defined here with a part of the step, or a loss, in it ("*": all of them)."""
+    if not is_worth_reading(text) or "*" in names:
+        return is_worth_reading(text)
+    return any(is_worth_reading(definition) for name in names for definition in _definitions(name, text))
+
+
+def _definitions(name: str, text: str) -> Iterator[str]:
+    """The text of functions and classes of this name at the top of a file, up to what is defined next."""
+    for head in (f"\ndef {name}(", f"\nclass {name}(", f"\nclass {name}:"):
+        start = text.find(head)
+        if start >= 0:
+            ends = [end for mark in ("\ndef ", "\nclass ", "\n@") if (end := text.find(mark, start + 1)) >= 0]
+            yield text[start : min(ends, default=len(text))]
 
 
 def steps(function: Function) -> bool:

@@ -11,6 +11,7 @@ from ampwise.source.names import dotted_text
 from ampwise.source.outline import Function
 from ampwise.source.precision import keyword
 from ampwise.source.project import Code
+from ampwise.source.scalers import scalers_held
 from ampwise.source.steps import Region
 
 __all__ = ["RULE", "check"]
@@ -44,7 +45,7 @@ def check(code: Code) -> Iterator[Finding]:
             call = event.node
             if not isinstance(call, ast.Call):
                 continue
-            if event.kind == "scaler step" and _given_closure(call, call.args[1:], event) and _is_at_hand(call, event):
+            if event.kind == "scaler step" and _given_closure(call, call.args[1:], event) and _is_at_hand(event):
                 yield RULE.at(event.place, "GradScaler.step does not support closures")
             elif event.kind == "scaler step" and _is_lbfgs(call, event):
                 yield RULE.at(event.place, "LBFGS needs a closure, which GradScaler.step does not support")
@@ -72,10 +73,9 @@ def _is_closure(argument: ast.expr, event: Event) -> bool:
     )
 
 
-def _is_at_hand(call: ast.Call, event: Event) -> bool:
+def _is_at_hand(event: Event) -> bool:
     """``self.state.scaler``, made in another file, may be of a class that does take closures."""
-    scaler = call.func.value if isinstance(call.func, ast.Attribute) else call.func
-    return isinstance(scaler, ast.Name) or any(value.node is not scaler for value in event.frame.values(scaler))
+    return isinstance(event.receiver, ast.Name) or bool(scalers_held(event.receiver, event.frame))
 
 
 def _is_lbfgs(call: ast.Call, event: Event) -> bool:
