@@ -38,6 +38,8 @@ FEW_FILES = 50
 WORTH_PROCESSES = 1_000_000  # bytes to parse; a second of work or so, against a tenth to start processes
 SHARES_PER_JOB = 4  # so that no process waits long for the last one
 DEBUG = "AMPWISE_DEBUG"
+# A script that runs the step itself says one of these; where a framework does, none.
+TRAINER_WORDS = (b"loss.backward(", b"loss).backward(", b".scale(", b"GradScaler(", b"unscale_(")
 
 
 class Report:
@@ -322,7 +324,7 @@ def _candidates(files: Sequence[str], report: Report) -> Iterator[tuple[str, int
             continue
         sizes[path] = len(data)
         possible[path] = frozenset(rule.code for rule in with_words_in(data, rules))
-        if possible[path] and (b".backward(" in data or b"GradScaler" in data):
+        if possible[path] and any(word in data for word in TRAINER_WORDS):
             trainers.append(path)  # other files may have a part in its step
     if trainers and len(files) > 1:
         from ampwise.lint.together import rules_together

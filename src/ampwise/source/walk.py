@@ -19,7 +19,7 @@ from ampwise.source.precision import Autocast, autocast_of
 
 __all__ = ["Site", "Trace", "trace"]
 
-DEEPEST = 6  # calls followed into calls
+DEEPEST = 5  # calls followed into calls
 MOST_STATEMENTS = 1_500  # in one trace, inlined ones counted each time
 NO_GRAD = ("torch.no_grad", "torch.inference_mode", "torch.autograd.no_grad")
 JUMPS = {ast.Continue: "continue", ast.Break: "break", ast.Return: "return", ast.Raise: "raise"}
