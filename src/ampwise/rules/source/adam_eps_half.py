@@ -28,7 +28,7 @@ RULE = Rule(
     bad="model.half()\noptimizer = torch.optim.Adam(model.parameters(), lr=1e-3)",
     good=(
         "optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)\n"
-        "with torch.autocast('cuda', dtype=torch.float16):\n    loss = model(x).sum()"
+        'with torch.autocast("cuda", dtype=torch.float16):\n    loss = model(x).sum()'
     ),
 )
 NEEDS = ((".half(", "float16", "torch.half"), ("Adam", "RMSprop"))

@@ -32,7 +32,7 @@ RULE = Rule(
         "        ctx.save_for_backward(a, b)\n        return a.mm(b)"
     ),
     good=(
-        "class MatMul(torch.autograd.Function):\n    @staticmethod\n    @torch.amp.custom_fwd(device_type='cuda')\n"
+        'class MatMul(torch.autograd.Function):\n    @staticmethod\n    @torch.amp.custom_fwd(device_type="cuda")\n'
         "    def forward(ctx, a, b):\n        ctx.save_for_backward(a, b)\n        return a.mm(b)"
     ),
     on_by_default=False,

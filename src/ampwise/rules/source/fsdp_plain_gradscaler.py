@@ -26,7 +26,7 @@ RULE = Rule(
         "`fully_shard` uses DTensors, and there the plain one is right.)"
     ),
     fix="Use `torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler`.",
-    bad="model = FullyShardedDataParallel(model)\nscaler = torch.amp.GradScaler('cuda')",
+    bad='model = FullyShardedDataParallel(model)\nscaler = torch.amp.GradScaler("cuda")',
     good=(
         "from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler\n\n"
         "model = FullyShardedDataParallel(model)\nscaler = ShardedGradScaler()"

@@ -29,7 +29,7 @@ RULE = Rule(
     ),
     good=(
         "model = Net().cuda()\noptimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
-        "with torch.autocast('cuda', dtype=torch.float16):\n    loss = loss_fn(model(x), y)\n"
+        'with torch.autocast("cuda", dtype=torch.float16):\n    loss = loss_fn(model(x), y)\n'
         "scaler.scale(loss).backward()\nscaler.step(optimizer)"
     ),
 )

@@ -24,8 +24,8 @@ RULE = Rule(
         "the model runs in FP32, at the speed and memory of FP32."
     ),
     fix="Enter autocast with `with` around the forward and the loss, and only around these.",
-    bad="loss = loss_fn(model(x), y)\nwith torch.autocast('cuda'):\n    scaler.step(optimizer)",
-    good="with torch.autocast('cuda'):\n    loss = loss_fn(model(x), y)\nscaler.step(optimizer)",
+    bad='loss = loss_fn(model(x), y)\nwith torch.autocast("cuda"):\n    scaler.step(optimizer)',
+    good='with torch.autocast("cuda"):\n    loss = loss_fn(model(x), y)\nscaler.step(optimizer)',
 )
 NEEDS = (("autocast",), (".backward(", ".step(", "GradScaler"))
 

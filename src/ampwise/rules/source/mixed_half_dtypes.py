@@ -26,8 +26,8 @@ RULE = Rule(
         "still needs a GradScaler."
     ),
     fix="Use one half dtype: BF16 where the GPU has it in its matrix units, else FP16 with a GradScaler.",
-    bad="model.bfloat16()\nwith torch.autocast('cuda', dtype=torch.float16):\n    loss = model(x).sum()",
-    good="with torch.autocast('cuda', dtype=torch.bfloat16):\n    loss = model(x).sum()",
+    bad='model.bfloat16()\nwith torch.autocast("cuda", dtype=torch.float16):\n    loss = model(x).sum()',
+    good='with torch.autocast("cuda", dtype=torch.bfloat16):\n    loss = model(x).sum()',
 )
 NEEDS = (("bfloat16",), ("autocast", "float16", ".half("), (".backward(",))
 

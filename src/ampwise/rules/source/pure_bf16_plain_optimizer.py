@@ -27,7 +27,7 @@ RULE = Rule(
     bad="model = Net().to(torch.bfloat16)\noptimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)",
     good=(
         "model = Net()\noptimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)\n"
-        "with torch.autocast('cuda', dtype=torch.bfloat16):\n    loss = loss_fn(model(x), y)"
+        'with torch.autocast("cuda", dtype=torch.bfloat16):\n    loss = loss_fn(model(x), y)'
     ),
 )
 NEEDS = (("bfloat16",), (".backward(",))

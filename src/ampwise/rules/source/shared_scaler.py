@@ -25,9 +25,9 @@ RULE = Rule(
         "what it saves or prints is the scale of the start."
     ),
     fix="Make the GradScaler in the function that each process or thread runs.",
-    bad="scaler = torch.amp.GradScaler('cuda')\nmp.spawn(train, args=(model, scaler), nprocs=4)",
+    bad='scaler = torch.amp.GradScaler("cuda")\nmp.spawn(train, args=(model, scaler), nprocs=4)',
     good=(
-        "def train(rank, model):\n    scaler = torch.amp.GradScaler('cuda')\n\n\n"
+        'def train(rank, model):\n    scaler = torch.amp.GradScaler("cuda")\n\n\n'
         "mp.spawn(train, args=(model,), nprocs=4)"
     ),
 )
