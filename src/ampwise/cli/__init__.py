@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
+import gc
 import importlib
 import itertools
 import os
@@ -36,8 +37,11 @@ READER_GONE = 141  # 128 + SIGPIPE: what a shell reports for a program that the 
 
 def script() -> NoReturn:
     """The command ``ampwise``."""
+    only_reads = sys.argv[1:2] == ["check"]
+    if only_reads:
+        gc.disable()  # see cli/check.py; here it stays off, since there is no afterwards
     code = main()
-    if sys.argv[1:2] == ["check"]:
+    if only_reads:
         # Taking apart the trees of a thousand files takes as long as a third of the check, and nobody needs it.
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(OSError, ValueError):

@@ -92,7 +92,6 @@ def run(args: argparse.Namespace) -> int:
         return _run(args)
     finally:
         if was_enabled:
-            gc.freeze()  # what is there is not looked through when the collector is on again
             gc.enable()
 
 
