@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from ampwise.errors import MissingDependency as MissingDependency
     from ampwise.errors import UnknownName as UnknownName
     from ampwise.errors import UnsupportedTensor as UnsupportedTensor
+    from ampwise.finding import Edit as Edit
     from ampwise.finding import Finding as Finding
     from ampwise.finding import Place as Place
     from ampwise.finding import Rule as Rule
@@ -41,6 +42,7 @@ _HOMES = {
     "Census": "census.algebra",
     "Count": "census.count",
     "DeviceCensus": "census.device",
+    "Edit": "finding",
     "Finding": "finding",
     "Format": "formats",
     "Gpu": "hardware",
