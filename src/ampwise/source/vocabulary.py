@@ -21,6 +21,7 @@ __all__ = [
     "GRAD_SCALERS",
     "MODEL",
     "OPTIMIZER",
+    "SAYS_FP16",
     "SCALER",
     "SCHEDULER",
     "role_of_constructor",
@@ -63,6 +64,12 @@ DTYPES = {
     "torch.double": "float64",
 }
 CLIPS = frozenset(("clip_grad_norm_", "clip_grad_value_", "clip_grad_norm", "clip_grad_value", "clip_grads_with_norm_"))
+
+# Words without one of which nothing in a file is surely FP16.
+SAYS_FP16 = (
+    *("float16", "cuda.amp", "autocast()", 'autocast("cuda', "autocast('cuda", ".half(", "torch.half"),
+    *('device_type="cuda', "device_type='cuda"),
+)
 
 # Packages that own the step where a script uses them: they scale, unscale and skip by themselves.
 FRAMEWORKS = (

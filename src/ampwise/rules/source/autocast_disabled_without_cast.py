@@ -22,6 +22,7 @@ from ampwise.source.precision import Autocast
 from ampwise.source.project import Code
 from ampwise.source.reaching import reaching
 from ampwise.source.spots import spot
+from ampwise.source.vocabulary import SAYS_FP16
 from ampwise.source.walk import Site
 
 __all__ = ["RULE", "check"]
@@ -47,17 +48,7 @@ RULE = Rule(
 )
 NEEDS = (
     ("autocast",),
-    (
-        "float16",
-        "cuda.amp",
-        "autocast()",
-        'autocast("cuda',
-        "autocast('cuda",
-        'device_type="cuda',
-        "device_type='cuda",
-        ".half(",
-        "torch.half",
-    ),
+    SAYS_FP16,
     ("enabled=False", "False)", "enabled = False"),
 )
 

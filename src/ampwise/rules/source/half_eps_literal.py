@@ -13,6 +13,7 @@ from ampwise.source.pattern import Pattern
 from ampwise.source.precision import keyword
 from ampwise.source.project import Code
 from ampwise.source.reaching import reaching
+from ampwise.source.vocabulary import SAYS_FP16
 
 __all__ = ["RULE", "check"]
 
@@ -32,17 +33,7 @@ RULE = Rule(
 )
 NEEDS = (
     ("autocast",),
-    (
-        "float16",
-        "cuda.amp",
-        "autocast()",
-        'autocast("cuda',
-        "autocast('cuda",
-        'device_type="cuda',
-        "device_type='cuda",
-        ".half(",
-        "torch.half",
-    ),
+    SAYS_FP16,
     ("1e-8", "1e-9", "1e-1", "1e-2", "e-08", "e-09", "e-1"),
 )
 

@@ -13,6 +13,7 @@ from ampwise.source.names import dotted_text
 from ampwise.source.pattern import Pattern
 from ampwise.source.precision import keyword
 from ampwise.source.project import Code
+from ampwise.source.vocabulary import SAYS_FP16
 
 __all__ = ["RULE", "check"]
 
@@ -34,17 +35,7 @@ RULE = Rule(
     fixable="sometimes",
 )
 NEEDS = (
-    (
-        "float16",
-        "cuda.amp",
-        "autocast()",
-        'autocast("cuda',
-        "autocast('cuda",
-        'device_type="cuda',
-        "device_type='cuda",
-        ".half(",
-        "torch.half",
-    ),
+    SAYS_FP16,
     ("masked_fill", "where(", "mask"),
     ("-1e", "1e9", "1e10", "1e5", "1e6", "1e7", "1e8", "-1000", "-9", "e+"),
 )

@@ -11,6 +11,7 @@ from ampwise.source.halves import HALF, LIKELY_HALF, halves_of, layer_called, me
 from ampwise.source.pattern import Pattern
 from ampwise.source.project import Code
 from ampwise.source.reaching import reaching
+from ampwise.source.vocabulary import SAYS_FP16
 
 __all__ = ["RULE", "check"]
 
@@ -34,17 +35,7 @@ RULE = Rule(
 )
 NEEDS = (
     ("autocast",),
-    (
-        "float16",
-        "cuda.amp",
-        "autocast()",
-        'autocast("cuda',
-        "autocast('cuda",
-        'device_type="cuda',
-        "device_type='cuda",
-        ".half(",
-        "torch.half",
-    ),
+    SAYS_FP16,
     ("log(", "exp(", "sqrt(", "log2(", "var("),
 )
 
