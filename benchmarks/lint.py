@@ -7,6 +7,7 @@ The sources and TorchFix are fetched once, with pip, into ``.cache/lint``.
 from __future__ import annotations
 
 import os
+import resource
 import subprocess
 import sys
 import time
@@ -97,10 +98,12 @@ def _cold_starts() -> list[list[str | float]]:
 
 def _cpu_s(command: Sequence[str], environment: dict[str, str] | None = None) -> float:
     """CPU time of a command and its children; the exit code, 1 for findings, does not matter."""
-    before = os.times()
-    subprocess.run(command, env=os.environ | (environment or {}), stdout=subprocess.DEVNULL, check=False)
-    after = os.times()
-    return (after.children_user - before.children_user) + (after.children_system - before.children_system)
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    subprocess.run(
+        command, env=os.environ | (environment or {}), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, check=False
+    )
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return (after.ru_utime - before.ru_utime) + (after.ru_stime - before.ru_stime)
 
 
 def _sources(requirement: str) -> Path:

@@ -212,6 +212,8 @@ class Code:
         pending: list[ast.AST] = [self.script.tree]
         for node in pending:  # as ast.walk, in half the time
             found.setdefault(type(node), []).append(node)
+            if isinstance(node, ast.Name | ast.Constant):
+                continue  # half of all nodes, and nothing below them
             for name in node._fields:
                 child = getattr(node, name, None)
                 if isinstance(child, list):
