@@ -39,16 +39,14 @@ class Imports:
         >>> imports.qualified(ast.parse("amp.GradScaler", mode="eval").body)
         'torch.cuda.amp.GradScaler'
         """
-        parts: list[str] = []
-        while isinstance(node, ast.Attribute):
-            parts.append(node.attr)
-            node = node.value
-        if not isinstance(node, ast.Name):
+        text = dotted_text(node)
+        if text is None:
             return None
-        name = self.names.get(node.id)
-        if name is None and self.has_stars and node.id == "torch":
+        first, dot, rest = text.partition(".")
+        name = self.names.get(first)
+        if name is None and self.has_stars and first == "torch":
             name = "torch"  # it came with `from utils import *`, as nothing else is called so
-        return None if name is None else ".".join([name, *reversed(parts)])
+        return None if name is None else f"{name}{dot}{rest}"
 
     def mentions(self, packages: Iterable[str]) -> bool:
         """Whether anything is imported from one of these packages."""

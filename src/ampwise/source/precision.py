@@ -66,12 +66,12 @@ class Autocast:
 def autocast_of(node: ast.expr, frame: Frame) -> Autocast | None:
     """The autocast context that ``with node:`` enters; None when it is something else."""
     candidates = frame.values(node) if not isinstance(node, ast.Call) else [Value(node, frame)]
-    found = [autocast for value in candidates for autocast in _autocasts(value)]
+    by_candidate = [list(_autocasts(value)) for value in candidates]
+    found = [autocast for autocasts in by_candidate for autocast in autocasts]
     if not found:
         return _by_name(node, frame)
     first = found[0]
-    others = [value for value in candidates if not any(True for _ in _autocasts(value))]
-    first.optional = first.optional or bool(others)
+    first.optional = first.optional or not all(by_candidate)
     for other in found[1:]:
         first.dtypes = None if first.dtypes is None or other.dtypes is None else first.dtypes | other.dtypes
         first.enabled = first.enabled if first.enabled == other.enabled else None
@@ -91,14 +91,12 @@ def dtypes_of(node: ast.expr | None, frame: Frame) -> frozenset[str] | None:
     return frozenset(found)
 
 
-def switch_of(node: ast.expr | None, frame: Frame) -> bool | None:
-    """True or False where the source says so with a literal; None for anything that is decided elsewhere."""
-    if node is None:
-        return None
-    if isinstance(node, ast.Constant) and isinstance(node.value, bool):
-        return node.value
-    # A name may hold a literal too, but such a constant is there to be changed.
-    return None
+def switch_of(node: ast.expr | None) -> bool | None:
+    """True or False where the source says so with a literal; None for anything that is decided elsewhere.
+
+    A name may hold a literal too, but such a constant is there to be changed.
+    """
+    return node.value if isinstance(node, ast.Constant) and isinstance(node.value, bool) else None
 
 
 def keyword(call: ast.Call, name: str, position: int | None = None) -> ast.expr | None:
@@ -173,7 +171,7 @@ def _autocast(call: ast.Call, frame: Frame, device: str | None, further: list[tu
         device=device,
         dtypes=dtypes,
         dtype_given=dtype is not None,
-        enabled=True if enabled is None else switch_of(enabled, frame),
+        enabled=True if enabled is None else switch_of(enabled),
     )
 
 

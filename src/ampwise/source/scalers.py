@@ -8,7 +8,7 @@ import functools
 from ampwise.source.calls import ANYTHING
 from ampwise.source.events import Context
 from ampwise.source.frame import Frame
-from ampwise.source.precision import keyword
+from ampwise.source.precision import keyword, switch_of
 from ampwise.source.project import Code
 from ampwise.source.vocabulary import GRAD_SCALERS
 from ampwise.source.walk import Trace
@@ -28,7 +28,7 @@ class MadeScaler:
 
     @property
     def is_off(self) -> bool:
-        return isinstance(self.enabled, ast.Constant) and self.enabled.value is False
+        return switch_of(self.enabled) is False
 
 
 @functools.lru_cache(maxsize=2)  # several rules ask, of one file after the other

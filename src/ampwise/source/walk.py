@@ -15,7 +15,7 @@ from ampwise.source.frame import Frame
 from ampwise.source.guards import guards_of
 from ampwise.source.names import dotted_text
 from ampwise.source.outline import Class, Function
-from ampwise.source.precision import Autocast, autocast_of
+from ampwise.source.precision import autocast_of
 
 __all__ = ["Site", "Trace", "trace"]
 
@@ -236,16 +236,12 @@ def _entry_context(frame: Frame, around: Context) -> Context:
 
 
 def _inside(manager: ast.expr, context: Context) -> Context:
-    autocast = _entered(manager, context)
+    autocast = autocast_of(manager, context.frame)
     if autocast is not None:
         context = context.but(autocasts=(*context.autocasts, autocast))
     elif _stops_gradients(manager, context.frame):
         context = context.but(no_grad=True)
     return context
-
-
-def _entered(manager: ast.expr, context: Context) -> Autocast | None:
-    return autocast_of(manager, context.frame)
 
 
 def _stops_gradients(manager: ast.expr, frame: Frame) -> bool:

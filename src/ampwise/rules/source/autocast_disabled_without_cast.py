@@ -80,8 +80,7 @@ def _disabled_blocks(code: Code) -> Iterator[tuple[Autocast, list[Site]]]:
         for outer, inner in itertools.pairwise(autocasts):
             if inner.enabled is False and not inner.optional and outer.surely_fp16:
                 blocks.setdefault(id(inner), (inner, []))[1].append(site)
-    own = {id(node) for node in code.tree_nodes}
-    yield from (block for block in blocks.values() if id(block[0].node) in own)
+    yield from (block for block in blocks.values() if block[0].frame.outline is code.outline)
 
 
 def _computed_in_half(site: Site, disabled: Autocast, code: Code) -> str | None:

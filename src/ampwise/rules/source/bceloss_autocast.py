@@ -110,12 +110,13 @@ def _mended_class(code: Code, site: Site) -> tuple[Edit, ...]:
         return ()
     script = code.script
     edits = [script.replace(made.func, f"{script.segment(made.func.value)}.BCEWithLogitsLoss")]
-    called = {node.func: node for node in code.tree_nodes if isinstance(node, ast.Call)}
+    called = {node.func: node for node in code.nodes(ast.Call)}
     frames = {other.node: other.context.frame for other in code.calls}
-    for node in code.tree_nodes:
-        if not _is_read(node, name):
+    named: list[ast.Name | ast.Attribute] = [*code.nodes(ast.Name), *code.nodes(ast.Attribute)]
+    for node in named:
+        if not isinstance(node.ctx, ast.Load) or ast.unparse(node) != name:
             continue
-        use = called.get(node)  # type: ignore[call-overload]
+        use = called.get(node)
         logits = _without_sigmoid(code, use, frames[use]) if use in frames else None
         if logits is None:
             return ()
@@ -123,18 +124,14 @@ def _mended_class(code: Code, site: Site) -> tuple[Edit, ...]:
     return tuple(edits)
 
 
-def _is_read(node: ast.AST, name: str) -> bool:
-    return isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Load) and ast.unparse(node) == name
-
-
 def _is_assigned(name: str, made: ast.Call, code: Code) -> bool:
     """Whether the object goes by this very name where it is made, and the name is given to nothing else."""
-    assigned = [node for node in code.tree_nodes if isinstance(node, ast.Assign | ast.AnnAssign)]
-    bound = []
+    bound: list[ast.Assign | ast.AnnAssign] = []
+    assigned: list[ast.Assign | ast.AnnAssign] = [*code.nodes(ast.Assign), *code.nodes(ast.AnnAssign)]
     for node in assigned:
         targets = node.targets if isinstance(node, ast.Assign) else [node.target]
         bound += [node for target in targets if ast.unparse(target) == name]
-    parameters = {node.arg for node in code.tree_nodes if isinstance(node, ast.arg)}
+    parameters = {node.arg for node in code.nodes(ast.arg)}
     return len(bound) == 1 and _holds(bound[0].value, made) and name not in parameters
 
 

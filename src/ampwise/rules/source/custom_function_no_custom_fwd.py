@@ -68,7 +68,7 @@ def _header(node: ast.ClassDef) -> ast.AST:
 def _uses_autocast(code: Code) -> bool:
     if "autocast" not in code.script.text:
         return False
-    named = (node for node in code.tree_nodes if isinstance(node, ast.Name | ast.Attribute))
+    named = (*code.nodes(ast.Name), *code.nodes(ast.Attribute))
     return any(code.outline.imports.qualified(node) in AUTOCASTS for node in named)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from ampwise.finding import Finding, Rule, Severity
 from ampwise.source.frame import Frame
-from ampwise.source.precision import Autocast, autocast_of, keyword
+from ampwise.source.precision import Autocast, autocast_of, keyword, switch_of
 from ampwise.source.project import Code
 from ampwise.source.vocabulary import AUTOCASTS, GRAD_SCALERS
 
@@ -124,8 +124,7 @@ def _always_disabled(code: Code) -> Iterator[tuple[ast.expr, str]]:
 def _scaler_is_off_too(code: Code) -> bool:
     """``GradScaler(enabled=False)``: all of it was switched off, and on purpose."""
     made = [call for call in code.nodes(ast.Call) if code.outline.imports.qualified(call.func) in GRAD_SCALERS]
-    enabled = [keyword(call, "enabled") for call in made]
-    return any(isinstance(switch, ast.Constant) and switch.value is False for switch in enabled)
+    return any(switch_of(keyword(call, "enabled")) is False for call in made)
 
 
 def _all_disabled(code: Code) -> bool:
