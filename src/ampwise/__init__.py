@@ -18,7 +18,9 @@ if TYPE_CHECKING:
     from ampwise.census.measure import census as census
     from ampwise.errors import AmpwiseError as AmpwiseError
     from ampwise.errors import BadInput as BadInput
+    from ampwise.engine.scaler import GradScaler as GradScaler
     from ampwise.errors import MissingDependency as MissingDependency
+    from ampwise.errors import ScaleCollapsed as ScaleCollapsed
     from ampwise.errors import UnknownName as UnknownName
     from ampwise.errors import UnsupportedTensor as UnsupportedTensor
     from ampwise.finding import Edit as Edit
@@ -46,9 +48,11 @@ _HOMES = {
     "Finding": "finding",
     "Format": "formats",
     "Gpu": "hardware",
+    "GradScaler": "engine.scaler",
     "MissingDependency": "errors",
     "Place": "finding",
     "Rule": "finding",
+    "ScaleCollapsed": "errors",
     "Severity": "finding",
     "UnknownName": "errors",
     "UnsupportedTensor": "errors",

@@ -4,7 +4,8 @@
     ├── UnknownName          a format, rule or device nobody has heard of (also a LookupError)
     ├── BadInput             an argument that makes no sense (also a ValueError)
     ├── UnsupportedTensor    a tensor that cannot be measured or cast (also a TypeError)
-    └── MissingDependency    an optional package is needed and absent (also an ImportError)
+    ├── MissingDependency    an optional package is needed and absent (also an ImportError)
+    └── ScaleCollapsed       gradients overflow at the lowest loss scale allowed (also a FloatingPointError)
 
 Every message says what was asked, what is possible, and what to do. The command line prints it as one line
 and exits with 2.
@@ -15,7 +16,7 @@ from __future__ import annotations
 import copyreg
 from collections.abc import Iterable
 
-__all__ = ["AmpwiseError", "BadInput", "MissingDependency", "UnknownName", "UnsupportedTensor"]
+__all__ = ["AmpwiseError", "BadInput", "MissingDependency", "ScaleCollapsed", "UnknownName", "UnsupportedTensor"]
 
 
 class AmpwiseError(Exception):
@@ -46,6 +47,10 @@ class UnsupportedTensor(AmpwiseError, TypeError):
 
 class MissingDependency(AmpwiseError, ImportError):
     """An optional package is needed for what was asked."""
+
+
+class ScaleCollapsed(AmpwiseError, FloatingPointError):
+    """No loss scale helps: gradients are not finite at the lowest one allowed. The weights are untouched."""
 
 
 def nearest(name: str, known: Iterable[str], limit: int = 3) -> list[str]:

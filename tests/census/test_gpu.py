@@ -44,6 +44,25 @@ def test_rows_are_equal_to_the_last_count(ptx, dtype):
         assert torch.equal(row, count_in_torch(tensor.float())[0])
 
 
+@pytest.mark.parametrize("scale", [65536.0, 1000.0, 2.0**120])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("write", [False, True], ids=["read", "unscaled in memory"])
+def test_gradients_of_a_scaled_loss_are_counted_in_true_units(scale, dtype, write):
+    from ampwise.census.launch import launch_census
+
+    factor = torch.tensor(scale).double().reciprocal().float()
+    cases = {name: values.reshape(-1).to(dtype) for name, values in CASES.items()}
+    on_device = [values.cuda() for values in cases.values()]
+    on_device.append(torch.randn(2001, device="cuda").to(dtype)[1:])  # not aligned
+    cases["unaligned"] = on_device[-1].cpu()
+    counted = launch_census(on_device, torch.tensor(scale, device="cuda"), write=write).fetch()
+    for (name, values), memory, found in zip(cases.items(), on_device, counted, strict=True):
+        true = values.float() * factor
+        assert found == census(true.to(dtype) if write else true), name
+        expected = true.to(dtype) if write else values
+        assert torch.equal(memory.cpu().nan_to_num(nan=7.0), expected.nan_to_num(nan=7.0)), name
+
+
 @pytest.mark.parametrize(
     "dtype", [torch.float64, torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz]
 )

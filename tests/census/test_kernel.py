@@ -21,7 +21,7 @@ SMALL = {name: tensor for name, tensor in CASES.items() if tensor.numel() < 20_0
 
 
 def test_the_kernel_counts_what_the_reference_counts():
-    counted = launch_census(list(SMALL.values()))()
+    counted = launch_census(list(SMALL.values())).fetch()
     for (name, tensor), found in zip(SMALL.items(), counted, strict=True):
         expected = census(tensor)
         assert found == expected, name
@@ -30,21 +30,40 @@ def test_the_kernel_counts_what_the_reference_counts():
 
 def test_a_tensor_of_several_chunks():
     tensor = CASES["two chunks"]
-    assert launch_census([tensor])() == [census(tensor)]
+    assert launch_census([tensor]).fetch() == [census(tensor)]
 
 
 def test_order_is_kept_across_dtypes_and_empties():
     tensors = [torch.ones(3), torch.ones(5).half(), torch.zeros(0), torch.ones(7).bfloat16(), torch.ones(9)]
-    assert [found.count for found in launch_census(tensors)()] == [3, 5, 0, 7, 9]
+    assert [found.count for found in launch_census(tensors).fetch()] == [3, 5, 0, 7, 9]
 
 
 def test_an_unaligned_view_is_copied_and_an_unread_result_holds_no_gradients():
     tensor = torch.randn(100)[1:]
     batch = Batch([tensor])
     assert all(kept.data_ptr() % 16 == 0 for kept in batch.kept)
-    fetch = launch_census([tensor])
-    assert fetch() == [census(tensor)]
-    assert not fetch.__closure__[0].cell_contents.kept
+    counted = launch_census([tensor])
+    assert counted.fetch() == [census(tensor)]
+    assert not counted.batch.kept
+
+
+@pytest.mark.parametrize("scale", [1.0, 65536.0, 1000.0, 2.0**120])
+def test_gradients_of_a_scaled_loss_are_counted_in_true_units(scale):
+    factor = torch.tensor(scale).double().reciprocal().float()
+    counted = launch_census(list(SMALL.values()), torch.tensor(scale)).fetch()
+    for (name, tensor), found in zip(SMALL.items(), counted, strict=True):
+        assert found == census(tensor.float() * factor), name
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_the_same_read_leaves_them_unscaled_in_memory(dtype):
+    wild = torch.cat([CASES["wild bits"], torch.randn(30_000), torch.tensor([1e-40, 0.0])]).to(dtype)
+    tensors = [wild, torch.randn(5000).to(dtype), torch.randn(2001).to(dtype)[1:], torch.zeros(0, dtype=dtype)]
+    expected = [(tensor.float() * (1 / 1000)).to(dtype) for tensor in tensors]
+    counted = launch_census(tensors, torch.tensor(1000.0), write=True).fetch()
+    for tensor, right, found in zip(tensors, expected, counted, strict=True):
+        assert torch.equal(tensor.nan_to_num(nan=7.0), right.nan_to_num(nan=7.0))
+        assert found == census(right)
 
 
 def test_reading_an_empty_buffer():

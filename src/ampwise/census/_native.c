@@ -1,8 +1,8 @@
-/* Counting FP32, BF16 and FP16 values by exponent on a CPU, in one read.
+/* Counting FP32, BF16 and FP16 values by exponent on a CPU, in one read, times a factor or as they are.
  *
  * The reference is ampwise/census/reference.py; tests hold the two equal. Two things make it fast: all that can
  * be done on vectors is done on blocks that stay in the first-level cache, in loops a compiler vectorises; and
- * the histogram, which cannot, counts pairs of neighbours in one increment.
+ * the histogram, which cannot, counts pairs of neighbours in one increment where there are enough of them.
  */
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
@@ -17,10 +17,22 @@
 #define SUBNORMALS 24     /* by bit length of the predecessor, 0 to 23 */
 #define BLOCK 4096
 #define LANES 32
+#define TABLES 4          /* of single values; more count faster and take longer to empty */
 #define PAIRS (FIELDS * FIELDS)
+#define MANY (2 * PAIRS)                 /* values: fewer are counted singly sooner than a table of pairs is emptied */
 #define FLUSH_AFTER (INT64_C(1) << 31)   /* values: before a 32-bit counter of pairs can overflow */
 
 typedef enum { FP32, BF16, FP16 } Kind;
+
+/* Columns of a row, as in ampwise/census/layout.py. */
+enum { ZEROS, INFS, NANS, LARGEST, SMALLEST, BINADES, COLUMNS = BINADES + SUBNORMALS + FIELDS - 2 };
+
+typedef struct {
+    const void *values;
+    int64_t n;
+    Kind kind;
+    Py_ssize_t row;
+} Piece;
 
 typedef struct {
     uint64_t fields[FIELDS];
@@ -38,7 +50,7 @@ static inline int32_t predecessor_of(uint32_t bits)
     return (int32_t)(((bits & 0x7fffffffu) - 1u) & 0x7fffffffu);
 }
 
-static inline float float_of(int32_t bits)
+static inline float float_of(uint32_t bits)
 {
     float value;
     memcpy(&value, &bits, sizeof value);
@@ -63,12 +75,8 @@ static inline uint32_t widened(uint16_t half)
     return (subnormal & is_small) | (normal & ~is_small) | (INFINITY_BITS & is_huge);
 }
 
-/* The FP32 bits of up to a block of values: where they are, or widened into the buffer. */
-static const uint32_t *read_block(const void *values, int64_t first, int count, Kind kind, uint32_t *buffer)
+static const uint32_t *widen(const uint16_t *narrow, int count, Kind kind, uint32_t *restrict buffer)
 {
-    if (kind == FP32)
-        return (const uint32_t *)values + first;
-    const uint16_t *narrow = (const uint16_t *)values + first;
     if (kind == BF16)
         for (int i = 0; i < count; i++)
             buffer[i] = (uint32_t)narrow[i] << 16;
@@ -78,24 +86,51 @@ static const uint32_t *read_block(const void *values, int64_t first, int count, 
     return buffer;
 }
 
-/* The fields of a whole block, and its extremes and sum of squares as if every value were ordinary. */
-static float scan_block(const uint32_t *restrict bits, uint8_t *restrict fields, int32_t *largest, int32_t *smallest)
+/* The bits may be in the buffer already. */
+static const uint32_t *multiply(const uint32_t *bits, int count, float factor, uint32_t *buffer)
+{
+    for (int i = 0; i < count; i++)
+        buffer[i] = bits_of(float_of(bits[i]) * factor);
+    return buffer;
+}
+
+/* The FP32 bits of up to a block of values, zeros after them to fill the lanes: where they are, or in the buffer. */
+static const uint32_t *read_block(const Piece *piece, int64_t first, int count, float factor, uint32_t *buffer)
+{
+    const uint32_t *bits = piece->kind == FP32
+        ? (const uint32_t *)piece->values + first
+        : widen((const uint16_t *)piece->values + first, count, piece->kind, buffer);
+    if (factor != 1)
+        bits = multiply(bits, count, factor, buffer);
+    if (count % LANES == 0)
+        return bits;
+    if (bits != buffer)
+        memcpy(buffer, bits, (size_t)count * sizeof *buffer);
+    for (int i = count; i % LANES; i++)
+        buffer[i] = 0;
+    return buffer;
+}
+
+/* The fields of a block, and its extremes and sum of squares as if every value were ordinary. */
+static float scan_block(const uint32_t *restrict bits, int count, uint8_t *restrict fields, int32_t *largest,
+                        int32_t *smallest)
 {
     float sums[LANES] = {0};
     int32_t highest[LANES] = {0}, lowest[LANES];
     for (int lane = 0; lane < LANES; lane++)
         lowest[lane] = INT32_MAX;
-    for (int i = 0; i < BLOCK; i += LANES) {
+    /* Pointers move and no index does: Python compiles with -fwrapv, where i + lane might wrap and end vectors. */
+    for (const uint32_t *end = bits + count; bits < end; bits += LANES, fields += LANES) {
         for (int lane = 0; lane < LANES; lane++) {
-            int32_t magnitude = magnitude_of(bits[i + lane]);
+            int32_t magnitude = magnitude_of(bits[lane]);
             highest[lane] = magnitude > highest[lane] ? magnitude : highest[lane];
-            float value = float_of(magnitude);
+            float value = float_of((uint32_t)magnitude);
             sums[lane] += value * value;
         }
         for (int lane = 0; lane < LANES; lane++) {
-            int32_t below = predecessor_of(bits[i + lane]);
+            int32_t below = predecessor_of(bits[lane]);
             lowest[lane] = below < lowest[lane] ? below : lowest[lane];
-            fields[i + lane] = (uint8_t)(below >> 23);
+            fields[lane] = (uint8_t)(below >> 23);
         }
     }
     float sum = 0;
@@ -129,21 +164,21 @@ static void scan_slowly(const uint32_t *bits, int count, Tally *tally)
         }
         if (below < FIRST_NORMAL)
             tally->subnormals[bit_length((uint32_t)below)]++;
-        double value = float_of(magnitude);
+        double value = float_of((uint32_t)magnitude);
         tally->sum_squares += value * value;
         tally->largest = magnitude > tally->largest ? magnitude : tally->largest;
         tally->smallest = below < tally->smallest ? below : tally->smallest;
     }
 }
 
-static void scan(const uint32_t *bits, uint8_t *fields, Tally *tally)
+static void scan(const uint32_t *bits, int count, uint8_t *fields, Tally *tally)
 {
     int32_t largest, smallest;
-    float sum = scan_block(bits, fields, &largest, &smallest);
+    float sum = scan_block(bits, count, fields, &largest, &smallest);
     /* Squares that FP32 rounds to nothing, or to infinity, are summed again in FP64. */
-    int ordinary = largest < INFINITY_BITS && smallest >= FIRST_NORMAL && (sum > 1e-30f || largest == 0) && isfinite(sum);
-    if (!ordinary) {
-        scan_slowly(bits, BLOCK, tally);
+    int is_summed = isfinite(sum) && (sum > 1e-30f || largest == 0);
+    if (largest >= INFINITY_BITS || smallest < FIRST_NORMAL || !is_summed) {
+        scan_slowly(bits, count, tally);
         return;
     }
     tally->sum_squares += sum;
@@ -151,7 +186,25 @@ static void scan(const uint32_t *bits, uint8_t *fields, Tally *tally)
     tally->smallest = smallest < tally->smallest ? smallest : tally->smallest;
 }
 
-/* Neighbouring pairs go to different tables: adding to one counter twice in a row has to wait. */
+/* Neighbours, here and below, go to different tables: adding to one counter twice in a row has to wait. */
+static void count_singles(const uint8_t *fields, int count, uint32_t (*singles)[FIELDS])
+{
+    int i = 0;
+    for (; i + TABLES <= count; i += TABLES)
+        for (int table = 0; table < TABLES; table++)
+            singles[table][fields[i + table]]++;
+    for (; i < count; i++)
+        singles[0][fields[i]]++;
+}
+
+static void empty_singles(uint32_t (*singles)[FIELDS], Tally *tally)
+{
+    for (int table = 0; table < TABLES; table++)
+        for (int field = 0; field < FIELDS; field++)
+            tally->fields[field] += singles[table][field];
+    memset(singles, 0, TABLES * sizeof *singles);
+}
+
 static void count_pairs(const uint8_t *fields, uint32_t *pairs)
 {
     for (int i = 0; i < BLOCK; i += 8) {
@@ -166,77 +219,135 @@ static void count_pairs(const uint8_t *fields, uint32_t *pairs)
 
 static void empty_pairs(uint32_t *pairs, Tally *tally)
 {
-    for (int pair = 0; pair < PAIRS; pair++) {
-        uint64_t seen = (uint64_t)pairs[pair] + pairs[PAIRS + pair];
-        tally->fields[pair % FIELDS] += seen;
-        tally->fields[pair / FIELDS] += seen;
+    for (int high = 0; high < FIELDS; high++) {
+        const uint32_t *one = pairs + high * FIELDS, *other = one + PAIRS;
+        uint64_t seen_high = 0;
+        for (int low = 0; low < FIELDS; low++) {
+            uint64_t seen = (uint64_t)one[low] + other[low];
+            tally->fields[low] += seen;
+            seen_high += seen;
+        }
+        tally->fields[high] += seen_high;
     }
     memset(pairs, 0, 2 * PAIRS * sizeof *pairs);
 }
 
-/* Without a table of pairs, as for small tensors, each value is counted by itself. */
-static void count(const void *values, int64_t n, Kind kind, uint32_t *pairs, Tally *tally)
+/* The tables must be empty, and are again afterwards. */
+static void count(const Piece *piece, float factor, uint32_t (*singles)[FIELDS], uint32_t *pairs, Tally *tally)
 {
     uint8_t fields[BLOCK];
     uint32_t buffer[BLOCK];
-    int64_t i = 0;
-    for (; i + BLOCK <= n; i += BLOCK) {
-        scan(read_block(values, i, BLOCK, kind, buffer), fields, tally);
-        if (!pairs) {
-            for (int j = 0; j < BLOCK; j++)
-                tally->fields[fields[j]]++;
-            continue;
-        }
-        count_pairs(fields, pairs);
-        if ((i + BLOCK) % FLUSH_AFTER == 0)
+    int in_pairs = piece->n >= MANY;
+    for (int64_t i = 0; i < piece->n; i += BLOCK) {
+        int here = piece->n - i < BLOCK ? (int)(piece->n - i) : BLOCK;
+        scan(read_block(piece, i, here, factor, buffer), here, fields, tally);
+        if (in_pairs && here == BLOCK)
+            count_pairs(fields, pairs);
+        else
+            count_singles(fields, here, singles);
+        if (in_pairs && (i + BLOCK) % FLUSH_AFTER == 0)
             empty_pairs(pairs, tally);
     }
-    if (pairs)
+    if (in_pairs)
         empty_pairs(pairs, tally);
-    int left = (int)(n - i);
-    const uint32_t *rest = read_block(values, i, left, kind, buffer);
-    scan_slowly(rest, left, tally);
-    for (int j = 0; j < left; j++)
-        tally->fields[predecessor_of(rest[j]) >> 23]++;
+    empty_singles(singles, tally);
 }
 
-static PyObject *list_of(const uint64_t *values, int count)
+static void write_row(const Tally *tally, int64_t *row)
 {
-    PyObject *list = PyList_New(count);
-    for (int i = 0; list && i < count; i++)
-        PyList_SetItem(list, i, PyLong_FromUnsignedLongLong(values[i]));
-    return list;
+    row[ZEROS] = (int64_t)(tally->fields[FIELDS - 1] - tally->nans);
+    row[INFS] = (int64_t)tally->infs;
+    row[NANS] = (int64_t)tally->nans;
+    row[LARGEST] = tally->largest;
+    row[SMALLEST] = INT32_MAX - tally->smallest;
+    memcpy(row + BINADES, tally->subnormals, sizeof tally->subnormals);
+    memcpy(row + BINADES + SUBNORMALS, tally->fields + 1, (FIELDS - 2) * sizeof *row);
+    row[COLUMNS - 1] -= (int64_t)tally->infs;   /* the predecessor of infinity is the largest finite value */
 }
 
-static PyObject *count_floats(PyObject *self, PyObject *args)
+static void count_all(const Piece *pieces, Py_ssize_t length, float factor, uint32_t *pairs, int64_t *rows,
+                      double *sums)
+{
+    uint32_t singles[TABLES][FIELDS] = {{0}};
+    for (Py_ssize_t i = 0; i < length; i++) {
+        Tally tally = {.smallest = INT32_MAX};
+        count(&pieces[i], factor, singles, pairs, &tally);
+        write_row(&tally, rows + pieces[i].row * COLUMNS);
+        sums[pieces[i].row] = tally.sum_squares;
+    }
+}
+
+static int read_piece(PyObject *item, Piece *piece)
 {
     unsigned long long address;
     long long n;
     int kind;
+    Py_ssize_t row;
+    if (!PyTuple_Check(item)) {
+        PyErr_SetString(PyExc_TypeError, "count_floats: a piece is a tuple (address, n, kind, row)");
+        return 0;
+    }
+    if (!PyArg_ParseTuple(item, "KLin", &address, &n, &kind, &row))
+        return 0;
+    if (n < 0 || (n > 0 && address == 0) || kind < FP32 || kind > FP16 || row < 0) {
+        PyErr_SetString(PyExc_ValueError, "count_floats: no values there, a kind but 0, 1 or 2, or no row");
+        return 0;
+    }
+    *piece = (Piece){(const void *)(uintptr_t)address, n, (Kind)kind, row};
+    return 1;
+}
+
+/* NULL, and an error set, if one of them cannot be read; has_many is set if one of them needs a table of pairs. */
+static Piece *read_pieces(PyObject *list, int *has_many)
+{
+    Py_ssize_t length = PyList_Size(list);
+    Piece *pieces = malloc((size_t)(length ? length : 1) * sizeof *pieces);
+    if (!pieces)
+        return (Piece *)PyErr_NoMemory();
+    for (Py_ssize_t i = 0; i < length; i++) {
+        if (!read_piece(PyList_GetItem(list, i), &pieces[i])) {
+            free(pieces);
+            return NULL;
+        }
+        *has_many |= pieces[i].n >= MANY;
+    }
+    return pieces;
+}
+
+static PyObject *count_floats(PyObject *self, PyObject *args)
+{
+    PyObject *list;
+    double factor;
+    unsigned long long rows, sums;
+    int has_many = 0;
     (void)self;
-    if (!PyArg_ParseTuple(args, "KLi", &address, &n, &kind))
+    if (!PyArg_ParseTuple(args, "O!dKK", &PyList_Type, &list, &factor, &rows, &sums))
         return NULL;
-    if (n < 0 || (n > 0 && address == 0) || kind < FP32 || kind > FP16) {
-        PyErr_SetString(PyExc_ValueError, "count_floats(address, n, kind): no values there, or a kind but 0, 1 or 2");
+    Py_ssize_t length = PyList_Size(list);
+    if (length > 0 && (rows == 0 || sums == 0)) {
+        PyErr_SetString(PyExc_ValueError, "count_floats: nowhere to write the rows and sums to");
         return NULL;
     }
-    /* Emptying the table costs as much as counting this many values one by one. */
-    uint32_t *pairs = n > 4 * PAIRS ? calloc(2 * PAIRS, sizeof *pairs) : NULL;
-    Tally tally;
-    memset(&tally, 0, sizeof tally);
-    tally.smallest = INT32_MAX;
+    Piece *pieces = read_pieces(list, &has_many);
+    if (!pieces)
+        return NULL;
+    uint32_t *pairs = has_many ? calloc(2 * PAIRS, sizeof *pairs) : NULL;
+    if (has_many && !pairs) {
+        free(pieces);
+        return PyErr_NoMemory();
+    }
     Py_BEGIN_ALLOW_THREADS
-    count((const void *)(uintptr_t)address, n, (Kind)kind, pairs, &tally);
+    count_all(pieces, length, (float)factor, pairs, (int64_t *)(uintptr_t)rows, (double *)(uintptr_t)sums);
     Py_END_ALLOW_THREADS
     free(pairs);
-    return Py_BuildValue("NNKKiid", list_of(tally.fields, FIELDS), list_of(tally.subnormals, SUBNORMALS),
-                         (unsigned long long)tally.infs, (unsigned long long)tally.nans, (int)tally.largest,
-                         (int)tally.smallest, tally.sum_squares);
+    free(pieces);
+    Py_RETURN_NONE;
 }
 
 static PyMethodDef methods[] = {
     {"count_floats", count_floats, METH_VARARGS,
-     "count_floats(address, n, kind) -> (fields, subnormals, infs, nans, bits of amax, bits of amin less one, sum of squares)"},
+     "count_floats([(address, n, kind, row), ...], factor, rows, sums): write each piece's int64 counts to its row "
+     "of the table at the first address, and its FP64 sum of squares to its place at the second"},
     {NULL, NULL, 0, NULL},
 };
 

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterable
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
+from functools import reduce
 from types import ModuleType
 
 import torch
 from torch import Tensor
 
 from ampwise.census.flat import KINDS
-from ampwise.census.layout import SINGLE
+from ampwise.census.layout import LARGEST, SINGLE, SMALLEST
 from ampwise.census.reference import count_in_torch, merge_rows
 
 _native: ModuleType | None
@@ -21,50 +21,105 @@ try:
 except ImportError:  # there was no compiler when it was installed
     _native = None
 
-__all__ = ["count_on_cpu"]
+__all__ = ["count_all_on_cpu", "count_on_cpu"]
 
-# fields, subnormals, infs, nans, bits of amax, bits of amin less one, sum of squares
-Counted = tuple[list[int], list[int], int, int, int, int, float]
+Counted = tuple[Tensor, Tensor]  # a row of counts and a sum of squares, or as many of both as there are tensors
+Piece = tuple[int, int, int, int]  # what the C loop reads: address, number of values, kind; and the row it fills
+
+BYTES = {kind: dtype.itemsize for dtype, kind in KINDS.items()}
 SHARE = 1 << 18  # values below which another thread costs more than it brings
-PIECE = 1 << 20  # values at a time where they must be widened first
+SHARES_PER_THREAD = 4  # so that no thread waits long for the last one
+WIDENED = 1 << 20  # values at a time where they must be widened first
+
+
+def count_all_on_cpu(flats: Sequence[Tensor], factor: float = 1.0) -> Counted:
+    """The rows of counts (int64) and sums of squares (float64) of flat CPU tensors of any float dtype but FP64.
+
+    What is counted is ``flat.float() * factor``: values are multiplied in FP32, and round as they do in torch.
+    """
+    if _native is None or not {flat.dtype for flat in flats} <= KINDS.keys():
+        rows, sums = _new_table(len(flats))
+        for row, flat in enumerate(flats):
+            rows[row], sums[row] = _count_widened(flat, factor)
+        return rows, sums
+    return _count_natively(_native, flats, factor)
 
 
 def count_on_cpu(flat: Tensor) -> tuple[Tensor, float]:
     """The row of counts and the sum of squares of a flat CPU tensor of any float dtype."""
-    if flat.element_size() == 1:  # FP8
-        return _merge(count_on_cpu(piece.float()) for piece in flat.split(PIECE))
-    if _native is None or flat.dtype not in KINDS:
-        return _merge(_count_widened(piece) for piece in flat.split(PIECE))
-    count = partial(_count_natively, _native.count_floats)
-    threads = min(torch.get_num_threads(), max(1, flat.numel() // SHARE))
-    if threads == 1:
-        return count(flat)
+    if flat.dtype == torch.float64:
+        row, sum_squares = count_in_torch(flat)
+        return row, sum_squares.item()
+    rows, sums = count_all_on_cpu([flat])
+    return rows[0], sums.item()
+
+
+def _count_widened(flat: Tensor, factor: float) -> Counted:
+    """One tensor, a piece at a time, so that widening it takes little memory."""
+    pieces = [_count_wide(piece.float(), factor) for piece in flat.split(WIDENED)]
+    rows, sums = zip(*pieces, strict=True)
+    return reduce(merge_rows, rows), torch.stack(sums).sum()
+
+
+def _count_wide(values: Tensor, factor: float) -> Counted:
+    if _native is None:
+        return count_in_torch(values if factor == 1.0 else values * factor)
+    rows, sums = _count_natively(_native, [values], factor)
+    return rows[0], sums[0]
+
+
+def _count_natively(native: ModuleType, flats: Sequence[Tensor], factor: float) -> Counted:
+    whole = [(flat.data_ptr(), flat.numel(), KINDS[flat.dtype], row) for row, flat in enumerate(flats)]
+    total = sum(size for _, size, _, _ in whole)
+    threads = min(torch.get_num_threads(), total // SHARE)
+    if threads <= 1:
+        rows, sums = _new_table(len(whole))
+        native.count_floats(whole, factor, rows.data_ptr(), sums.data_ptr())
+        return rows, sums
+    shares, owners = _shared_out(whole, room=total // min(threads * SHARES_PER_THREAD, total // SHARE) + 1)
+    rows, sums = _new_table(len(whole) + len(owners))
+
+    def count(share: list[Piece]) -> None:
+        native.count_floats(share, factor, rows.data_ptr(), sums.data_ptr())
+
     with ThreadPoolExecutor(threads) as pool:
-        return _merge(pool.map(count, flat.tensor_split(threads)))
+        list(pool.map(count, shares))  # a list, so that errors are raised
+    return _joined(rows, sums, owners)
 
 
-def _count_widened(piece: Tensor) -> tuple[Tensor, float]:
-    row, sum_squares = count_in_torch(piece if piece.dtype == torch.float64 else piece.float())
-    return row, sum_squares.item()
+def _shared_out(whole: Sequence[Piece], room: int) -> tuple[list[list[Piece]], list[int]]:
+    """Shares of ``room`` values, tensors cut where one is full.
+
+    What is cut off goes to further rows; second are the rows that these belong to.
+    """
+    shares: list[list[Piece]] = [[]]
+    owners: list[int] = []
+    left = room
+    for address, size, kind, owner in whole:
+        row = owner
+        while size > left:
+            shares[-1].append((address, left, kind, row))
+            shares.append([])
+            row = len(whole) + len(owners)
+            owners.append(owner)
+            address, size, left = address + left * BYTES[kind], size - left, room
+        shares[-1].append((address, size, kind, row))
+        left -= size
+    return shares, owners
 
 
-def _count_natively(count_floats: Callable[[int, int, int], Counted], flat: Tensor) -> tuple[Tensor, float]:
-    return _row(count_floats(flat.data_ptr(), flat.numel(), KINDS[flat.dtype]))
+def _joined(rows: Tensor, sums: Tensor, owners: Sequence[int]) -> Counted:
+    """The further rows merged into those they belong to, as ``merge_rows`` would: counts add, extremes are maxima."""
+    rows, more_rows = rows.tensor_split([len(rows) - len(owners)])
+    sums, more_sums = sums.tensor_split([len(rows)])
+    extremes = slice(LARGEST, SMALLEST + 1)
+    places = torch.tensor(owners, dtype=torch.int64, device="cpu")
+    highest = rows[:, extremes].scatter_reduce(0, places[:, None].expand(-1, 2), more_rows[:, extremes], "amax")
+    rows.index_add_(0, places, more_rows)
+    rows[:, extremes] = highest
+    return rows, sums.index_add_(0, places, more_sums)
 
 
-def _row(counted: Counted) -> tuple[Tensor, float]:
-    """What the C loop counted, in the shared layout; see _native.c for the meaning of its fields."""
-    fields, subnormals, infs, nans, largest, below_smallest, sum_squares = counted
-    zeros = fields[255] - nans
-    normal = fields[1:255]
-    normal[-1] -= infs
-    smallest = SINGLE.magnitude_mask - below_smallest
-    return torch.tensor([zeros, infs, nans, largest, smallest, *subnormals, *normal], device="cpu"), sum_squares
-
-
-def _merge(parts: Iterable[tuple[Tensor, float]]) -> tuple[Tensor, float]:
-    rows, sums = zip(*parts, strict=True)
-    total = rows[0]
-    for row in rows[1:]:
-        total = merge_rows(total, row)
-    return total, sum(sums)
+def _new_table(rows: int) -> Counted:
+    table = torch.empty((rows, SINGLE.columns), dtype=torch.int64, device="cpu")
+    return table, torch.empty(rows, dtype=torch.float64, device="cpu")

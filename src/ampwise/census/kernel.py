@@ -9,6 +9,9 @@ for that, so a few lines are PTX. Where there is no PTX (Triton's interpreter, A
 
 Values that FP32 cannot treat alike (subnormals, whose exponent field is the same; infinities and NaN; squares
 out of range) show in the chunk's counts. Such a chunk is counted again, slowly and fully.
+
+Gradients of a scaled loss are counted in true units: divided by the scale, which is read on the device. The same
+read can leave them divided in memory, so that unscaling and counting are one sweep.
 """
 
 # Constants of a Triton kernel are arguments in capitals, and its branches are taken when it is compiled.
@@ -82,21 +85,53 @@ def _cleared_counters(scalar):
 
 
 @triton.jit
-def _load_magnitudes(pointer, offsets, n, MASKED: tl.constexpr):
+def _wide_bits(values):
+    if values.dtype == tl.int16:  # BF16: the upper half of an FP32
+        bits = values.to(tl.int32) << 16
+    else:
+        bits = values.to(tl.float32).to(tl.int32, bitcast=True)
+    return bits
+
+
+@triton.jit
+def _narrow(wide, DTYPE: tl.constexpr):
+    if DTYPE == tl.int16:  # BF16, rounded to nearest even on its bits: Triton's interpreter would truncate
+        bits = wide.to(tl.int32, bitcast=True)
+        rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+        quiet_nan = (bits >> 16) | 0x40
+        narrow = tl.where((bits & _MASK) > _INFINITY, quiet_nan, rounded).to(tl.int16)
+    else:
+        narrow = wide.to(DTYPE)
+    return narrow
+
+
+@triton.jit
+def _load_magnitudes(pointer, offsets, n, factor, MASKED: tl.constexpr, SCALED: tl.constexpr, WRITE: tl.constexpr):
     if MASKED:
         values = tl.load(pointer + offsets, mask=offsets < n, other=0)
     else:
         values = tl.load(pointer + offsets)
-    if pointer.dtype.element_ty == tl.int16:  # BF16: the upper half of an FP32
-        bits = values.to(tl.int32) << 16
-    else:
-        bits = values.to(tl.float32).to(tl.int32, bitcast=True)
+    bits = _wide_bits(values)
+    if SCALED:
+        wide = bits.to(tl.float32, bitcast=True) * factor
+        if WRITE:
+            narrow = _narrow(wide, pointer.dtype.element_ty)
+            if MASKED:
+                tl.store(pointer + offsets, narrow, mask=offsets < n)
+            else:
+                tl.store(pointer + offsets, narrow)
+            bits = _wide_bits(narrow)  # what is counted is what memory holds
+        else:
+            bits = wide.to(tl.int32, bitcast=True)
     return bits & _MASK
 
 
 @triton.jit
-def _add_block(pointer, offsets, n, squares, largest, smallest, counts, mine, MASKED: tl.constexpr, PTX: tl.constexpr):
-    bits = _load_magnitudes(pointer, offsets, n, MASKED)
+def _add_block(
+    pointer, offsets, n, factor, squares, largest, smallest, counts, mine,
+    MASKED: tl.constexpr, SCALED: tl.constexpr, WRITE: tl.constexpr, PTX: tl.constexpr,
+):  # fmt: skip
+    bits = _load_magnitudes(pointer, offsets, n, factor, MASKED, SCALED, WRITE)
     values = bits.to(tl.float32, bitcast=True)
     below = (bits - 1) & _MASK  # binades are closed above, and zero wraps around to the top
     field = below >> 23
@@ -108,7 +143,9 @@ def _add_block(pointer, offsets, n, squares, largest, smallest, counts, mine, MA
 
 
 @triton.jit
-def _count(pointer, n, shared, BLOCK: tl.constexpr, PTX: tl.constexpr):
+def _count(
+    pointer, n, factor, shared, BLOCK: tl.constexpr, SCALED: tl.constexpr, WRITE: tl.constexpr, PTX: tl.constexpr
+):
     """The fast count: values by exponent field, and the chunk's extremes and sum of squares."""
     offsets = tl.arange(0, BLOCK)
     fields = tl.arange(0, _FIELDS)
@@ -123,11 +160,11 @@ def _count(pointer, n, shared, BLOCK: tl.constexpr, PTX: tl.constexpr):
     # Only the last block needs a mask: with one, loads cannot be 16 bytes wide.
     for start in tl.range(0, full, BLOCK, loop_unroll_factor=2):
         squares, largest, smallest, counts = _add_block(
-            pointer, start + offsets, n, squares, largest, smallest, counts, mine, False, PTX
+            pointer, start + offsets, n, factor, squares, largest, smallest, counts, mine, False, SCALED, WRITE, PTX
         )
     if full < n:
         squares, largest, smallest, counts = _add_block(
-            pointer, full + offsets, n, squares, largest, smallest, counts, mine, True, PTX
+            pointer, full + offsets, n, factor, squares, largest, smallest, counts, mine, True, SCALED, WRITE, PTX
         )
     if PTX:
         tl.debug_barrier()
@@ -148,7 +185,7 @@ def _add_head(row, zeros, infs, nans, largest, smallest):
 
 
 @triton.jit
-def _count_slowly(pointer, n, row, shared, BLOCK: tl.constexpr, PTX: tl.constexpr):
+def _count_slowly(pointer, n, factor, row, shared, BLOCK: tl.constexpr, SCALED: tl.constexpr, PTX: tl.constexpr):
     """The full count of one chunk: subnormals by their highest bit, infinities and NaN apart, squares in FP64."""
     counts = tl.zeros([_BINADES], tl.int32)
     if PTX:
@@ -163,7 +200,7 @@ def _count_slowly(pointer, n, row, shared, BLOCK: tl.constexpr, PTX: tl.constexp
     nans = tl.zeros([BLOCK], tl.int32)
     for start in range(0, n, BLOCK):
         offsets = start + tl.arange(0, BLOCK)
-        bits = _load_magnitudes(pointer, offsets, n, True)
+        bits = _load_magnitudes(pointer, offsets, n, factor, True, SCALED, False)
         finite = bits < _INFINITY
         finite_bits = tl.where(finite, bits, 0)
         values = finite_bits.to(tl.float32, bitcast=True).to(tl.float64)
@@ -196,12 +233,12 @@ def _count_slowly(pointer, n, row, shared, BLOCK: tl.constexpr, PTX: tl.constexp
 
 @triton.jit
 def _count_chunk(
-    address, start, n, shared, row, sum_squares,
-    DTYPE: tl.constexpr, BLOCK: tl.constexpr, SLOW_BLOCK: tl.constexpr, PTX: tl.constexpr,
+    address, start, n, factor, shared, row, sum_squares, DTYPE: tl.constexpr,
+    BLOCK: tl.constexpr, SLOW_BLOCK: tl.constexpr, SCALED: tl.constexpr, WRITE: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     # The host copies tensors that are not so aligned; without this, loads would go one value at a time.
     pointer = tl.multiple_of(address.to(tl.pointer_type(DTYPE)) + start, 16)
-    counts, squares, largest, smallest = _count(pointer, n, shared, BLOCK, PTX)
+    counts, squares, largest, smallest = _count(pointer, n, factor, shared, BLOCK, SCALED, WRITE, PTX)
     fields = tl.arange(0, _FIELDS)
     subnormals = tl.sum(tl.where(fields == 0, counts, 0))
     # Squares that FP32 rounds to infinity, or to nothing, are summed again in FP64.
@@ -215,16 +252,23 @@ def _count_chunk(
         _add_head(row, zeros, none, none, largest, smallest)
         tl.store(sum_squares, squares.to(tl.float64))
     else:
-        tl.store(sum_squares, _count_slowly(pointer, n, row, shared, SLOW_BLOCK, PTX))
+        if WRITE:
+            tl.debug_barrier()  # other threads read what was written
+        again = _count_slowly(pointer, n, factor, row, shared, SLOW_BLOCK, SCALED and not WRITE, PTX)
+        tl.store(sum_squares, again)
 
 
 @triton.jit
 def census_kernel(
-    addresses, sizes, kinds, first_chunks, owners, table, sums,
+    addresses, sizes, kinds, first_chunks, owners, table, sums, scale,
     ROW: tl.constexpr, HAS_FP32: tl.constexpr, HAS_BF16: tl.constexpr, HAS_FP16: tl.constexpr,
-    CHUNK: tl.constexpr, BLOCK: tl.constexpr, SLOW_BLOCK: tl.constexpr, PTX: tl.constexpr,
+    CHUNK: tl.constexpr, BLOCK: tl.constexpr, SLOW_BLOCK: tl.constexpr,
+    SCALED: tl.constexpr, WRITE: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """Add each chunk's counts to its tensor's row of ``table`` (cleared before); its sum of squares to ``sums``."""
+    """Add each chunk's counts to its tensor's row of ``table`` (cleared before); its sum of squares to ``sums``.
+
+    SCALED: values are divided by ``scale`` first. WRITE: and stay so in memory.
+    """
     chunk = tl.program_id(0)
     owner = tl.load(owners + chunk)
     start = (chunk - tl.load(first_chunks + owner)).to(tl.int64) * CHUNK
@@ -232,15 +276,27 @@ def census_kernel(
     address = tl.load(addresses + owner)
     kind = tl.load(kinds + owner)
     row = table + owner.to(tl.int64) * ROW
+    factor = 1.0
+    if SCALED:  # the reciprocal goes through FP64, as torch's does
+        factor = (1.0 / tl.load(scale).to(tl.float64)).to(tl.float32)
     shared = n
     if PTX:
         shared = _cleared_counters(n)
     if HAS_FP32:
         if kind == 0:
-            _count_chunk(address, start, n, shared, row, sums + chunk, tl.float32, BLOCK, SLOW_BLOCK, PTX)
+            _count_chunk(
+                address, start, n, factor, shared, row, sums + chunk, tl.float32,
+                BLOCK, SLOW_BLOCK, SCALED, WRITE, PTX,
+            )  # fmt: skip
     if HAS_BF16:  # read as the upper half of an FP32, which needs no conversion
         if kind == 1:
-            _count_chunk(address, start, n, shared, row, sums + chunk, tl.int16, BLOCK, SLOW_BLOCK, PTX)
+            _count_chunk(
+                address, start, n, factor, shared, row, sums + chunk, tl.int16,
+                BLOCK, SLOW_BLOCK, SCALED, WRITE, PTX,
+            )  # fmt: skip
     if HAS_FP16:
         if kind == 2:
-            _count_chunk(address, start, n, shared, row, sums + chunk, tl.float16, BLOCK, SLOW_BLOCK, PTX)
+            _count_chunk(
+                address, start, n, factor, shared, row, sums + chunk, tl.float16,
+                BLOCK, SLOW_BLOCK, SCALED, WRITE, PTX,
+            )  # fmt: skip

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
@@ -17,7 +17,7 @@ from ampwise.census.algebra import Census
 from ampwise.census.flat import KINDS
 from ampwise.census.layout import BINADES, SINGLE
 
-__all__ = ["Batch", "count_into_", "launch_census", "new_buffer", "read_census"]
+__all__ = ["Batch", "Counted", "count_into_", "launch_census", "new_buffer", "read_census"]
 
 ALIGNMENT = 16  # bytes, for vector loads
 
@@ -54,10 +54,15 @@ class Batch:
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self.device = tensors[0].device
         self.has_ptx = self.device.type == "cuda" and torch.version.hip is None
-        self.kept = [_aligned(tensor) for tensor in tensors]  # what the addresses point into
-        self.addresses = _addresses(self.kept)
-        sizes = tuple(tensor.numel() for tensor in tensors)
-        self.plan = _plan(sizes, tuple(KINDS[tensor.dtype] for tensor in tensors), self.device)
+        addresses = [tensor.data_ptr() for tensor in tensors]
+        self.kept = list(tensors)  # what the addresses point into
+        self.copied = [index for index, address in enumerate(addresses) if address % ALIGNMENT]
+        for index in self.copied:
+            self.kept[index] = tensors[index].clone()
+            addresses[index] = self.kept[index].data_ptr()
+        self.addresses = _address_table(tuple(addresses), self.device)
+        sizes = tuple([tensor.numel() for tensor in tensors])
+        self.plan = _plan(sizes, tuple([KINDS[tensor.dtype] for tensor in tensors]), self.device)
 
     @property
     def cells(self) -> int:
@@ -65,21 +70,33 @@ class Batch:
         return len(self.plan.chunks) * SINGLE.columns
 
 
-def launch_census(tensors: Sequence[Tensor]) -> Callable[[], list[Census]]:
-    """Count tensors of one device in one launch; returns what fetches the result."""
+class Counted:
+    """Counts that are on their way: on the device until they are fetched."""
+
+    def __init__(self, batch: Batch, buffer: Tensor) -> None:
+        # Memory is reused in the stream's order, so the gradients may go now; an unread result must not hold them.
+        batch.kept.clear()
+        self.batch, self.buffer = batch, buffer
+        # An event inside a capture means nothing outside it; whoever replays the graph has to wait for it anyway.
+        captured = batch.device.type != "cuda" or torch.cuda.is_current_stream_capturing()
+        self._counted = None if captured else torch.cuda.current_stream(batch.device).record_event()
+
+    def fetch(self) -> list[Census]:
+        """Bring the counts to the host, which waits for the device."""
+        if self._counted is not None:  # whoever asks may be on another stream
+            torch.cuda.current_stream(self.batch.device).wait_event(self._counted)
+        return read_census(self.buffer, self.batch)
+
+
+def launch_census(tensors: Sequence[Tensor], scale: Tensor | None = None, *, write: bool = False) -> Counted:
+    """Count tensors of one device in one launch, divided by ``scale``; with ``write`` they stay divided."""
     batch = Batch(tensors)
     buffer = new_buffer(batch)
-    count_into_(buffer, batch)
-    # Memory is reused in the stream's order, so the gradients may go now; an unread result must not hold them.
-    batch.kept.clear()
-    counted = torch.cuda.current_stream(batch.device).record_event() if batch.device.type == "cuda" else None
-
-    def fetch() -> list[Census]:
-        if counted is not None:  # whoever asks may be on another stream
-            torch.cuda.current_stream(batch.device).wait_event(counted)
-        return read_census(buffer, batch)
-
-    return fetch
+    count_into_(buffer, batch, scale, write=write)
+    if write:
+        for index in batch.copied:
+            tensors[index].copy_(batch.kept[index])
+    return Counted(batch, buffer)
 
 
 def new_buffer(batch: Batch) -> Tensor:
@@ -87,7 +104,7 @@ def new_buffer(batch: Batch) -> Tensor:
     return torch.zeros(batch.cells + len(batch.plan.owners), dtype=torch.int64, device=batch.device)
 
 
-def count_into_(buffer: Tensor, batch: Batch) -> None:
+def count_into_(buffer: Tensor, batch: Batch, scale: Tensor | None = None, *, write: bool = False) -> None:
     """Launch the count; the buffer must be cleared."""
     plan = batch.plan
     if not len(plan.owners):
@@ -96,10 +113,10 @@ def count_into_(buffer: Tensor, batch: Batch) -> None:
     with torch.cuda.device(batch.device) if batch.device.type == "cuda" else nullcontext():
         kernel.census_kernel[(len(plan.owners),)](
             batch.addresses, plan.sizes, plan.kinds, plan.first_chunks, plan.owners,
-            buffer, buffer[batch.cells :].view(torch.float64), ROW=SINGLE.columns,
+            buffer, buffer[batch.cells :].view(torch.float64), buffer if scale is None else scale, ROW=SINGLE.columns,
             HAS_FP32=0 in plan.present, HAS_BF16=1 in plan.present, HAS_FP16=2 in plan.present,
-            CHUNK=kernel.CHUNK, BLOCK=kernel.BLOCK, SLOW_BLOCK=kernel.SLOW_BLOCK, PTX=batch.has_ptx,
-            num_warps=kernel.WARPS,
+            CHUNK=kernel.CHUNK, BLOCK=kernel.BLOCK, SLOW_BLOCK=kernel.SLOW_BLOCK,
+            SCALED=scale is not None, WRITE=write, PTX=batch.has_ptx, num_warps=kernel.WARPS,
         )  # fmt: skip
 
 
@@ -119,13 +136,26 @@ def _trimmed(table: Tensor) -> tuple[int, Tensor]:
     return used[0], torch.cat([table[:, :BINADES], table[:, BINADES + used[0] : BINADES + used[-1] + 1]], dim=1)
 
 
-def _aligned(tensor: Tensor) -> Tensor:
-    return tensor if tensor.data_ptr() % ALIGNMENT == 0 else tensor.clone()
+def _address_table(addresses: tuple[int, ...], device: torch.device) -> Tensor:
+    if device.type != "cuda":
+        return torch.tensor(addresses, dtype=torch.int64, device=device)
+    if torch.cuda.is_current_stream_capturing():
+        return _captured_table(addresses, device)
+    return _uploaded_table(addresses, device, torch.cuda.current_stream(device).cuda_stream)
 
 
-def _addresses(tensors: Sequence[Tensor]) -> Tensor:
-    device = tensors[0].device
+# Gradients mostly come back to where they were the step before: then there is nothing to upload.
+@lru_cache(maxsize=32)
+def _uploaded_table(addresses: tuple[int, ...], device: torch.device, stream: int) -> Tensor:
+    """The addresses on the device, in the order of the stream whose number is part of the key."""
     # Pinned, so that the copy does not wait; torch keeps the page until the copy is done.
-    addresses = [tensor.data_ptr() for tensor in tensors]
-    table = torch.tensor(addresses, dtype=torch.int64, device="cpu", pin_memory=device.type == "cuda")
+    table = torch.tensor(addresses, dtype=torch.int64, device="cpu", pin_memory=True)
     return table.to(device, non_blocking=True)
+
+
+def _captured_table(addresses: tuple[int, ...], device: torch.device) -> Tensor:
+    """In a graph being captured, each address is a constant of the graph: there is no host memory to keep."""
+    table = torch.empty(len(addresses), dtype=torch.int64, device=device)
+    for cell, address in zip(table, addresses, strict=True):
+        cell.fill_(address)
+    return table

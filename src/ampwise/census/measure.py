@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
-from typing import TypeVar, overload
+from typing import TYPE_CHECKING, TypeVar, overload
 
 import torch
 from torch import Tensor
@@ -15,6 +15,9 @@ from ampwise.census.device import DeviceCensus
 from ampwise.census.flat import flat_values
 from ampwise.census.layout import DOUBLE, SINGLE
 from ampwise.census.reference import count_in_torch
+
+if TYPE_CHECKING:
+    from ampwise.census.launch import Counted
 
 __all__ = ["census"]
 
@@ -56,7 +59,7 @@ def _measure(tensors: Mapping[str, Tensor]) -> list[Later[dict[str, Census]]]:
             batches.setdefault(values.device, {})[name] = values.float() if values.element_size() == 1 else values
         else:
             singles[name] = _count(values.detach().view(-1).resolve_neg())
-    parts = [_named(list(batch), launch(list(batch.values()))) for batch in batches.values() if launch]
+    parts = [_named(list(batch), launch(list(batch.values())).fetch) for batch in batches.values() if launch]
     return [*parts, lambda: {name: single() for name, single in singles.items()}]
 
 
@@ -76,7 +79,7 @@ def _count(flat: Tensor) -> Later[Census]:
 
 
 @cache
-def _launcher() -> Callable[[Sequence[Tensor]], Later[list[Census]]] | None:
+def _launcher() -> Callable[[Sequence[Tensor]], Counted] | None:
     """The kernel's launcher, where Triton is installed."""
     try:
         from ampwise.census.launch import launch_census

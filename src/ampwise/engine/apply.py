@@ -1,0 +1,91 @@
+"""An optimizer takes its step, or leaves everything as it is."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch.optim import LBFGS, SGD, Optimizer
+
+from ampwise.engine.look import Look
+from ampwise.engine.verdict import NO_CLIPPING
+
+__all__ = ["asks_for_the_scaler", "refuse_closure", "scales_by_itself", "take_step"]
+
+_asks: WeakKeyDictionary[Optimizer, bool] = WeakKeyDictionary()
+
+
+def scales_by_itself(optimizer: Optimizer) -> bool:
+    """A fused optimizer: it divides gradients and skips bad steps on the device."""
+    return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+
+
+def asks_for_the_scaler(optimizer: Optimizer) -> bool:
+    """Of an older contract, in which the optimizer is handed the scaler. Inspecting takes longer than a launch."""
+    if optimizer not in _asks:
+        _asks[optimizer] = "grad_scaler" in inspect.signature(optimizer.step).parameters
+    return _asks[optimizer]
+
+
+def refuse_closure(optimizer: Optimizer, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """A closure computes gradients inside of the step, where nobody unscales them."""
+    words = "Closure use is not currently supported if GradScaler is enabled."
+    if isinstance(optimizer, LBFGS):
+        raise RuntimeError(f"{words} LBFGS needs one: train it in FP32 or BF16, with GradScaler(enabled=False).")
+    if "closure" in kwargs or (args and callable(args[0])):
+        raise RuntimeError(f"{words} Compute the gradients before scaler.step(optimizer).")
+
+
+def take_step(
+    optimizer: Optimizer, look: Look, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[Any, bool | None]:
+    """What ``optimizer.step`` returned, and whether the step was skipped: None if only the device knows."""
+    if not scales_by_itself(optimizer):
+        return _step_if_good(optimizer, look, lambda: (look.settle_(), optimizer.step(*args, **kwargs))[1])
+    if _has_no_momentum_yet(optimizer):
+        return _step_if_good(optimizer, look, lambda: _step_on_device(optimizer, look, args, kwargs))
+    return _step_on_device(optimizer, look, args, kwargs), None
+
+
+def _step_on_device(optimizer: Any, look: Look, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """The optimizer's kernel divides the gradients, and does nothing at all where found_inf is 1."""
+    of_the_user = getattr(optimizer, "grad_scale", None)
+    if not look.pending:
+        optimizer.grad_scale = of_the_user
+    else:
+        grad_scale = look.verdict.grad_scale
+        optimizer.grad_scale = grad_scale if of_the_user is None else grad_scale * of_the_user
+    optimizer.found_inf = look.verdict.found_inf
+    try:
+        return optimizer.step(*args, **kwargs)
+    finally:
+        # Left there, they would act on the next step too.
+        del optimizer.grad_scale, optimizer.found_inf
+
+
+def _step_if_good(optimizer: Optimizer, look: Look, step: Callable[[], Any]) -> tuple[Any, bool]:
+    """Ask the device and wait for the answer, as the optimizer itself cannot skip."""
+    found_inf = look.verdict.found_inf
+    if found_inf.is_cuda and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            f"GradScaler.step() in a CUDA graph needs an optimizer that skips on the device: "
+            f"{type(optimizer).__name__}(..., fused=True, capturable=True), after a few steps outside of the graph."
+        )
+    if found_inf.item():
+        return None, True
+    return step(), False
+
+
+def _has_no_momentum_yet(optimizer: Optimizer) -> bool:
+    """The first step of fused SGD makes its buffers, and leaves them unwritten if the step is skipped."""
+    if not isinstance(optimizer, SGD):
+        return False
+    for group in optimizer.param_groups:
+        if group["momentum"]:
+            first = next((parameter for parameter in group["params"] if parameter.grad is not None), None)
+            if first is not None and optimizer.state[first].get("momentum_buffer") is None:
+                return True
+    return False

@@ -1,0 +1,194 @@
+"""The small arithmetic at the end of a step, one launch each: the verdict, and the next scale.
+
+Written out in torch operations, a dozen launches of a few numbers cost more on a small model than the reading
+saves. ``verdict.py`` and ``scale.py`` define what these must compute.
+"""
+
+# Constants of a Triton kernel are arguments in capitals, and its branches are taken when it is compiled.
+# ruff: noqa: N803, SIM108
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import lru_cache
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ampwise.census.launch import Counted
+from ampwise.census.layout import INFS, NANS, SINGLE
+from ampwise.engine.scale import Fact, Limits
+from ampwise.engine.verdict import MARGIN, Verdict
+
+__all__ = ["launch_advance_", "launch_judge", "launch_totals"]
+
+BLOCK = 1024  # sums at a time: a model of a billion parameters has 40,000
+WARPS = 8
+
+_INFS = tl.constexpr(INFS)
+_NANS = tl.constexpr(NANS)
+_MARGIN = tl.constexpr(MARGIN)
+_OUTCOMES = tl.constexpr(int(Fact.FIRST_OPTIMIZER))
+
+
+@triton.jit
+def _add_up(
+    table, sums, owners, weights, tensors, chunks, ROW: tl.constexpr, WEIGHTED: tl.constexpr, BLOCK: tl.constexpr
+):
+    """The totals, always in the same order."""
+    lanes = tl.arange(0, BLOCK)
+    squares = tl.zeros([BLOCK], tl.float64)
+    for start in range(0, chunks, BLOCK):
+        inside = start + lanes < chunks
+        part = tl.load(sums + start + lanes, mask=inside, other=0.0)
+        if WEIGHTED:
+            part *= tl.load(weights + tl.load(owners + start + lanes, mask=inside, other=0))
+        squares += part
+    infinities = tl.zeros([BLOCK], tl.int64)
+    nans = tl.zeros([BLOCK], tl.int64)
+    for start in range(0, tensors, BLOCK):
+        rows = table + (start + lanes).to(tl.int64) * ROW
+        infinities += tl.load(rows + _INFS, mask=start + lanes < tensors, other=0)
+        nans += tl.load(rows + _NANS, mask=start + lanes < tensors, other=0)
+    return tl.sum(squares), tl.sum(infinities), tl.sum(nans)
+
+
+@triton.jit
+def totals_kernel(
+    table, sums, owners, weights, totals, tensors, chunks,
+    ROW: tl.constexpr, WEIGHTED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """What ranks have to agree on."""
+    squares, infinities, nans = _add_up(table, sums, owners, weights, tensors, chunks, ROW, WEIGHTED, BLOCK)
+    tl.store(totals, squares)
+    tl.store(totals + 1, infinities.to(tl.float64))
+    tl.store(totals + 2, nans.to(tl.float64))
+
+
+@triton.jit
+def judge_kernel(
+    table, sums, scale, verdict, max_norm, tensors, chunks, ROW: tl.constexpr, SCALED: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Totals and verdict of gradients that no other rank has a part in."""
+    squares, infinities, nans = _add_up(table, sums, sums, sums, tensors, chunks, ROW, False, BLOCK)
+    norm = tl.sqrt(squares)
+    divisor = tl.maximum((norm + _MARGIN) / max_norm, 1.0)
+    plain = norm * 0.0 + 1.0
+    if SCALED:
+        plain = tl.load(scale).to(tl.float64)
+    grad_scale = (plain * divisor).to(tl.float32)
+    bad = (infinities + nans > 0) | (grad_scale == float("inf")) | (grad_scale != grad_scale)
+    shown = tl.where(nans > 0, float("nan"), tl.where(infinities > 0, float("inf"), norm))
+    tl.store(verdict, shown.to(tl.float32))
+    tl.store(verdict + 1, tl.where(bad, 1.0, 0.0))
+    tl.store(verdict + 2, tl.where(bad, 1.0, divisor).to(tl.float32))
+    tl.store(verdict + 3, tl.where(bad, plain.to(tl.float32), grad_scale))
+
+
+@triton.jit
+def advance_kernel(
+    scale, tracker, tally, outcomes, limits, facts, optimizers, stepped, interval, hysteresis, MOVE: tl.constexpr
+):
+    """One step closed: see ``scale.advance_``. ``limits``: growth, backoff, floor, ceiling in FP64."""
+    overflows = 0
+    skipped = 0
+    for optimizer in range(optimizers):
+        norm = tl.load(outcomes + 2 * optimizer)
+        found = tl.load(outcomes + 2 * optimizer + 1)
+        overflows += (found > 0).to(tl.int32)
+        skipped += ((found > 0) & (optimizer < stepped)).to(tl.int32)
+        tl.store(facts + _OUTCOMES + 2 * optimizer, norm.to(tl.float64))
+        tl.store(facts + _OUTCOMES + 2 * optimizer + 1, found.to(tl.float64))
+    overflowed = overflows > 0
+    current = tl.load(scale)
+    calm = tl.load(tracker)
+    in_a_row = tl.load(tally)
+    stuck = overflowed & False
+    if MOVE:
+        floor = tl.load(limits + 2)
+        in_a_row = tl.where(overflowed, in_a_row + 1, 0)
+        lowered = overflowed & (in_a_row >= hysteresis)
+        stuck = lowered & (current <= floor)
+        wide = current.to(tl.float64)
+        less = tl.minimum(current, tl.maximum(wide * tl.load(limits + 1), floor).to(tl.float32))
+        calm = tl.where(overflowed, 0, calm + 1)
+        grown = calm == interval
+        more = (wide * tl.load(limits)).to(tl.float32)
+        capped = tl.maximum(current, tl.minimum(more.to(tl.float64), tl.load(limits + 3)).to(tl.float32))
+        more = tl.where(more < float("inf"), capped, current)
+        current = tl.where(lowered, less, tl.where(grown, more, current))
+        calm = tl.where(grown, 0, calm)
+        tl.store(scale, current)
+        tl.store(tracker, calm)
+        tl.store(tally, in_a_row)
+    applied_steps = tl.load(tally + 1) + stepped - skipped
+    skipped_steps = tl.load(tally + 2) + skipped
+    tl.store(tally + 1, applied_steps)
+    tl.store(tally + 2, skipped_steps)
+    tl.store(facts, current.to(tl.float64))
+    tl.store(facts + 1, calm.to(tl.float64))
+    tl.store(facts + 2, in_a_row.to(tl.float64))
+    tl.store(facts + 3, applied_steps.to(tl.float64))
+    tl.store(facts + 4, skipped_steps.to(tl.float64))
+    tl.store(facts + 5, stuck.to(tl.float64))
+
+
+def launch_totals(counted: Counted, weights: Sequence[float] | None) -> Tensor:
+    """The totals of a count, each tensor's sum of squares times its weight."""
+    buffer, batch = counted.buffer, counted.batch
+    totals = torch.empty(3, dtype=torch.float64, device=buffer.device)
+    on_device = None if weights is None else torch.tensor(weights, dtype=torch.float64, device=buffer.device)
+    with _on(buffer.device):
+        totals_kernel[(1,)](
+            buffer, _sums(counted), batch.plan.owners, totals if on_device is None else on_device, totals,
+            len(batch.plan.chunks), len(batch.plan.owners),
+            ROW=SINGLE.columns, WEIGHTED=on_device is not None, BLOCK=BLOCK, num_warps=WARPS,
+        )  # fmt: skip
+    return totals
+
+
+def launch_judge(counted: Counted, scale: Tensor | None, max_norm: float) -> Verdict:
+    """The verdict on a count that is all there is."""
+    buffer, plan = counted.buffer, counted.batch.plan
+    numbers = torch.empty(4, dtype=torch.float32, device=buffer.device)
+    with _on(buffer.device):
+        judge_kernel[(1,)](
+            buffer, _sums(counted), numbers if scale is None else scale, numbers, float(max_norm),
+            len(plan.chunks), len(plan.owners),
+            ROW=SINGLE.columns, SCALED=scale is not None, BLOCK=BLOCK, num_warps=WARPS,
+        )  # fmt: skip
+    return Verdict(numbers)
+
+
+def launch_advance_(
+    scale: Tensor, growth_tracker: Tensor, tally: Tensor, outcomes: Tensor, stepped: int, limits: Limits, *, move: bool
+) -> Tensor:
+    """Close a step in one launch; returns the facts."""
+    count = len(outcomes)
+    facts = torch.empty(Fact.FIRST_OPTIMIZER + 2 * count, dtype=torch.float64, device=scale.device)
+    with _on(scale.device):
+        advance_kernel[(1,)](
+            scale, growth_tracker, tally, outcomes, _limits_on(limits, scale.device), facts, count, stepped, limits.interval, limits.hysteresis,
+            MOVE=move, num_warps=1,
+        )  # fmt: skip
+    return facts
+
+
+@lru_cache(maxsize=8)
+def _limits_on(limits: Limits, device: torch.device) -> Tensor:
+    """In FP64, which numbers given to a kernel would lose."""
+    numbers = [limits.growth, limits.backoff, limits.floor, limits.ceiling]
+    return torch.tensor(numbers, dtype=torch.float64, device=device)
+
+
+def _sums(counted: Counted) -> Tensor:
+    return counted.buffer[counted.batch.cells :].view(torch.float64)
+
+
+def _on(device: torch.device) -> AbstractContextManager[Any]:
+    # Triton launches on the current device, which need not be the tensors'.
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()

@@ -1,0 +1,191 @@
+"""One read of an optimizer's gradients: their totals for the verdict, their censuses for whoever asks.
+
+The kernel reads a GPU's gradients in one launch; the C loop those in host memory. Where there is neither (CUDA
+without Triton, other devices), torch's norms give the totals, and there is no census.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+from torch import Tensor
+
+from ampwise.census.algebra import Census
+from ampwise.census.cpu import count_all_on_cpu
+from ampwise.census.flat import KINDS, flat_values
+from ampwise.census.layout import DOUBLE, INFS, NANS, SINGLE, Layout
+from ampwise.census.reference import count_in_torch
+from ampwise.engine.gradients import Gradients, multiply_
+from ampwise.errors import MissingDependency
+
+if TYPE_CHECKING:
+    from ampwise.census.launch import Counted
+
+__all__ = ["Launched", "Part", "Reading", "has_kernels", "inverse_of", "read"]
+
+
+class Part(Protocol):
+    """The gradients of one device that are read in one way."""
+
+    positions: Sequence[int]  # in the optimizer's gradients
+
+    def totals(self, weights: Sequence[float] | None) -> Tensor:
+        """FP64 on the part's device: the sum of squares, each tensor's times its weight; infinities; NaNs."""
+
+    def fetch(self) -> list[Census]:
+        """In the order of ``positions``; waits for the device."""
+
+
+class Reading:
+    """What was read, by parameter. Fetching it waits for the device."""
+
+    def __init__(self, gradients: Gradients, parts: list[Part]) -> None:
+        self.places = gradients.places
+        self.parts = parts
+
+    def totals(self, home: torch.device, weights: Sequence[float] | None = None) -> Tensor:
+        """Of all parts together, on one device."""
+        of_parts = [
+            part.totals(weights and [weights[position] for position in part.positions]).to(home, non_blocking=True)
+            for part in self.parts
+        ]
+        return of_parts[0] if len(of_parts) == 1 else torch.stack(of_parts).sum(0)
+
+    def fetch(self) -> dict[tuple[int, int], Census]:
+        """By (group, index in the group)."""
+        found: dict[tuple[int, int], Census] = {}
+        for part in self.parts:
+            found.update(zip((self.places[position] for position in part.positions), part.fetch(), strict=True))
+        return {place: found[place] for place in self.places}
+
+
+def read(gradients: Gradients, scale: Tensor | None, *, unscale: bool = False) -> Reading:
+    """Read gradients in true units, that is divided by ``scale``; with ``unscale`` they stay divided in memory."""
+    parts: list[Part] = []
+    for (device, way), positions in _ways(gradients.values).items():
+        values = [gradients.values[position] for position in positions]
+        local_scale = scale if scale is None else scale.to(device, non_blocking=True)
+        parts.append(way(positions, values, local_scale, unscale))
+    return Reading(gradients, parts)
+
+
+def inverse_of(scale: Tensor) -> Tensor:
+    """One over the scale, through FP64 as torch has it."""
+    return scale.double().reciprocal().float() if scale.device.type != "mps" else scale.reciprocal()
+
+
+Way = Callable[[list[int], list[Tensor], Tensor | None, bool], Part]
+
+
+def _ways(values: Sequence[Tensor]) -> dict[tuple[torch.device, Way], list[int]]:
+    """How each gradient is to be read; those of one device, read in one way, together."""
+    found: dict[tuple[torch.device, Way], list[int]] = {}
+    for position, value in enumerate(values):
+        device = value.device
+        if device.type == "cpu":
+            way: Way = _on_cpu if value.dtype != torch.float64 else _in_torch
+        elif device.type == "cuda" and _launcher():
+            way = Launched if value.dtype in KINDS else _in_torch
+        else:
+            way = _Norms
+        found.setdefault((device, way), []).append(position)
+    return found
+
+
+def has_kernels() -> bool:
+    """Whether Triton is here to compile them."""
+    return _launcher() is not None
+
+
+@cache
+def _launcher() -> Callable[..., Counted] | None:
+    try:
+        from ampwise.census.launch import launch_census
+    except ImportError:
+        return None
+    return launch_census
+
+
+class Launched:
+    """Gradients of one GPU, read by the kernel."""
+
+    def __init__(self, positions: list[int], values: list[Tensor], scale: Tensor | None, unscale: bool) -> None:
+        launch = _launcher()
+        assert launch is not None
+        self.positions = positions
+        dense = [value if value.is_contiguous() else flat_values(value) for value in values]
+        self.counted = launch(dense, scale, write=unscale)
+        for value, copy in zip(values, dense, strict=True):
+            if unscale and copy.data_ptr() != value.data_ptr():  # gaps in memory: a copy was read and written
+                value.copy_(copy.view_as(value))
+
+    def totals(self, weights: Sequence[float] | None) -> Tensor:
+        from ampwise.engine.kernel import launch_totals
+
+        return launch_totals(self.counted, weights)
+
+    def fetch(self) -> list[Census]:
+        return self.counted.fetch()
+
+
+class _Rows:
+    """Gradients whose counts are rows of a table already."""
+
+    def __init__(self, positions: list[int], layout: Layout, rows: Tensor, sums: Tensor) -> None:
+        self.positions = positions
+        self._layout, self._rows, self._sums = layout, rows, sums
+
+    def totals(self, weights: Sequence[float] | None) -> Tensor:
+        sums = self._sums if weights is None else self._sums * self._sums.new_tensor(weights)
+        return torch.stack([sums.sum(), *self._rows[:, [INFS, NANS]].sum(0).double()])
+
+    def fetch(self) -> list[Census]:
+        pairs = zip(self._rows.tolist(), self._sums.tolist(), strict=True)
+        return [self._layout.census(row, total) for row, total in pairs]
+
+
+def _on_cpu(positions: list[int], values: list[Tensor], scale: Tensor | None, unscale: bool) -> Part:
+    factor = 1.0 if scale is None else inverse_of(scale).item()
+    flats = [flat_values(value).view(-1) for value in values]
+    part = _Rows(positions, SINGLE, *count_all_on_cpu(flats, factor))
+    if unscale and scale is not None:
+        multiply_(values, inverse_of(scale))
+    return part
+
+
+def _in_torch(positions: list[int], values: list[Tensor], scale: Tensor | None, unscale: bool) -> Part:
+    """FP64, which neither the kernel nor the C loop reads."""
+    factor = None if scale is None else inverse_of(scale)
+    flats = [flat_values(value).reshape(-1) for value in values]
+    counted = [count_in_torch(flat.double() if factor is None else flat.double() * factor) for flat in flats]
+    rows, sums = zip(*counted, strict=True)
+    if unscale and factor is not None:
+        multiply_(values, factor)
+    return _Rows(positions, DOUBLE, torch.stack(rows), torch.stack(sums))
+
+
+class _Norms:
+    """Gradients where nothing of ours can count: the totals from torch's norms."""
+
+    def __init__(self, positions: list[int], values: list[Tensor], scale: Tensor | None, unscale: bool) -> None:
+        self.positions = positions
+        norms = torch.stack(torch._foreach_norm([value.float() for value in values]))
+        self._norms = norms if scale is None else norms * inverse_of(scale)
+        self._device = values[0].device
+        if unscale and scale is not None:
+            multiply_(values, inverse_of(scale))
+
+    def totals(self, weights: Sequence[float] | None) -> Tensor:
+        norms = self._norms.cpu().double() if self._device.type == "mps" else self._norms.double()
+        squares = norms.nan_to_num(0.0, 0.0, 0.0).square()
+        weighted = squares if weights is None else squares * squares.new_tensor(weights)
+        return torch.stack([weighted.sum(), norms.isinf().sum().double(), norms.isnan().sum().double()])
+
+    def fetch(self) -> list[Census]:
+        raise MissingDependency(
+            f"GradScaler.census(): gradients on {self._device} are counted by a Triton kernel, and there is no Triton "
+            "for it here. Norms, skips and clipping work without."
+        )

@@ -1,0 +1,444 @@
+"""GradScaler: torch's, with one read that serves everything, limits, a guard, and facts one can ask for."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
+from torch.nn import Module
+from torch.optim import Optimizer
+
+from ampwise.census.device import DeviceCensus
+from ampwise.engine.apply import asks_for_the_scaler, refuse_closure, scales_by_itself, take_step
+from ampwise.engine.diagnosis import collapsed
+from ampwise.engine.facts import Posted
+from ampwise.engine.gradients import Gradients, gradients_of
+from ampwise.engine.look import Look, look_at
+from ampwise.engine.naming import named_census
+from ampwise.engine.reading import Reading, has_kernels
+from ampwise.engine.scale import Fact, Limits, advance_, new_tally
+from ampwise.engine.state import COUNTS, check_state
+from ampwise.engine.verdict import NO_CLIPPING
+from ampwise.errors import BadInput
+
+__all__ = ["GradScaler"]
+
+
+@dataclass(slots=True)
+class Outcome:
+    """How an optimizer's last step went, wherever that is known by now."""
+
+    numbers: Tensor  # norm and found_inf, on the device
+    skipped: bool | None = None
+    posted: Posted | None = None  # among the facts of the closed step
+    index: int = 0
+
+    def number(self, which: int) -> float:
+        if self.posted is None:
+            return float(self.numbers[which].item())
+        return self.posted.read()[Fact.FIRST_OPTIMIZER + 2 * self.index + which]
+
+
+class GradScaler(torch.amp.GradScaler):
+    """``torch.amp.GradScaler`` with the end of the step done in one read of the gradients.
+
+    A drop-in: same arguments, methods, errors and state. With a fused optimizer, unscaling, the check for inf and
+    NaN, clipping (``clip_``) and the counts by parameter (``census``) cost one read, and nothing waits for the GPU.
+    A step with a gradient that is not finite is skipped whatever the precision: with ``enabled=False`` too.
+
+    min_scale, max_scale: the scale stays between them. An overflow at ``min_scale`` raises ScaleCollapsed.
+    hysteresis: how many overflows in a row it takes to lower the scale.
+    guard: with ``enabled=False``, skip steps whose gradients are not finite all the same.
+    process_group: the ranks among which plain gradients are divided (FSDP1, sharding by hand), so that they skip
+        and clip together. DDP and FSDP2 need none.
+
+    >>> model = torch.nn.Linear(4, 1)
+    >>> optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    >>> scaler = GradScaler("cpu")
+    >>> scaler.scale(model(torch.ones(2, 4)).sum()).backward()
+    >>> norm = scaler.clip_(optimizer, max_norm=1.0)
+    >>> scaler.step(optimizer)
+    >>> scaler.update()
+    >>> scaler.skipped, scaler.applied_steps, scaler.census(model)["weight"].amax
+    (False, 1, 2.0)
+    """
+
+    def __init__(
+        self,
+        device: str | torch.device = "cuda",
+        init_scale: float = 2.0**16,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 2000,
+        enabled: bool = True,
+        *,
+        min_scale: float = 2.0**-14,  # FP16's smallest normal number: a loss of 1 scaled by less loses bits
+        max_scale: float | None = None,
+        hysteresis: int = 1,
+        guard: bool = True,
+        process_group: Any | None = None,
+    ) -> None:
+        if isinstance(device, int | float):
+            device, init_scale = "cuda", _old_order(device, init_scale)
+        self._limits = Limits.checked(
+            init_scale,
+            min_scale,
+            max_scale,
+            hysteresis,
+            growth=growth_factor,
+            backoff=backoff_factor,
+            interval=growth_interval,
+        )
+        super().__init__(torch.device(device).type, init_scale, growth_factor, backoff_factor, growth_interval, enabled)
+        self._guard = guard
+        self._process_group = process_group
+        self._saved_tally = (0, 0, 0)
+        self._forget()
+
+    def _forget(self) -> None:
+        """Begin without a step taken."""
+        self._tally: Tensor | None = None
+        self._looks: WeakKeyDictionary[Optimizer, Look] = WeakKeyDictionary()
+        self._readings: WeakKeyDictionary[Optimizer, Reading] = WeakKeyDictionary()
+        self._outcomes: WeakKeyDictionary[Optimizer, Outcome] = WeakKeyDictionary()
+        self._stepped: dict[int, Outcome] = {}  # since the last update, by optimizer
+        self._last: Outcome | None = None
+        self._posted: Posted | None = None
+
+    # The step
+
+    def unscale_(self, optimizer: Optimizer) -> None:
+        """Divide the optimizer's gradients by the scale, in memory, now: for whoever wants to look at or change them.
+
+        Optional: ``step`` does it where nobody has. Nothing waits for the device.
+        """
+        if not self._enabled:
+            return
+        self._check_scale_growth_tracker("unscale_")
+        state = self._per_optimizer_states[id(optimizer)]
+        if state["stage"] is OptState.UNSCALED:
+            raise RuntimeError("unscale_() has already been called on this optimizer since the last update().")
+        if state["stage"] is OptState.STEPPED:
+            raise RuntimeError("unscale_() is being called after step().")
+        gradients = self._gradients_of(optimizer, to_unscale=True)
+        look = self._standing_look(optimizer, gradients)
+        if look is None:
+            look = self._look_at([optimizer], [gradients], unscale=True)
+        look.settle_()  # clipping asked for before
+        state["stage"] = OptState.UNSCALED
+
+    def clip_(self, optimizer: Optimizer | Iterable[Optimizer], max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Clip the norm of the optimizer's gradients, in true units whatever the state; returns the norm before.
+
+        Before ``unscale_``, nothing is written: the step divides by scale and clipping at once. After it, gradients
+        are clipped in memory. Of several optimizers, the norm of all gradients together is clipped. The coefficient
+        is that of ``torch.nn.utils.clip_grad_norm_``, from a norm that is summed in FP64.
+        """
+        if not max_norm > 0:
+            raise BadInput(f"clip_(max_norm={max_norm}): a number above 0 is expected.")
+        optimizers = [optimizer] if hasattr(optimizer, "param_groups") else list(optimizer)  # type: ignore[arg-type]
+        if self._enabled:
+            self._check_scale_growth_tracker("clip_")
+        if any(self._stage(each) is OptState.STEPPED for each in optimizers):
+            raise RuntimeError("clip_() is being called after step().")
+        in_memory = any(self._stage(each) is OptState.UNSCALED for each in optimizers)
+        if in_memory or norm_type != 2.0:
+            for each in optimizers:
+                if self._stage(each) is OptState.READY:
+                    self.unscale_(each)
+            return _clip_in_memory_(optimizers, float(max_norm), norm_type, self._process_group)
+        every = [self._gradients_of(each) for each in optimizers]
+        return self._look_at(optimizers, every, float(max_norm)).verdict.norm
+
+    def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> float | None:
+        """Let the optimizer take its step, unless a gradient is inf or NaN: then nothing changes.
+
+        A fused optimizer decides on the device. For any other, this waits for the verdict, as torch does.
+        """
+        if not self._enabled:
+            return self._step_unscaled(optimizer, args, kwargs)
+        refuse_closure(optimizer, args, kwargs)
+        self._check_scale_growth_tracker("step")
+        state = self._per_optimizer_states[id(optimizer)]
+        if state["stage"] is OptState.STEPPED:
+            raise RuntimeError("step() has already been called since the last update().")
+        if scales_by_itself(optimizer) and asks_for_the_scaler(optimizer):
+            result = super().step(optimizer, *args, **kwargs)
+            self._record(optimizer, self._numbers_found(optimizer), None)
+            return result
+        result = self._take_step(optimizer, args, kwargs)
+        state["stage"] = OptState.STEPPED
+        return result
+
+    def _step_unscaled(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float | None:
+        """A step without scaling: guarded if there is anything to look at."""
+        closure = "closure" in kwargs or (args and callable(args[0]))
+        guarded = self._guard or optimizer in self._looks
+        if closure or not guarded or not len(gradients_of(optimizer)):
+            return optimizer.step(*args, **kwargs)
+        result = self._take_step(optimizer, args, kwargs)
+        self._close()
+        return result
+
+    def _take_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float | None:
+        look = self._looks.get(optimizer)
+        if self._stage(optimizer) is OptState.READY or look is None:
+            gradients = self._gradients_of(optimizer, to_unscale=self._enabled and not scales_by_itself(optimizer))
+            look = self._standing_look(optimizer, gradients) or self._look_at([optimizer], [gradients])
+        result, skipped = take_step(optimizer, look, args, kwargs)
+        look.gradients = Gradients()  # the next backward may free them
+        self._record(optimizer, look.verdict.numbers[:2], skipped)
+        return result  # type: ignore[no-any-return]
+
+    def _record(self, optimizer: Optimizer, numbers: Tensor, skipped: bool | None) -> None:
+        self._last = self._outcomes[optimizer] = self._stepped[id(optimizer)] = Outcome(numbers, skipped)
+
+    def _numbers_found(self, optimizer: Optimizer) -> Tensor:
+        """Norm and found_inf of an optimizer that was handed the scaler, as far as it used it."""
+        look = self._looks.get(optimizer)
+        if look is not None:
+            return look.verdict.numbers[:2]
+        scale, _ = self._check_scale_growth_tracker("step")
+        found = [each.to(scale) for each in self._found_inf_per_device(optimizer).values()]
+        worst = torch.stack(found).max() if found else torch.zeros_like(scale)
+        return torch.stack([torch.full_like(scale, math.nan), worst])
+
+    def update(self, new_scale: float | Tensor | None = None) -> None:
+        """Close the iteration: move the scale, or set it.
+
+        Raises ScaleCollapsed after an overflow with the scale at ``min_scale``: on a GPU one call later, when the
+        facts have arrived anyway, so that nothing waits. Steps in between are skipped like any other.
+        """
+        if not self._enabled:
+            return
+        self._check_scale_growth_tracker("update")
+        states = self._per_optimizer_states
+        if new_scale is not None:
+            super().update(_checked_scale(new_scale))
+        elif not any(state["found_inf_per_device"] for state in states.values()):
+            raise AssertionError("No inf checks were recorded prior to update.")
+        before = self._posted
+        unstepped = [state for key, state in states.items() if key not in self._stepped]
+        self._close(
+            [found for state in unstepped for found in state["found_inf_per_device"].values()], new_scale is None
+        )
+        self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
+        self._raise_if_stuck(before)
+
+    # What happened
+
+    @property
+    def skipped(self) -> bool:
+        """Whether the last ``step`` left the weights alone. Waits if asked before the device has come so far."""
+        return self._last is not None and _was_skipped(self._last)
+
+    def skipped_for(self, optimizer: Optimizer) -> bool:
+        """Whether this optimizer's last step was skipped; for loops with several."""
+        outcome = self._outcomes.get(optimizer)
+        return outcome is not None and _was_skipped(outcome)
+
+    @property
+    def grad_norm(self) -> float:
+        """The norm of the last step's gradients, in true units, before clipping; NaN before the first."""
+        return math.nan if self._last is None else self._last.number(0)
+
+    @property
+    def applied_steps(self) -> int:
+        """How many steps changed the weights, of all optimizers, up to the last ``update``."""
+        return self._counts()[1]
+
+    @property
+    def skipped_steps(self) -> int:
+        """How many steps were skipped, of all optimizers, up to the last ``update``."""
+        return self._counts()[2]
+
+    def census(self, model: Module | None = None) -> DeviceCensus:
+        """What the gradients of the last step held, by parameter, in true units and before clipping.
+
+        Names are the model's, if it is given; or those the optimizer was made with; or "group.index".
+        """
+        return named_census(list(self._readings.items()), model)
+
+    # State
+
+    def state_dict(self) -> dict[str, Any]:
+        """torch's entries, which torch can load, and our counts. Empty if scaling is off."""
+        if not self._enabled:
+            return {}
+        return super().state_dict() | dict(zip(COUNTS, self._counts(), strict=True))
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Load a state of this class or of torch's; one that makes no sense is refused, and nothing changes."""
+        if self._enabled and state_dict:
+            check_state(state_dict, self._limits)
+        super().load_state_dict(dict(state_dict))
+        if self._enabled:
+            in_a_row, applied, skipped = (state_dict.get(key, 0) for key in COUNTS)
+            self._saved_tally = (in_a_row, applied, skipped)
+            self._forget()
+
+    def __getstate__(self) -> dict[str, Any]:
+        counts = self._counts()
+        state = super().__getstate__()
+        state["_saved_tally"] = counts
+        # Steps in the past stay with this process: they are known by its optimizers.
+        for name in ("_looks", "_readings", "_outcomes", "_stepped", "_last", "_posted", "_tally", "_process_group"):
+            state.pop(name)
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._process_group = None
+        self._forget()
+
+    # Inside
+
+    def _stage(self, optimizer: Optimizer) -> OptState:
+        if not self._enabled or id(optimizer) not in self._per_optimizer_states:
+            return OptState.READY
+        return self._per_optimizer_states[id(optimizer)]["stage"]  # type: ignore[no-any-return]
+
+    def _gradients_of(self, optimizer: Optimizer, *, to_unscale: bool = False) -> Gradients:
+        gradients = gradients_of(optimizer)
+        if not len(gradients):
+            raise AssertionError(
+                "No inf checks were recorded for this optimizer. None of its parameters has a gradient: was "
+                "backward() called, on a loss that depends on them, after the last zero_grad()?"
+            )
+        if to_unscale and any(value.dtype == torch.float16 for value in gradients.values):
+            raise ValueError(
+                "Attempting to unscale FP16 gradients. The parameters are FP16: keep them in FP32 and let autocast "
+                "choose FP16 for each operation. (model.half() leaves nothing for a scaler to protect.)"
+            )
+        return gradients
+
+    def _standing_look(self, optimizer: Optimizer, gradients: Gradients) -> Look | None:
+        """The look taken by ``clip_``, if gradients are still as they were then; taken again if they are not."""
+        look = self._looks.get(optimizer)
+        if look is None or look.stamp == gradients.stamp:
+            return look
+        if look.alone:
+            return self._look_at([optimizer], [gradients], look.max_norm)
+        raise RuntimeError(
+            "gradients have changed after clip_() of several optimizers. Clip after the last backward()."
+        )
+
+    def _look_at(
+        self,
+        optimizers: list[Optimizer],
+        every: list[Gradients],
+        max_norm: float = NO_CLIPPING,
+        *,
+        unscale: bool = False,
+    ) -> Look:
+        scale = self._scale if self._enabled else None
+        for optimizer in optimizers:
+            self._readings.pop(optimizer, None)  # its memory serves again
+        looks = look_at(every, scale, max_norm, process_group=self._process_group, unscale=unscale)
+        for optimizer, look in zip(optimizers, looks, strict=True):
+            self._looks[optimizer] = look
+            self._readings[optimizer] = look.reading
+            if self._enabled:
+                found = look.verdict.found_inf
+                devices = {value.device for value in look.gradients.values}
+                state = self._per_optimizer_states[id(optimizer)]
+                state["found_inf_per_device"] = {device: found.to(device, non_blocking=True) for device in devices}
+        return looks[0]
+
+    def _close(self, others: Iterable[Tensor] = (), move: bool = False) -> None:
+        """Count what was stepped, move the scale, post the facts.
+
+        ``others``: found_inf of optimizers that were unscaled and not stepped, which the scale heeds too.
+        """
+        outcomes = list(self._stepped.values())
+        rows = [outcome.numbers for outcome in outcomes]
+        rows += [torch.stack([torch.full_like(found, math.nan), found]) for found in others]
+        self._stepped.clear()
+        self._looks.clear()
+        if not rows:
+            return
+        numbers = rows[0].unsqueeze(0) if len(rows) == 1 else torch.stack([row.to(rows[0].device) for row in rows])
+        self._posted = Posted(self._advance(numbers, len(outcomes), move))
+        for index, outcome in enumerate(outcomes):
+            outcome.posted, outcome.index = self._posted, index
+
+    def _advance(self, numbers: Tensor, stepped: int, move: bool) -> Tensor:
+        device = numbers.device
+        if self._tally is None:
+            self._tally = new_tally(device, *self._saved_tally)
+        if self._enabled:
+            scale, tracker = self._check_scale_growth_tracker("update")
+            limits = self._current_limits()
+        else:
+            scale, tracker = torch.ones((), device=device), torch.zeros((), dtype=torch.int32, device=device)
+            limits = self._limits
+        return _advance_(scale, tracker, self._tally, numbers, stepped, limits, move=move)
+
+    def _current_limits(self) -> Limits:
+        return replace(
+            self._limits, growth=self._growth_factor, backoff=self._backoff_factor, interval=self._growth_interval
+        )
+
+    def _counts(self) -> tuple[int, int, int]:
+        """Overflows in a row, steps applied, steps skipped."""
+        if self._posted is None:
+            return self._saved_tally
+        facts = self._posted.read()
+        return int(facts[Fact.IN_A_ROW]), int(facts[Fact.APPLIED]), int(facts[Fact.SKIPPED])
+
+    def _raise_if_stuck(self, before: Posted | None) -> None:
+        """On a GPU the step before is asked: its facts are there, on all ranks alike."""
+        settled = before if self._posted is not None and self._posted.lags else self._posted
+        if settled is not None and settled.read()[Fact.STUCK]:
+            raise collapsed(self._limits.floor, int(settled.read()[Fact.IN_A_ROW]), self.census())
+
+
+def _advance_(scale: Tensor, *rest: Any, move: bool) -> Tensor:
+    if scale.is_cuda and has_kernels():
+        from ampwise.engine.kernel import launch_advance_
+
+        return launch_advance_(scale, *rest, move=move)
+    return advance_(scale, *rest, move=move)
+
+
+def _was_skipped(outcome: Outcome) -> bool:
+    return bool(outcome.number(1)) if outcome.skipped is None else outcome.skipped
+
+
+def _clip_in_memory_(optimizers: list[Optimizer], max_norm: float, norm_type: float, process_group: Any) -> Tensor:
+    """Clip gradients that are in true units already."""
+    if norm_type != 2.0:
+        parameters = [parameter for each in optimizers for group in each.param_groups for parameter in group["params"]]
+        return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
+    looks = look_at([gradients_of(each) for each in optimizers], None, max_norm, process_group=process_group)
+    for look in looks:
+        look.settle_()
+    return looks[0].verdict.norm
+
+
+def _old_order(first: float, second: float) -> float:
+    """The scale from the arguments of torch.cuda.amp.GradScaler, in which it came first."""
+    if second != 2.0**16:
+        raise BadInput("GradScaler(init_scale, growth_factor, ...) in torch.cuda.amp's order: name the arguments.")
+    warnings.warn(
+        f"GradScaler({first!r}): the device comes first, as in torch.amp. Write GradScaler('cuda', {first!r}).",
+        FutureWarning,
+        stacklevel=3,
+    )
+    return float(first)
+
+
+def _checked_scale(new_scale: float | Tensor) -> float | Tensor:
+    if isinstance(new_scale, Tensor):
+        return new_scale
+    if not (math.isfinite(new_scale) and new_scale > 0):
+        raise BadInput(f"update({new_scale}): a positive, finite scale is expected.")
+    return float(new_scale)
