@@ -7,7 +7,7 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 NEEDS  := pyproject.toml constraints.txt setup.py src/ampwise/census/_native.c
 
-.PHONY: help demo test fuzz check lint types docs docs-check format bench gpu-test gpu-bench clean
+.PHONY: help demo test fuzz check lint types docs docs-check format peers bench gpu-test gpu-bench clean
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -40,6 +40,9 @@ docs: $(STAMP) ## write the generated pages again
 format: $(STAMP) ## rewrite the source in the house format
 	@$(BIN)/ruff format --quiet .
 	@$(BIN)/ruff check --fix .
+
+peers: $(STAMP) ## run the conformance cases with others' software and record what it does (then `make docs`)
+	@$(BIN)/python tools/observe_peers.py
 
 bench: $(STAMP) ## run one benchmark: make bench NAME=census
 	@test -f benchmarks/$(NAME).py || { echo "make: no benchmark '$(NAME)'; there are: $$(cd benchmarks && grep -l __main__ *.py | sed 's/\.py//' | xargs)" >&2; exit 1; }

@@ -32,10 +32,10 @@ from .equivalence_loops import (
 # clip_ accumulates the norm in FP64 and may round a gradient once where torch rounds it twice.
 # What a run of 200 steps showed stands in brackets; a tolerance is a few times that.
 CLIP_TOLERANCES = {
-    "Muon": 5e-4,  # [8e-5] orthogonalises in BF16, where a last bit may become 2**-8
+    "Muon": 5e-4,  # [6e-5] orthogonalises in BF16, where a last bit may become 2**-8
     "others": 1e-6,  # [3e-7]
 }
-# From float64 clip_ may be twice [1.3] as far as torch is: roundings that differ are two draws from one distribution.
+# From float64 clip_ may be twice [1.04] as far as torch is: roundings that differ are two draws from one distribution.
 TIMES_TORCH, LAST_BIT = 2, 2.0**-24
 FLOAT64_TOLERANCES = {
     "Muon": 5e-4,  # [7e-5]
