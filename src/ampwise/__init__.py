@@ -16,9 +16,9 @@ if TYPE_CHECKING:
     from ampwise.census.count import Count as Count
     from ampwise.census.device import DeviceCensus as DeviceCensus
     from ampwise.census.measure import census as census
+    from ampwise.engine.scaler import GradScaler as GradScaler
     from ampwise.errors import AmpwiseError as AmpwiseError
     from ampwise.errors import BadInput as BadInput
-    from ampwise.engine.scaler import GradScaler as GradScaler
     from ampwise.errors import MissingDependency as MissingDependency
     from ampwise.errors import ScaleCollapsed as ScaleCollapsed
     from ampwise.errors import UnknownName as UnknownName

@@ -95,7 +95,7 @@ def _wide_bits(values):
 
 @triton.jit
 def _narrow(wide, DTYPE: tl.constexpr):
-    if DTYPE == tl.int16:  # BF16, rounded to nearest even on its bits: Triton's interpreter would truncate
+    if tl.int16 == DTYPE:  # BF16, rounded to nearest even on its bits: Triton's interpreter would truncate
         bits = wide.to(tl.int32, bitcast=True)
         rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
         quiet_nan = (bits >> 16) | 0x40

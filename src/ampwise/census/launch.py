@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate, islice
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,7 +18,18 @@ from ampwise.census.algebra import Census
 from ampwise.census.flat import KINDS
 from ampwise.census.layout import BINADES, SINGLE
 
-__all__ = ["Batch", "Counted", "count_into_", "launch_census", "new_buffer", "read_census"]
+__all__ = [
+    "Batch",
+    "Counted",
+    "Plan",
+    "address_table",
+    "count_into_",
+    "launch_census",
+    "launching_on",
+    "new_buffer",
+    "plan_of",
+    "read_census",
+]
 
 ALIGNMENT = 16  # bytes, for vector loads
 
@@ -60,9 +72,8 @@ class Batch:
         for index in self.copied:
             self.kept[index] = tensors[index].clone()
             addresses[index] = self.kept[index].data_ptr()
-        self.addresses = _address_table(tuple(addresses), self.device)
-        sizes = tuple([tensor.numel() for tensor in tensors])
-        self.plan = _plan(sizes, tuple([KINDS[tensor.dtype] for tensor in tensors]), self.device)
+        self.addresses = address_table(tuple(addresses), self.device)
+        self.plan = plan_of(tensors)
 
     @property
     def cells(self) -> int:
@@ -109,8 +120,7 @@ def count_into_(buffer: Tensor, batch: Batch, scale: Tensor | None = None, *, wr
     plan = batch.plan
     if not len(plan.owners):
         return
-    # Triton launches on the current device, which need not be the tensors'.
-    with torch.cuda.device(batch.device) if batch.device.type == "cuda" else nullcontext():
+    with launching_on(batch.device):
         kernel.census_kernel[(len(plan.owners),)](
             batch.addresses, plan.sizes, plan.kinds, plan.first_chunks, plan.owners,
             buffer, buffer[batch.cells :].view(torch.float64), buffer if scale is None else scale, ROW=SINGLE.columns,
@@ -118,6 +128,19 @@ def count_into_(buffer: Tensor, batch: Batch, scale: Tensor | None = None, *, wr
             CHUNK=kernel.CHUNK, BLOCK=kernel.BLOCK, SLOW_BLOCK=kernel.SLOW_BLOCK,
             SCALED=scale is not None, WRITE=write, PTX=batch.has_ptx, num_warps=kernel.WARPS,
         )  # fmt: skip
+
+
+def launching_on(device: torch.device) -> AbstractContextManager[Any]:
+    """Triton launches on the current device, which need not be the tensors'."""
+    if device.type != "cuda" or device.index == torch.cuda.current_device():
+        return nullcontext()
+    return torch.cuda.device(device)
+
+
+def plan_of(tensors: Sequence[Tensor]) -> Plan:
+    """How tensors of one device are cut into chunks."""
+    sizes = tuple([tensor.numel() for tensor in tensors])
+    return _plan(sizes, tuple([KINDS[tensor.dtype] for tensor in tensors]), tensors[0].device)
 
 
 def read_census(buffer: Tensor, batch: Batch) -> list[Census]:
@@ -136,7 +159,8 @@ def _trimmed(table: Tensor) -> tuple[int, Tensor]:
     return used[0], torch.cat([table[:, :BINADES], table[:, BINADES + used[0] : BINADES + used[-1] + 1]], dim=1)
 
 
-def _address_table(addresses: tuple[int, ...], device: torch.device) -> Tensor:
+def address_table(addresses: tuple[int, ...], device: torch.device) -> Tensor:
+    """Addresses where a kernel can read them, without waiting."""
     if device.type != "cuda":
         return torch.tensor(addresses, dtype=torch.int64, device=device)
     if torch.cuda.is_current_stream_capturing():

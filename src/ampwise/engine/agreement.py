@@ -14,7 +14,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from ampwise.errors import BadInput, UnsupportedTensor
+from ampwise.errors import BadInput
 
 __all__ = ["ALONE", "Agreement", "agreement_on"]
 
@@ -63,13 +63,9 @@ def agreement_on(count: int, shards: Mapping[int, Any], process_group: Any | Non
 
 def _shards(gradient: Any) -> int:
     """Into how many different pieces a DTensor is cut."""
-    if any(placement.is_partial() for placement in gradient.placements):
-        raise UnsupportedTensor(
-            f"a gradient with placements {tuple(gradient.placements)} is a term of a sum over ranks, not a value. "
-            "Reduce it first: gradient.redistribute(placements=[Replicate()])."
-        )
-    sizes: Sequence[int] = gradient.device_mesh.shape
-    return prod(size for size, placement in zip(sizes, gradient.placements, strict=True) if placement.is_shard())
+    dimensions = zip(gradient.device_mesh.shape, gradient.placements, strict=True)
+    # Not is_shard(): a shard of a shard, as FSDP over tensor parallelism has it, does not call itself one.
+    return prod(size for size, placement in dimensions if not placement.is_replicate())
 
 
 def _common_mesh(meshes: Sequence[Any]) -> Any:

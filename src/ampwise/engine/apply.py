@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch.optim import LBFGS, SGD, Optimizer
 
+from ampwise.engine.adam import ours_within
 from ampwise.engine.look import Look
-from ampwise.engine.verdict import NO_CLIPPING
 
 __all__ = ["asks_for_the_scaler", "refuse_closure", "scales_by_itself", "take_step"]
 
@@ -44,7 +45,7 @@ def take_step(
 ) -> tuple[Any, bool | None]:
     """What ``optimizer.step`` returned, and whether the step was skipped: None if only the device knows."""
     if not scales_by_itself(optimizer):
-        return _step_if_good(optimizer, look, lambda: (look.settle_(), optimizer.step(*args, **kwargs))[1])
+        return _step_if_good(optimizer, look, lambda: _step_after_settling(optimizer, look, args, kwargs))
     if _has_no_momentum_yet(optimizer):
         return _step_if_good(optimizer, look, lambda: _step_on_device(optimizer, look, args, kwargs))
     return _step_on_device(optimizer, look, args, kwargs), None
@@ -59,11 +60,19 @@ def _step_on_device(optimizer: Any, look: Look, args: Sequence[Any], kwargs: Map
         grad_scale = look.verdict.grad_scale
         optimizer.grad_scale = grad_scale if of_the_user is None else grad_scale * of_the_user
     optimizer.found_inf = look.verdict.found_inf
+    # Without clipping, the optimizer's own kernel gives what it gives under torch's scaler, bit for bit.
+    faster = ours_within(optimizer, look) if look.clips and of_the_user is None else nullcontext()
     try:
-        return optimizer.step(*args, **kwargs)
+        with faster:
+            return optimizer.step(*args, **kwargs)
     finally:
         # Left there, they would act on the next step too.
         del optimizer.grad_scale, optimizer.found_inf
+
+
+def _step_after_settling(optimizer: Any, look: Look, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    look.settle_()
+    return optimizer.step(*args, **kwargs)
 
 
 def _step_if_good(optimizer: Optimizer, look: Look, step: Callable[[], Any]) -> tuple[Any, bool]:

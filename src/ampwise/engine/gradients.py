@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from operator import is_
 from typing import Any
 
 import torch
@@ -20,36 +21,37 @@ __all__ = ["Gradients", "gradients_of", "multiply_"]
 class Gradients:
     """What is there to read and to scale: one entry for each parameter that has a gradient."""
 
-    places: list[tuple[int, int]] = field(default_factory=list)  # group, index in the group
     values: list[Tensor] = field(default_factory=list)  # dense and real; they share memory with ``.grad``
     shards: dict[int, Any] = field(default_factory=dict)  # the DTensors among them, by position
+    ordinary: bool = False  # all on one device, contiguous, of a dtype that is read as it is
+    seen: list[Tensor | None] = field(default_factory=list)  # ``.grad`` of every parameter
+    versions: list[int] = field(default_factory=list)
 
     def __len__(self) -> int:
         return len(self.values)
 
-    @property
-    def stamp(self) -> list[tuple[int, int]]:
-        """Differs once a gradient was replaced or changed by a torch operation."""
-        return [(value.data_ptr(), value._version) for value in self.values]
+    def still_of(self, optimizer: Optimizer) -> bool:
+        """Whether no gradient was replaced, or changed by a torch operation, since these were collected."""
+        now = _all_of(optimizer)
+        return (
+            len(now) == len(self.seen)
+            and all(map(is_, now, self.seen))
+            and self.versions == [value._version for value in self.values]
+        )
 
 
 def gradients_of(optimizer: Optimizer) -> Gradients:
-    """Collect them. It runs at every step over every parameter: ordinary ones take the quick way."""
-    found = Gradients()
-    places, values = found.places, found.values
-    for group_index, group in enumerate(_groups(optimizer)):
-        for index, parameter in enumerate(group["params"]):
-            gradient = parameter.grad
-            if gradient is None:
-                continue
-            places.append((group_index, index))
-            if type(gradient) is Tensor and gradient.layout is torch.strided and gradient.dtype in KINDS:
-                values.append(gradient)
-                continue
-            if hasattr(gradient, "placements"):
-                found.shards[len(values)] = gradient
-            values.append(_memory(parameter))
-    return found
+    """Collect them. It runs at every step over every parameter, so ordinary ones are looked at in bulk."""
+    seen = _all_of(optimizer)
+    present = [gradient for gradient in seen if gradient is not None]
+    if not set(map(type, present)) <= {Tensor} or not _ordinary_kinds(present):
+        return _unusual(optimizer)
+    ordinary = (
+        bool(present)
+        and len({value.get_device() for value in present}) == 1
+        and all(value.is_contiguous() for value in present)
+    )
+    return Gradients(present, ordinary=ordinary, seen=seen, versions=[value._version for value in present])
 
 
 def multiply_(values: Iterable[Tensor], factor: Tensor) -> None:
@@ -62,11 +64,43 @@ def multiply_(values: Iterable[Tensor], factor: Tensor) -> None:
         torch._amp_foreach_non_finite_check_and_unscale_(alike, ignored, factor.to(device, non_blocking=True))
 
 
-def _groups(optimizer: Any) -> Any:
+def _all_of(optimizer: Any) -> list[Tensor | None]:
     try:
-        return optimizer.param_groups
+        groups = optimizer.param_groups
     except AttributeError:
         raise BadInput(f"an optimizer is expected; {type(optimizer).__name__} has no param_groups.") from None
+    return [parameter.grad for group in groups for parameter in group["params"]]
+
+
+def _ordinary_kinds(gradients: list[Tensor]) -> bool:
+    return {value.layout for value in gradients} <= {torch.strided} and {
+        value.dtype for value in gradients
+    } <= KINDS.keys()
+
+
+def _unusual(optimizer: Optimizer) -> Gradients:
+    """One by one: some may be shards, sparse, complex, or of a dtype that has to be converted."""
+    found = Gradients()
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter.grad is not None:
+                if hasattr(parameter.grad, "placements"):
+                    found.shards[len(found.values)] = _summed(parameter)
+                found.values.append(_memory(parameter))
+            found.seen.append(parameter.grad)
+    found.versions = [value._version for value in found.values]
+    return found
+
+
+def _summed(parameter: Any) -> Any:
+    """A DTensor gradient that holds values: terms of a sum over ranks, as sequence parallelism leaves, are summed."""
+    gradient = parameter.grad
+    if any(placement.is_partial() for placement in gradient.placements):
+        from torch.distributed.tensor import Replicate
+
+        placements = [Replicate() if placement.is_partial() else placement for placement in gradient.placements]
+        parameter.grad = gradient = gradient.redistribute(placements=placements)
+    return gradient
 
 
 def _memory(parameter: Any) -> Tensor:
@@ -85,4 +119,5 @@ def _memory(parameter: Any) -> Tensor:
         gradient = gradient.to_local()
     if hasattr(gradient, "trigger_wait"):
         gradient = gradient.trigger_wait()
-    return gradient.detach()  # type: ignore[no-any-return]
+    memory: Tensor = gradient.detach()
+    return memory

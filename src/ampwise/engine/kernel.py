@@ -5,21 +5,18 @@ saves. ``verdict.py`` and ``scale.py`` define what these must compute.
 """
 
 # Constants of a Triton kernel are arguments in capitals, and its branches are taken when it is compiled.
-# ruff: noqa: N803, SIM108
+# ruff: noqa: N803
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
-from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from ampwise.census.launch import Counted
+from ampwise.census.launch import Counted, launching_on
 from ampwise.census.layout import INFS, NANS, SINGLE
 from ampwise.engine.scale import Fact, Limits
 from ampwise.engine.verdict import MARGIN, Verdict
@@ -137,12 +134,12 @@ def advance_kernel(
     tl.store(facts + 5, stuck.to(tl.float64))
 
 
-def launch_totals(counted: Counted, weights: Sequence[float] | None) -> Tensor:
+def launch_totals(counted: Counted, weights: tuple[float, ...] | None) -> Tensor:
     """The totals of a count, each tensor's sum of squares times its weight."""
     buffer, batch = counted.buffer, counted.batch
     totals = torch.empty(3, dtype=torch.float64, device=buffer.device)
-    on_device = None if weights is None else torch.tensor(weights, dtype=torch.float64, device=buffer.device)
-    with _on(buffer.device):
+    on_device = None if weights is None else _on_device(weights, buffer.device)
+    with launching_on(buffer.device):
         totals_kernel[(1,)](
             buffer, _sums(counted), batch.plan.owners, totals if on_device is None else on_device, totals,
             len(batch.plan.chunks), len(batch.plan.owners),
@@ -155,7 +152,7 @@ def launch_judge(counted: Counted, scale: Tensor | None, max_norm: float) -> Ver
     """The verdict on a count that is all there is."""
     buffer, plan = counted.buffer, counted.batch.plan
     numbers = torch.empty(4, dtype=torch.float32, device=buffer.device)
-    with _on(buffer.device):
+    with launching_on(buffer.device):
         judge_kernel[(1,)](
             buffer, _sums(counted), numbers if scale is None else scale, numbers, float(max_norm),
             len(plan.chunks), len(plan.owners),
@@ -169,26 +166,21 @@ def launch_advance_(
 ) -> Tensor:
     """Close a step in one launch; returns the facts."""
     count = len(outcomes)
+    bounds = (limits.growth, limits.backoff, limits.floor, limits.ceiling)
     facts = torch.empty(Fact.FIRST_OPTIMIZER + 2 * count, dtype=torch.float64, device=scale.device)
-    with _on(scale.device):
+    with launching_on(scale.device):
         advance_kernel[(1,)](
-            scale, growth_tracker, tally, outcomes, _limits_on(limits, scale.device), facts, count, stepped, limits.interval, limits.hysteresis,
-            MOVE=move, num_warps=1,
+            scale, growth_tracker, tally, outcomes, _on_device(bounds, scale.device), facts,
+            count, stepped, limits.interval, limits.hysteresis, MOVE=move, num_warps=1,
         )  # fmt: skip
     return facts
 
 
-@lru_cache(maxsize=8)
-def _limits_on(limits: Limits, device: torch.device) -> Tensor:
-    """In FP64, which numbers given to a kernel would lose."""
-    numbers = [limits.growth, limits.backoff, limits.floor, limits.ceiling]
+@lru_cache(maxsize=32)
+def _on_device(numbers: tuple[float, ...], device: torch.device) -> Tensor:
+    """In FP64, which numbers given to a kernel would lose; uploaded once, as that waits."""
     return torch.tensor(numbers, dtype=torch.float64, device=device)
 
 
 def _sums(counted: Counted) -> Tensor:
     return counted.buffer[counted.batch.cells :].view(torch.float64)
-
-
-def _on(device: torch.device) -> AbstractContextManager[Any]:
-    # Triton launches on the current device, which need not be the tensors'.
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()

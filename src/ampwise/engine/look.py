@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,13 +26,17 @@ class Look:
     verdict: Verdict
     max_norm: float = NO_CLIPPING  # clipping that the step has yet to do
     scaled: bool = False  # memory holds gradients of the scaled loss
-    alone: bool = True  # not clipped together with another optimizer's
-    stamp: list[tuple[int, int]] = field(default_factory=list)
+    alone: bool = True  # judged without another optimizer's, or another rank's, gradients
+
+    @property
+    def clips(self) -> bool:
+        """The step is to clip."""
+        return self.max_norm != NO_CLIPPING
 
     @property
     def pending(self) -> bool:
         """Gradients in memory are not yet what the optimizer should see."""
-        return self.scaled or self.max_norm != NO_CLIPPING
+        return self.scaled or self.clips
 
     def settle_(self) -> None:
         """Divide the gradients in memory, without waiting."""
@@ -46,16 +50,18 @@ def look_at(
     scale: Tensor | None,
     max_norm: float = NO_CLIPPING,
     *,
+    home: torch.device,
     process_group: Any | None = None,
     unscale: bool = False,
 ) -> list[Look]:
     """Look at the gradients of one or several optimizers, judged together.
 
-    With ``unscale`` the same read leaves them unscaled in memory; else it is left to the step.
+    With ``unscale`` the same read leaves them unscaled in memory; else it is left to the step. ``home`` is the
+    device where the small arithmetic is done.
     """
     readings = [read(gradients, scale, unscale=unscale) for gradients in several]
     agreements = [agreement_on(len(gradients), gradients.shards, process_group) for gradients in several]
-    verdict = _verdict(readings, agreements, scale, max_norm, _home(several, scale))
+    verdict = _verdict(readings, agreements, scale, max_norm, home)
     return [
         Look(
             gradients,
@@ -63,16 +69,10 @@ def look_at(
             verdict,
             max_norm=max_norm,
             scaled=scale is not None and not unscale,
-            alone=len(several) == 1,
-            stamp=gradients.stamp,
+            alone=agreements == [ALONE],
         )
         for gradients, reading in zip(several, readings, strict=True)
     ]
-
-
-def _home(several: Sequence[Gradients], scale: Tensor | None) -> torch.device:
-    """Where the small arithmetic is done."""
-    return several[0].values[0].device if scale is None else scale.device
 
 
 def _verdict(

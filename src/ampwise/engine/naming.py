@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from torch.nn import Module
 from torch.optim import Optimizer
@@ -13,8 +13,6 @@ from ampwise.engine.reading import Reading
 
 __all__ = ["named_census"]
 
-Place = tuple[int, int]  # group, index in the group
-
 
 def named_census(readings: Sequence[tuple[Optimizer, Reading]], model: Module | None) -> DeviceCensus:
     """The censuses of readings, by parameter: they stay on the device until someone looks."""
@@ -22,24 +20,20 @@ def named_census(readings: Sequence[tuple[Optimizer, Reading]], model: Module | 
     all_names: list[str] = []
     parts: list[Callable[[], Mapping[str, Census]]] = []
     for number, (optimizer, reading) in enumerate(readings):
-        names = _names(optimizer, reading.places, by_identity, f"{number}:" if len(readings) > 1 else "")
-        all_names += names.values()
-        parts.append(_renamed(reading, names))
+        names = list(_names(optimizer, by_identity, f"{number}:" if len(readings) > 1 else ""))
+        names = [names[index] for index in reading.parameters]
+        all_names += names
+        parts.append(_named(names, reading))
     return DeviceCensus(all_names, parts)
 
 
-def _renamed(reading: Reading, names: Mapping[Place, str]) -> Callable[[], Mapping[str, Census]]:
-    return lambda: {names[place]: census for place, census in reading.fetch().items()}
+def _named(names: Sequence[str], reading: Reading) -> Callable[[], Mapping[str, Census]]:
+    return lambda: dict(zip(names, reading.fetch(), strict=True))
 
 
-def _names(
-    optimizer: Optimizer, places: Sequence[Place], by_identity: Mapping[int, str], prefix: str
-) -> dict[Place, str]:
-    names = {}
-    for group_index, index in places:
-        group = optimizer.param_groups[group_index]
-        name = by_identity.get(id(group["params"][index]))
-        if name is None and group.get("param_names"):  # given as named_parameters()
-            name = group["param_names"][index]
-        names[group_index, index] = name or f"{prefix}{group_index}.{index}"
-    return names
+def _names(optimizer: Optimizer, by_identity: Mapping[int, str], prefix: str) -> Iterator[str]:
+    for group_index, group in enumerate(optimizer.param_groups):
+        own = group.get("param_names")  # of an optimizer made with named_parameters()
+        for index, parameter in enumerate(group["params"]):
+            name = by_identity.get(id(parameter)) or (own[index] if own else None)
+            yield name or f"{prefix}{group_index}.{index}"

@@ -6,7 +6,7 @@ without Triton, other devices), torch's norms give the totals, and there is no c
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import cache
 from typing import TYPE_CHECKING, Protocol
 
@@ -30,9 +30,9 @@ __all__ = ["Launched", "Part", "Reading", "has_kernels", "inverse_of", "read"]
 class Part(Protocol):
     """The gradients of one device that are read in one way."""
 
-    positions: Sequence[int]  # in the optimizer's gradients
+    positions: list[int]  # in the optimizer's gradients
 
-    def totals(self, weights: Sequence[float] | None) -> Tensor:
+    def totals(self, weights: tuple[float, ...] | None) -> Tensor:
         """FP64 on the part's device: the sum of squares, each tensor's times its weight; infinities; NaNs."""
 
     def fetch(self) -> list[Census]:
@@ -43,29 +43,38 @@ class Reading:
     """What was read, by parameter. Fetching it waits for the device."""
 
     def __init__(self, gradients: Gradients, parts: list[Part]) -> None:
-        self.places = gradients.places
         self.parts = parts
+        self._present = [gradient is not None for gradient in gradients.seen]
 
-    def totals(self, home: torch.device, weights: Sequence[float] | None = None) -> Tensor:
+    def totals(self, home: torch.device, weights: tuple[float, ...] | None = None) -> Tensor:
         """Of all parts together, on one device."""
         of_parts = [
-            part.totals(weights and [weights[position] for position in part.positions]).to(home, non_blocking=True)
+            part.totals(weights and tuple([weights[position] for position in part.positions])).to(
+                home, non_blocking=True
+            )
             for part in self.parts
         ]
+        if not of_parts:  # a rank without a share of the gradients
+            return torch.zeros(3, dtype=torch.float64, device=home)
         return of_parts[0] if len(of_parts) == 1 else torch.stack(of_parts).sum(0)
 
-    def fetch(self) -> dict[tuple[int, int], Census]:
-        """By (group, index in the group)."""
-        found: dict[tuple[int, int], Census] = {}
+    @property
+    def parameters(self) -> list[int]:
+        """Which of the optimizer's parameters had a gradient."""
+        return [index for index, present in enumerate(self._present) if present]
+
+    def fetch(self) -> list[Census]:
+        """In the order of ``parameters``."""
+        found: dict[int, Census] = {}
         for part in self.parts:
-            found.update(zip((self.places[position] for position in part.positions), part.fetch(), strict=True))
-        return {place: found[place] for place in self.places}
+            found.update(zip(part.positions, part.fetch(), strict=True))
+        return [found[position] for position in sorted(found)]
 
 
 def read(gradients: Gradients, scale: Tensor | None, *, unscale: bool = False) -> Reading:
     """Read gradients in true units, that is divided by ``scale``; with ``unscale`` they stay divided in memory."""
     parts: list[Part] = []
-    for (device, way), positions in _ways(gradients.values).items():
+    for (device, way), positions in _ways(gradients).items():
         values = [gradients.values[position] for position in positions]
         local_scale = scale if scale is None else scale.to(device, non_blocking=True)
         parts.append(way(positions, values, local_scale, unscale))
@@ -80,19 +89,23 @@ def inverse_of(scale: Tensor) -> Tensor:
 Way = Callable[[list[int], list[Tensor], Tensor | None, bool], Part]
 
 
-def _ways(values: Sequence[Tensor]) -> dict[tuple[torch.device, Way], list[int]]:
+def _ways(gradients: Gradients) -> dict[tuple[torch.device, Way], list[int]]:
     """How each gradient is to be read; those of one device, read in one way, together."""
+    if gradients.ordinary:
+        first = gradients.values[0]
+        return {(first.device, _way(first)): list(range(len(gradients)))}
     found: dict[tuple[torch.device, Way], list[int]] = {}
-    for position, value in enumerate(values):
-        device = value.device
-        if device.type == "cpu":
-            way: Way = _on_cpu if value.dtype != torch.float64 else _in_torch
-        elif device.type == "cuda" and _launcher():
-            way = Launched if value.dtype in KINDS else _in_torch
-        else:
-            way = _Norms
-        found.setdefault((device, way), []).append(position)
+    for position, value in enumerate(gradients.values):
+        found.setdefault((value.device, _way(value)), []).append(position)
     return found
+
+
+def _way(value: Tensor) -> Way:
+    if value.device.type == "cpu":
+        return _on_cpu if value.dtype != torch.float64 else _in_torch
+    if value.device.type == "cuda" and has_kernels():
+        return Launched if value.dtype in KINDS else _in_torch
+    return _Norms
 
 
 def has_kernels() -> bool:
@@ -122,7 +135,7 @@ class Launched:
             if unscale and copy.data_ptr() != value.data_ptr():  # gaps in memory: a copy was read and written
                 value.copy_(copy.view_as(value))
 
-    def totals(self, weights: Sequence[float] | None) -> Tensor:
+    def totals(self, weights: tuple[float, ...] | None) -> Tensor:
         from ampwise.engine.kernel import launch_totals
 
         return launch_totals(self.counted, weights)
@@ -138,7 +151,7 @@ class _Rows:
         self.positions = positions
         self._layout, self._rows, self._sums = layout, rows, sums
 
-    def totals(self, weights: Sequence[float] | None) -> Tensor:
+    def totals(self, weights: tuple[float, ...] | None) -> Tensor:
         sums = self._sums if weights is None else self._sums * self._sums.new_tensor(weights)
         return torch.stack([sums.sum(), *self._rows[:, [INFS, NANS]].sum(0).double()])
 
@@ -178,7 +191,7 @@ class _Norms:
         if unscale and scale is not None:
             multiply_(values, inverse_of(scale))
 
-    def totals(self, weights: Sequence[float] | None) -> Tensor:
+    def totals(self, weights: tuple[float, ...] | None) -> Tensor:
         norms = self._norms.cpu().double() if self._device.type == "mps" else self._norms.double()
         squares = norms.nan_to_num(0.0, 0.0, 0.0).square()
         weighted = squares if weights is None else squares * squares.new_tensor(weights)

@@ -128,11 +128,13 @@ class GradScaler(torch.amp.GradScaler):
             raise RuntimeError("unscale_() has already been called on this optimizer since the last update().")
         if state["stage"] is OptState.STEPPED:
             raise RuntimeError("unscale_() is being called after step().")
-        gradients = self._gradients_of(optimizer, to_unscale=True)
-        look = self._standing_look(optimizer, gradients)
+        look = self._standing_look(optimizer)
         if look is None:
+            gradients = self._gradients_of(optimizer)
+            _refuse_half(gradients)
             look = self._look_at([optimizer], [gradients], unscale=True)
-        look.settle_()  # clipping asked for before
+        _refuse_half(look.gradients)
+        look.settle_()  # clipping that was asked for before
         state["stage"] = OptState.UNSCALED
 
     def clip_(self, optimizer: Optimizer | Iterable[Optimizer], max_norm: float, norm_type: float = 2.0) -> Tensor:
@@ -182,7 +184,8 @@ class GradScaler(torch.amp.GradScaler):
         """A step without scaling: guarded if there is anything to look at."""
         closure = "closure" in kwargs or (args and callable(args[0]))
         guarded = self._guard or optimizer in self._looks
-        if closure or not guarded or not len(gradients_of(optimizer)):
+        nothing = self._process_group is None and not len(gradients_of(optimizer))
+        if closure or not guarded or nothing:
             return optimizer.step(*args, **kwargs)
         result = self._take_step(optimizer, args, kwargs)
         self._close()
@@ -191,8 +194,9 @@ class GradScaler(torch.amp.GradScaler):
     def _take_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float | None:
         look = self._looks.get(optimizer)
         if self._stage(optimizer) is OptState.READY or look is None:
-            gradients = self._gradients_of(optimizer, to_unscale=self._enabled and not scales_by_itself(optimizer))
-            look = self._standing_look(optimizer, gradients) or self._look_at([optimizer], [gradients])
+            look = self._standing_look(optimizer) or self._look_at([optimizer], [self._gradients_of(optimizer)])
+            if self._enabled and not scales_by_itself(optimizer):
+                _refuse_half(look.gradients)
         result, skipped = take_step(optimizer, look, args, kwargs)
         look.gradients = Gradients()  # the next backward may free them
         self._record(optimizer, look.verdict.numbers[:2], skipped)
@@ -306,29 +310,24 @@ class GradScaler(torch.amp.GradScaler):
             return OptState.READY
         return self._per_optimizer_states[id(optimizer)]["stage"]  # type: ignore[no-any-return]
 
-    def _gradients_of(self, optimizer: Optimizer, *, to_unscale: bool = False) -> Gradients:
+    def _gradients_of(self, optimizer: Optimizer) -> Gradients:
         gradients = gradients_of(optimizer)
-        if not len(gradients):
+        if not len(gradients) and self._process_group is None:  # in a group, a rank may have no share
             raise AssertionError(
                 "No inf checks were recorded for this optimizer. None of its parameters has a gradient: was "
                 "backward() called, on a loss that depends on them, after the last zero_grad()?"
             )
-        if to_unscale and any(value.dtype == torch.float16 for value in gradients.values):
-            raise ValueError(
-                "Attempting to unscale FP16 gradients. The parameters are FP16: keep them in FP32 and let autocast "
-                "choose FP16 for each operation. (model.half() leaves nothing for a scaler to protect.)"
-            )
         return gradients
 
-    def _standing_look(self, optimizer: Optimizer, gradients: Gradients) -> Look | None:
+    def _standing_look(self, optimizer: Optimizer) -> Look | None:
         """The look taken by ``clip_``, if gradients are still as they were then; taken again if they are not."""
         look = self._looks.get(optimizer)
-        if look is None or look.stamp == gradients.stamp:
+        if look is None or look.gradients.still_of(optimizer):
             return look
         if look.alone:
-            return self._look_at([optimizer], [gradients], look.max_norm)
+            return self._look_at([optimizer], [self._gradients_of(optimizer)], look.max_norm)
         raise RuntimeError(
-            "gradients have changed after clip_() of several optimizers. Clip after the last backward()."
+            "gradients have changed after clip_(), in which other ranks or optimizers have a part. Clip them last."
         )
 
     def _look_at(
@@ -342,13 +341,15 @@ class GradScaler(torch.amp.GradScaler):
         scale = self._scale if self._enabled else None
         for optimizer in optimizers:
             self._readings.pop(optimizer, None)  # its memory serves again
-        looks = look_at(every, scale, max_norm, process_group=self._process_group, unscale=unscale)
+        home = _home_of(optimizers) if scale is None else scale.device
+        looks = look_at(every, scale, max_norm, home=home, process_group=self._process_group, unscale=unscale)
         for optimizer, look in zip(optimizers, looks, strict=True):
             self._looks[optimizer] = look
             self._readings[optimizer] = look.reading
             if self._enabled:
                 found = look.verdict.found_inf
-                devices = {value.device for value in look.gradients.values}
+                values = look.gradients.values[:1] if look.gradients.ordinary else look.gradients.values
+                devices = {value.device for value in values} or {home}
                 state = self._per_optimizer_states[id(optimizer)]
                 state["found_inf_per_device"] = {device: found.to(device, non_blocking=True) for device in devices}
         return looks[0]
@@ -418,10 +419,25 @@ def _clip_in_memory_(optimizers: list[Optimizer], max_norm: float, norm_type: fl
     if norm_type != 2.0:
         parameters = [parameter for each in optimizers for group in each.param_groups for parameter in group["params"]]
         return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
-    looks = look_at([gradients_of(each) for each in optimizers], None, max_norm, process_group=process_group)
+    every = [gradients_of(each) for each in optimizers]
+    looks = look_at(every, None, max_norm, home=_home_of(optimizers), process_group=process_group)
     for look in looks:
         look.settle_()
     return looks[0].verdict.norm
+
+
+def _refuse_half(gradients: Gradients) -> None:
+    if any(value.dtype == torch.float16 for value in gradients.values):
+        raise ValueError(
+            "Attempting to unscale FP16 gradients. The parameters are FP16: keep them in FP32 and let autocast "
+            "choose FP16 for each operation. (model.half() leaves nothing for a scaler to protect.)"
+        )
+
+
+def _home_of(optimizers: list[Optimizer]) -> torch.device:
+    """Where the parameters are."""
+    device: torch.device = optimizers[0].param_groups[0]["params"][0].device
+    return device
 
 
 def _old_order(first: float, second: float) -> float:

@@ -27,7 +27,7 @@ def check_state(state: Mapping[str, Any], limits: Limits) -> None:
     if not limits.floor <= scale <= limits.ceiling:
         raise BadInput(
             f"load_state_dict(): a scale of {scale:g} lies outside of min_scale={limits.floor:g} and "
-            f"max_scale={limits.ceiling:g}. The run it comes from may have collapsed; set the limits to go on from there."
+            f"max_scale={limits.ceiling:g}. Perhaps the run it comes from had collapsed; other limits would let it in."
         )
     _number(state, "growth_factor", above=1.0)
     if _number(state, "backoff_factor", above=0.0) >= 1.0:

@@ -1,0 +1,190 @@
+"""The end of a training step: unscale, check, clip, AdamW, next scale. Ours against torch's and others' ways.
+
+Each contender gets the same gradients of a scaled loss and must leave the same weights. Times are of the whole
+tail, the host's part hidden behind work that is queued before it (as the backward pass is in training), and
+alone, where the host's part shows.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.nn.utils import clip_grad_norm_
+
+import ampwise
+from benchmarks.harness import Result
+from benchmarks.models import GPT2_124M, GPT_1_3B, gradients_like
+
+SCALE = 65536.0
+MAX_NORM = 1.0
+QUEUED_CYCLES = 40_000_000  # about 20 ms of an H200: longer than any host needs for a tail
+
+Tail = Callable[[], object]
+
+
+class Setting:
+    """Parameters with gradients of a scaled loss, and an optimizer that has taken a step."""
+
+    def __init__(self, shapes: dict[str, tuple[int, ...]], **options: bool) -> None:
+        gradients = gradients_like(shapes, "cuda")
+        self.parameters = [torch.nn.Parameter(torch.randn_like(values)) for values in gradients.values()]
+        self.scaled = [values * SCALE for values in gradients.values()]
+        self.optimizer = torch.optim.AdamW(self.parameters, **options)
+        for parameter, values in zip(self.parameters, gradients.values(), strict=True):
+            parameter.grad = values
+        self.optimizer.step()
+
+    def restore(self) -> None:
+        grads = [parameter.grad for parameter in self.parameters]
+        torch._foreach_copy_(grads, self.scaled)
+
+
+def by_hand(setting: Setting, scaler: torch.amp.GradScaler) -> None:
+    """Every tutorial's way."""
+    scaler.unscale_(setting.optimizer)
+    clip_grad_norm_(setting.parameters, MAX_NORM)
+    scaler.step(setting.optimizer)
+    scaler.update()
+
+
+def folded(setting: Setting, scaler: ampwise.GradScaler) -> None:
+    scaler.clip_(setting.optimizer, MAX_NORM)
+    scaler.step(setting.optimizer)
+    scaler.update()
+
+
+def unclipped(setting: Setting, scaler: torch.amp.GradScaler) -> None:
+    scaler.step(setting.optimizer)
+    scaler.update()
+
+
+def optimizer_alone(setting: Setting) -> None:
+    setting.optimizer.step()
+
+
+def _scaler(kind: type[torch.amp.GradScaler]) -> torch.amp.GradScaler:
+    scaler = kind("cuda", init_scale=SCALE, growth_interval=10**6)
+    scaler.scale(torch.zeros((), device="cuda"))
+    return scaler
+
+
+def contenders(setting: Setting) -> dict[str, Tail]:
+    torchs, ours = _scaler(torch.amp.GradScaler), _scaler(ampwise.GradScaler)
+    assert isinstance(ours, ampwise.GradScaler)
+    return {
+        "torch: unscale_, clip_grad_norm_, step, update": partial(by_hand, setting, torchs),
+        "ampwise: clip_, step, update (census every step)": partial(folded, setting, ours),
+        "ampwise, drop-in: unscale_, clip_grad_norm_, step, update": partial(
+            by_hand, setting, _scaler(ampwise.GradScaler)
+        ),
+        "torch, no clipping: step, update": partial(unclipped, setting, _scaler(torch.amp.GradScaler)),
+        "ampwise, no clipping: step, update": partial(unclipped, setting, _scaler(ampwise.GradScaler)),
+        "fused AdamW alone": partial(optimizer_alone, setting),
+    }
+
+
+def queued_ms(setting: Setting, tail: Tail, repeats: int = 20) -> float:
+    """Device time with the host ahead."""
+    times = []
+    for _ in range(repeats + 3):
+        setting.restore()
+        torch.cuda._sleep(QUEUED_CYCLES)
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        tail()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end))
+    return statistics.median(times[3:])
+
+
+def alone_ms(setting: Setting, tail: Tail, repeats: int = 20) -> float:
+    """Wall time from an idle device to an idle device."""
+    times = []
+    for _ in range(repeats + 3):
+        setting.restore()
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        tail()
+        torch.cuda.synchronize()
+        times.append((time.perf_counter() - start) * 1e3)
+    return statistics.median(times[3:])
+
+
+def extra_memory(setting: Setting) -> float:
+    """What our tail allocates at its highest, as a share of the gradients' bytes."""
+    scaler = _scaler(ampwise.GradScaler)
+    assert isinstance(scaler, ampwise.GradScaler)
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    for _ in range(3):
+        setting.restore()
+        folded(setting, scaler)
+    peak = torch.cuda.max_memory_allocated() - before
+    return peak / sum(values.numel() * values.element_size() for values in setting.scaled)
+
+
+def without_waiting(setting: Setting) -> None:
+    """Raises if anything in our tail waits for the device."""
+    scaler = _scaler(ampwise.GradScaler)
+    assert isinstance(scaler, ampwise.GradScaler)
+    for step in range(6):
+        if step == 3:
+            torch.cuda.set_sync_debug_mode("error")
+        setting.restore()
+        folded(setting, scaler)
+    torch.cuda.set_sync_debug_mode("default")
+
+
+def largest_difference(shapes: dict[str, tuple[int, ...]]) -> float:
+    """Of weights after five steps, between torch's tail and ours, in units of the learning rate."""
+    weights: list[list[Tensor]] = []
+    for kind, tail in ((torch.amp.GradScaler, by_hand), (ampwise.GradScaler, folded)):
+        torch.manual_seed(0)
+        setting = Setting(shapes, fused=True)
+        scaler = _scaler(kind)
+        for _ in range(5):
+            setting.restore()
+            tail(setting, scaler)  # type: ignore[operator]
+        weights.append([parameter.detach().cpu() for parameter in setting.parameters])
+    return max((one - other).abs().max().item() for one, other in zip(*weights, strict=True)) / 1e-3
+
+
+def main() -> None:
+    result = Result(
+        name="tail_gpu",
+        title="The end of a step on a GPU",
+        claim="Unscale, check, clip, AdamW, next scale; ours with norm, finiteness, extremes, zeros and the full "
+        "histogram of every gradient, every step. Ratio to torch's own way in the same run.",
+        columns=["model", "AdamW", "tail", "ms, host hidden", "ratio", "ms, alone", "ratio"],
+    )
+    for label, shapes in (("GPT-2 124M", GPT2_124M), ("GPT 1.3B", GPT_1_3B)):
+        for options in ({"fused": True}, {"foreach": True}):
+            setting = Setting(shapes, **options)
+            times = {name: (queued_ms(setting, t), alone_ms(setting, t)) for name, t in contenders(setting).items()}
+            queued, alone = next(iter(times.values()))
+            for name, (hidden, wall) in times.items():
+                result.rows.append([label, next(iter(options)), name, hidden, hidden / queued, wall, wall / alone])
+            if "fused" in options:
+                without_waiting(setting)
+                result.notes.append(f"{label}: extra memory {extra_memory(setting):.3%} of the gradients' bytes.")
+            del setting
+    result.notes += [
+        "Medians of 20. Host hidden: the tail is queued behind other work, as it is behind the backward pass.",
+        "Three of our tails with set_sync_debug_mode('error'): nothing waits (fused).",
+        f"Largest difference of weights after 5 steps, torch's way to ours: {largest_difference(GPT2_124M):.1e} of the "
+        "learning rate.",
+    ]
+    result.publish()
+
+
+if __name__ == "__main__":
+    if not torch.cuda.is_available():
+        raise SystemExit("benchmarks.tail: needs a CUDA device.")
+    main()

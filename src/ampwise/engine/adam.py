@@ -1,0 +1,161 @@
+"""Our Adam in the place of torch's, within torch's own step: hooks, schedulers and state stay torch's.
+
+``Adam.step`` asks ``_init_group`` for the tensors of each group and hands them to its kernel. For the time of a
+step we answer instead, take the group's step in one launch, and leave torch with nothing to do. A group that is
+out of the ordinary is answered by torch's own method, and so is the first step, which makes the state.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+from torch.optim import Adam, AdamW, Optimizer
+
+from ampwise.engine.look import Look
+from ampwise.engine.reading import has_kernels
+
+if TYPE_CHECKING:
+    from ampwise.census.launch import Plan
+
+__all__ = ["ours_within"]
+
+ALIGNMENT = 16  # bytes, for vector loads
+
+
+@dataclass(slots=True)
+class Tables:
+    """Where a group's parameters and state are, on the device; good as long as the addresses are."""
+
+    addresses: tuple[int, ...]
+    params: Tensor
+    exp_avgs: Tensor
+    exp_avg_sqs: Tensor
+    steps: Tensor
+    plan: Plan
+
+
+_known: WeakKeyDictionary[Optimizer, dict[int, Tables | None]] = WeakKeyDictionary()
+
+
+@contextmanager
+def ours_within(optimizer: Any, look: Look) -> Iterator[None]:
+    """While this lasts, ``optimizer.step`` uses our kernel where it can."""
+    values = look.gradients.values
+    if not (
+        type(optimizer) in (Adam, AdamW)
+        and look.gradients.ordinary
+        and values[0].is_cuda
+        and look.verdict.numbers.device == values[0].device
+        and has_kernels()
+    ):
+        yield
+        return
+    torchs = optimizer._init_group
+
+    def init_group(group: dict[str, Any], *lists: list[Tensor]) -> Any:
+        return False if _take_step(optimizer, group, look.verdict.numbers) else torchs(group, *lists)
+
+    optimizer._init_group = init_group
+    try:
+        yield
+    finally:
+        del optimizer._init_group
+
+
+def _take_step(optimizer: Optimizer, group: dict[str, Any], verdict: Tensor) -> bool:
+    """The group's step in one launch; False, and nothing done, if it is not one for our kernel."""
+    if group["amsgrad"] or group["differentiable"] or not _are_numbers(group, verdict.device):
+        return False
+    params = [parameter for parameter in group["params"] if parameter.grad is not None]
+    states = [optimizer.state[parameter] for parameter in params]
+    if not params or not all(states):
+        return False
+    gradients = [parameter.grad for parameter in params]
+    tables = _tables(optimizer, group, params, states)
+    if tables is None or not _are_readable(gradients, verdict.device):
+        return False
+    _launch(tables, gradients, verdict, group, decoupled=_decouples(optimizer, group))
+    # What autograd goes by when it checks that nobody wrote to what a backward pass still needs.
+    torch.autograd.graph.increment_version([*params, *gradients])
+    return True
+
+
+def _are_numbers(group: dict[str, Any], device: torch.device) -> bool:
+    lr = group["lr"]
+    on_device = not isinstance(lr, Tensor) or (lr.device == device and lr.dtype == torch.float32)
+    return on_device and not any(isinstance(beta, Tensor) for beta in group["betas"])
+
+
+def _decouples(optimizer: Optimizer, group: dict[str, Any]) -> bool:
+    return bool(group.get("decoupled_weight_decay", isinstance(optimizer, AdamW)))
+
+
+def _are_readable(tensors: Sequence[Tensor], device: torch.device) -> bool:
+    return (
+        {tensor.dtype for tensor in tensors} == {torch.float32}
+        and len({tensor.get_device() for tensor in tensors}) == 1
+        and tensors[0].device == device
+        and all(tensor.is_contiguous() and tensor.data_ptr() % ALIGNMENT == 0 for tensor in tensors)
+    )
+
+
+def _tables(
+    optimizer: Optimizer, group: dict[str, Any], params: Sequence[Tensor], states: Sequence[dict[str, Tensor]]
+) -> Tables | None:
+    """The group's tables, made anew when a tensor has moved: after loading a checkpoint, say."""
+    lists = [params, *([state[name] for state in states] for name in ("exp_avg", "exp_avg_sq", "step"))]
+    addresses = tuple([tensor.data_ptr() for tensors in lists for tensor in tensors])
+    known = _known.setdefault(optimizer, {}).get(id(group))
+    if known is None or known.addresses != addresses:
+        known = _known[optimizer][id(group)] = _new_tables(lists, addresses)
+    return known
+
+
+def _new_tables(lists: Sequence[Sequence[Tensor]], addresses: tuple[int, ...]) -> Tables | None:
+    from ampwise.census.launch import address_table, plan_of
+
+    *dense, steps = lists
+    device = dense[0][0].device
+    plain = all(type(tensor) in (Tensor, torch.nn.Parameter) for tensors in lists for tensor in tensors)
+    on_device = all(step.device == device and step.dtype == torch.float32 for step in steps)
+    if not (plain and on_device and all(_are_readable(tensors, device) for tensors in dense)):
+        return None
+    count = len(steps)
+    tables = [address_table(addresses[start : start + count], device) for start in range(0, len(addresses), count)]
+    return Tables(addresses, *tables, plan=plan_of(dense[0]))
+
+
+def _launch(
+    tables: Tables, gradients: Sequence[Tensor], verdict: Tensor, group: dict[str, Any], *, decoupled: bool
+) -> None:
+    from ampwise.census.kernel import CHUNK
+    from ampwise.census.launch import address_table, launching_on
+    from ampwise.engine.adam_kernel import BLOCK, WARPS, adam_kernel, count_steps_kernel
+
+    plan, lr = tables.plan, group["lr"]
+    beta1, beta2 = group["betas"]
+    grads = address_table(tuple([gradient.data_ptr() for gradient in gradients]), verdict.device)
+    with launching_on(verdict.device):
+        if len(plan.owners):
+            adam_kernel[(len(plan.owners),)](
+                tables.params, grads, tables.exp_avgs, tables.exp_avg_sqs, tables.steps,
+                plan.sizes, plan.first_chunks, plan.owners, verdict,
+                lr if isinstance(lr, Tensor) else float(lr), float(group["weight_decay"]),
+                1 - beta1, 1 - beta2, _log(beta1), _log(beta2), float(group["eps"]),
+                LR_ON_DEVICE=isinstance(lr, Tensor), DECOUPLED=decoupled, DECAY=group["weight_decay"] != 0,
+                MAXIMIZE=bool(group["maximize"]), CHUNK=CHUNK, BLOCK=BLOCK, num_warps=WARPS,
+            )  # fmt: skip
+        count_steps_kernel[(math.ceil(len(gradients) / BLOCK),)](
+            tables.steps, verdict, len(gradients), BLOCK=BLOCK, num_warps=WARPS
+        )
+
+
+def _log(beta: float) -> float:
+    return math.log(beta) if beta else -math.inf
