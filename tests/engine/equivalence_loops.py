@@ -71,10 +71,21 @@ def implementations(name, device):
         yield from ("for-loop", "foreach")
     else:
         yield "only"
-    # Older torch accepts fused=True for Adagrad on CUDA, and has no kernel.
-    kernel = f"aten::_fused_{name.lower()}_"
-    if "fused" in accepted and torch._C._dispatch_has_kernel_for_dispatch_key(kernel, device.upper()):
+    if "fused" in accepted and has_fused(getattr(torch.optim, name), device):
         yield "fused"
+
+
+def has_fused(kind, device):
+    """Older torch takes fused=True for Adagrad, and has no kernel for CUDA."""
+    if device == "cuda" and not torch.cuda.is_available():
+        return False
+    weight = torch.zeros(1, device=device, requires_grad=True)
+    weight.grad = torch.zeros_like(weight)
+    try:
+        kind([weight], fused=True).step()
+    except RuntimeError:
+        return False
+    return True
 
 
 def arrangements(device):

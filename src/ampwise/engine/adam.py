@@ -18,8 +18,9 @@ import torch
 from torch import Tensor
 from torch.optim import Adam, AdamW, Optimizer
 
+from ampwise.census.flat import KINDS
 from ampwise.engine.look import Look
-from ampwise.engine.reading import has_kernels
+from ampwise.engine.reading import Launched
 
 if TYPE_CHECKING:
     from ampwise.census.launch import Plan
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 __all__ = ["ours_within"]
 
 ALIGNMENT = 16  # bytes, for vector loads
+FP32 = KINDS[torch.float32]
 
 
 @dataclass(slots=True)
@@ -47,20 +49,18 @@ _known: WeakKeyDictionary[Optimizer, dict[int, Tables | None]] = WeakKeyDictiona
 @contextmanager
 def ours_within(optimizer: Any, look: Look) -> Iterator[None]:
     """While this lasts, ``optimizer.step`` uses our kernel where it can."""
-    values = look.gradients.values
-    if not (
-        type(optimizer) in (Adam, AdamW)
-        and look.gradients.ordinary
-        and values[0].is_cuda
-        and look.verdict.numbers.device == values[0].device
-        and has_kernels()
-    ):
+    addresses = _gradient_addresses(look) if type(optimizer) in (Adam, AdamW) else None
+    if addresses is None:
         yield
         return
-    torchs = optimizer._init_group
+    torchs, done = optimizer._init_group, 0
 
     def init_group(group: dict[str, Any], *lists: list[Tensor]) -> Any:
-        return False if _take_step(optimizer, group, look.verdict.numbers) else torchs(group, *lists)
+        nonlocal done
+        params = [parameter for parameter in group["params"] if parameter.grad is not None]
+        here = addresses[done : done + len(params)]
+        done += len(params)
+        return False if _take_step(optimizer, group, params, here, look.verdict.numbers) else torchs(group, *lists)
 
     optimizer._init_group = init_group
     try:
@@ -69,21 +69,36 @@ def ours_within(optimizer: Any, look: Look) -> Iterator[None]:
         del optimizer._init_group
 
 
-def _take_step(optimizer: Optimizer, group: dict[str, Any], verdict: Tensor) -> bool:
-    """The group's step in one launch; False, and nothing done, if it is not one for our kernel."""
+def _gradient_addresses(look: Look) -> Tensor | None:
+    """Where the gradients are, as the census has read them: None unless all are aligned FP32 on one GPU."""
+    parts = look.reading.parts
+    if len(parts) != 1 or not isinstance(parts[0], Launched) or not look.gradients.ordinary:
+        return None
+    batch = parts[0].counted.batch
+    if batch.copied or batch.plan.present != {FP32} or look.verdict.numbers.device != batch.device:
+        return None
+    return batch.addresses
+
+
+def _take_step(
+    optimizer: Optimizer, group: dict[str, Any], params: Sequence[Tensor], gradients: Tensor, verdict: Tensor
+) -> bool:
+    """The group's step in one launch; False, and nothing done, if it is not one for our kernel.
+
+    ``params`` are those with a gradient, ``gradients`` the addresses of these, aligned FP32 all of them.
+    """
     if group["amsgrad"] or group["differentiable"] or not _are_numbers(group, verdict.device):
         return False
-    params = [parameter for parameter in group["params"] if parameter.grad is not None]
     states = [optimizer.state[parameter] for parameter in params]
     if not params or not all(states):
         return False
-    gradients = [parameter.grad for parameter in params]
     tables = _tables(optimizer, group, params, states)
-    if tables is None or not _are_readable(gradients, verdict.device):
+    if tables is None:
         return False
     _launch(tables, gradients, verdict, group, decoupled=_decouples(optimizer, group))
     # What autograd goes by when it checks that nobody wrote to what a backward pass still needs.
-    torch.autograd.graph.increment_version([*params, *gradients])
+    gradient_tensors = [parameter.grad for parameter in params if parameter.grad is not None]
+    torch.autograd.graph.increment_version([*params, *gradient_tensors])
     return True
 
 
@@ -128,24 +143,23 @@ def _new_tables(lists: Sequence[Sequence[Tensor]], addresses: tuple[int, ...]) -
     if not (plain and on_device and all(_are_readable(tensors, device) for tensors in dense)):
         return None
     count = len(steps)
-    tables = [address_table(addresses[start : start + count], device) for start in range(0, len(addresses), count)]
-    return Tables(addresses, *tables, plan=plan_of(dense[0]))
+    params, exp_avgs, exp_avg_sqs, steps_there = (
+        address_table(addresses[start : start + count], device) for start in range(0, 4 * count, count)
+    )
+    return Tables(addresses, params, exp_avgs, exp_avg_sqs, steps_there, plan_of(dense[0]))
 
 
-def _launch(
-    tables: Tables, gradients: Sequence[Tensor], verdict: Tensor, group: dict[str, Any], *, decoupled: bool
-) -> None:
+def _launch(tables: Tables, gradients: Tensor, verdict: Tensor, group: dict[str, Any], *, decoupled: bool) -> None:
     from ampwise.census.kernel import CHUNK
-    from ampwise.census.launch import address_table, launching_on
+    from ampwise.census.launch import launching_on
     from ampwise.engine.adam_kernel import BLOCK, WARPS, adam_kernel, count_steps_kernel
 
     plan, lr = tables.plan, group["lr"]
     beta1, beta2 = group["betas"]
-    grads = address_table(tuple([gradient.data_ptr() for gradient in gradients]), verdict.device)
     with launching_on(verdict.device):
         if len(plan.owners):
             adam_kernel[(len(plan.owners),)](
-                tables.params, grads, tables.exp_avgs, tables.exp_avg_sqs, tables.steps,
+                tables.params, gradients, tables.exp_avgs, tables.exp_avg_sqs, tables.steps,
                 plan.sizes, plan.first_chunks, plan.owners, verdict,
                 lr if isinstance(lr, Tensor) else float(lr), float(group["weight_decay"]),
                 1 - beta1, 1 - beta2, _log(beta1), _log(beta2), float(group["eps"]),

@@ -73,7 +73,7 @@ def _floats(table, owner, start):
 
 @triton.jit
 def adam_kernel(
-    params, grads, exp_avgs, exp_avg_sqs, steps, sizes, first_chunks, owners, verdict,
+    weights, grads, exp_avgs, exp_avg_sqs, steps, sizes, first_chunks, owners, verdict,
     lr, weight_decay, rate1, rate2, log_beta1, log_beta2, eps,
     LR_ON_DEVICE: tl.constexpr, DECOUPLED: tl.constexpr, DECAY: tl.constexpr, MAXIMIZE: tl.constexpr,
     CHUNK: tl.constexpr, BLOCK: tl.constexpr,
@@ -84,25 +84,27 @@ def adam_kernel(
         owner = tl.load(owners + chunk)
         start = (chunk - tl.load(first_chunks + owner)).to(tl.int64) * CHUNK
         n = tl.minimum(tl.load(sizes + owner) - start, CHUNK).to(tl.int32)
-        param, grad = _floats(params, owner, start), _floats(grads, owner, start)
+        param, grad = _floats(weights, owner, start), _floats(grads, owner, start)
         exp_avg, exp_avg_sq = _floats(exp_avgs, owner, start), _floats(exp_avg_sqs, owner, start)
         factor = (1.0 / tl.load(verdict + _GRAD_SCALE).to(tl.float64)).to(tl.float32)
         step = tl.load(tl.load(steps + owner).to(tl.pointer_type(tl.float32))).to(tl.float64) + 1.0
         if LR_ON_DEVICE:
-            lr = tl.load(lr).to(tl.float32)
-        step_size = (lr / (1.0 - tl.exp(step * log_beta1))).to(tl.float32)
+            learning_rate = tl.load(lr).to(tl.float32)
+        else:
+            learning_rate = lr
+        step_size = (learning_rate / (1.0 - tl.exp(step * log_beta1))).to(tl.float32)
         root_correction = tl.sqrt(1.0 - tl.exp(step * log_beta2)).to(tl.float32)
         offsets = tl.arange(0, BLOCK)
         full = n // BLOCK * BLOCK
         for first in range(0, full, BLOCK):
             _update_block(
                 param, grad, exp_avg, exp_avg_sq, first + offsets, n, factor, step_size, root_correction,
-                lr, weight_decay, rate1, rate2, eps, DECOUPLED, DECAY, MAXIMIZE, False,
+                learning_rate, weight_decay, rate1, rate2, eps, DECOUPLED, DECAY, MAXIMIZE, False,
             )  # fmt: skip
         if full < n:
             _update_block(
                 param, grad, exp_avg, exp_avg_sq, full + offsets, n, factor, step_size, root_correction,
-                lr, weight_decay, rate1, rate2, eps, DECOUPLED, DECAY, MAXIMIZE, True,
+                learning_rate, weight_decay, rate1, rate2, eps, DECOUPLED, DECAY, MAXIMIZE, True,
             )  # fmt: skip
 
 

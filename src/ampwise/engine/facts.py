@@ -27,7 +27,8 @@ class Posted:
     def read(self) -> list[float]:
         """The numbers; waits if they are not there yet."""
         if self._on_device is not None:
-            return self._on_device.tolist()  # type: ignore[no-any-return]
+            numbers: list[float] = self._on_device.tolist()
+            return numbers
         if self._numbers is None:
             assert self._arrived is not None
             self._arrived.synchronize()
@@ -38,3 +39,8 @@ class Posted:
     def lags(self) -> bool:
         """Reading at once would wait for the device."""
         return self._arrived is not None
+
+    @property
+    def captured(self) -> bool:
+        """Part of a CUDA graph: there are no numbers yet."""
+        return self._on_device is not None

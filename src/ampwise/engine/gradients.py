@@ -55,13 +55,12 @@ def gradients_of(optimizer: Optimizer) -> Gradients:
 
 
 def multiply_(values: Iterable[Tensor], factor: Tensor) -> None:
-    """Multiply gradients in place by a number on the device, with the operation that torch's scaler unscales by."""
+    """Multiply gradients in place by a number on the device."""
     by_kind: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for value in values:
         by_kind.setdefault((value.device, value.dtype), []).append(value)
     for (device, _), alike in by_kind.items():
-        ignored = torch.zeros((), device=device)
-        torch._amp_foreach_non_finite_check_and_unscale_(alike, ignored, factor.to(device, non_blocking=True))
+        torch._foreach_mul_(alike, factor.to(device, non_blocking=True))
 
 
 def _all_of(optimizer: Any) -> list[Tensor | None]:

@@ -104,12 +104,12 @@ def advance_kernel(
     current = tl.load(scale)
     calm = tl.load(tracker)
     in_a_row = tl.load(tally)
-    stuck = overflowed & False
+    stuck = in_a_row * 0
     if MOVE:
         floor = tl.load(limits + 2)
         in_a_row = tl.where(overflowed, in_a_row + 1, 0)
         lowered = overflowed & (in_a_row >= hysteresis)
-        stuck = lowered & (current <= floor)
+        stuck = (lowered & (current <= floor)).to(tl.int64)
         wide = current.to(tl.float64)
         less = tl.minimum(current, tl.maximum(wide * tl.load(limits + 1), floor).to(tl.float32))
         calm = tl.where(overflowed, 0, calm + 1)

@@ -131,9 +131,11 @@ class Launched:
         self.positions = positions
         dense = [value if value.is_contiguous() else flat_values(value) for value in values]
         self.counted = launch(dense, scale, write=unscale)
-        for value, copy in zip(values, dense, strict=True):
-            if unscale and copy.data_ptr() != value.data_ptr():  # gaps in memory: a copy was read and written
-                value.copy_(copy.view_as(value))
+        if unscale:
+            for value, copy in zip(values, dense, strict=True):
+                if copy.data_ptr() != value.data_ptr():  # gaps in memory: a copy was read and written
+                    value.copy_(copy.view_as(value))
+            torch.autograd.graph.increment_version(values)
 
     def totals(self, weights: tuple[float, ...] | None) -> Tensor:
         from ampwise.engine.kernel import launch_totals

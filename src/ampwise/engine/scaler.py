@@ -73,7 +73,7 @@ class GradScaler(torch.amp.GradScaler):
 
     def __init__(
         self,
-        device: str | torch.device = "cuda",
+        device: str | torch.device | float = "cuda",
         init_scale: float = 2.0**16,
         growth_factor: float = 2.0,
         backoff_factor: float = 0.5,
@@ -86,8 +86,8 @@ class GradScaler(torch.amp.GradScaler):
         guard: bool = True,
         process_group: Any | None = None,
     ) -> None:
-        if isinstance(device, int | float):
-            device, init_scale = "cuda", _old_order(device, init_scale)
+        if not isinstance(device, str | torch.device):
+            init_scale, device = _old_order(device, init_scale), "cuda"
         self._limits = Limits.checked(
             init_scale,
             min_scale,
@@ -146,7 +146,7 @@ class GradScaler(torch.amp.GradScaler):
         """
         if not max_norm > 0:
             raise BadInput(f"clip_(max_norm={max_norm}): a number above 0 is expected.")
-        optimizers = [optimizer] if hasattr(optimizer, "param_groups") else list(optimizer)  # type: ignore[arg-type]
+        optimizers = list(optimizer) if isinstance(optimizer, Iterable) else [optimizer]
         if self._enabled:
             self._check_scale_growth_tracker("clip_")
         if any(self._stage(each) is OptState.STEPPED for each in optimizers):
@@ -160,7 +160,7 @@ class GradScaler(torch.amp.GradScaler):
         every = [self._gradients_of(each) for each in optimizers]
         return self._look_at(optimizers, every, float(max_norm)).verdict.norm
 
-    def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> float | None:
+    def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         """Let the optimizer take its step, unless a gradient is inf or NaN: then nothing changes.
 
         A fused optimizer decides on the device. For any other, this waits for the verdict, as torch does.
@@ -180,7 +180,7 @@ class GradScaler(torch.amp.GradScaler):
         state["stage"] = OptState.STEPPED
         return result
 
-    def _step_unscaled(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float | None:
+    def _step_unscaled(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A step without scaling: guarded if there is anything to look at."""
         closure = "closure" in kwargs or (args and callable(args[0]))
         guarded = self._guard or optimizer in self._looks
@@ -191,7 +191,7 @@ class GradScaler(torch.amp.GradScaler):
         self._close()
         return result
 
-    def _take_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float | None:
+    def _take_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         look = self._looks.get(optimizer)
         if self._stage(optimizer) is OptState.READY or look is None:
             look = self._standing_look(optimizer) or self._look_at([optimizer], [self._gradients_of(optimizer)])
@@ -200,7 +200,7 @@ class GradScaler(torch.amp.GradScaler):
         result, skipped = take_step(optimizer, look, args, kwargs)
         look.gradients = Gradients()  # the next backward may free them
         self._record(optimizer, look.verdict.numbers[:2], skipped)
-        return result  # type: ignore[no-any-return]
+        return result
 
     def _record(self, optimizer: Optimizer, numbers: Tensor, skipped: bool | None) -> None:
         self._last = self._outcomes[optimizer] = self._stepped[id(optimizer)] = Outcome(numbers, skipped)
@@ -396,8 +396,10 @@ class GradScaler(torch.amp.GradScaler):
         return int(facts[Fact.IN_A_ROW]), int(facts[Fact.APPLIED]), int(facts[Fact.SKIPPED])
 
     def _raise_if_stuck(self, before: Posted | None) -> None:
-        """On a GPU the step before is asked: its facts are there, on all ranks alike."""
-        settled = before if self._posted is not None and self._posted.lags else self._posted
+        """On a GPU the step before is asked: its facts are there, on all ranks alike. In a graph nobody asks."""
+        if self._posted is None or self._posted.captured:
+            return
+        settled = before if self._posted.lags else self._posted
         if settled is not None and settled.read()[Fact.STUCK]:
             raise collapsed(self._limits.floor, int(settled.read()[Fact.IN_A_ROW]), self.census())
 
@@ -442,6 +444,8 @@ def _home_of(optimizers: list[Optimizer]) -> torch.device:
 
 def _old_order(first: float, second: float) -> float:
     """The scale from the arguments of torch.cuda.amp.GradScaler, in which it came first."""
+    if isinstance(first, bool) or not isinstance(first, int | float):
+        raise BadInput(f"GradScaler({first!r}): the name of a device is expected, such as 'cuda' or 'cpu'.")
     if second != 2.0**16:
         raise BadInput("GradScaler(init_scale, growth_factor, ...) in torch.cuda.amp's order: name the arguments.")
     warnings.warn(
