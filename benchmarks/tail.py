@@ -67,6 +67,51 @@ def optimizer_alone(setting: Setting) -> None:
     setting.optimizer.step()
 
 
+def accelerates(setting: Setting) -> Tail:
+    """Hugging Face Accelerate's way."""
+    from accelerate import Accelerator
+
+    accelerator = Accelerator(mixed_precision="fp16")
+    optimizer = accelerator.prepare(setting.optimizer)
+    accelerator.scaler.scale(torch.zeros((), device="cuda"))
+
+    def tail() -> None:
+        accelerator.clip_grad_norm_(setting.parameters, MAX_NORM)
+        optimizer.step()
+
+    return tail
+
+
+def lightnings(setting: Setting) -> Tail:
+    """Lightning Fabric's way, which refuses to clip for a fused optimizer."""
+    from lightning_fabric import Fabric
+
+    fabric = Fabric(accelerator="cuda", devices=1, precision="16-mixed")
+    module, optimizer = fabric.setup(torch.nn.ParameterList(setting.parameters), setting.optimizer)
+    fabric._precision.scaler.scale(torch.zeros((), device="cuda"))
+
+    def tail() -> None:
+        fabric.clip_gradients(module, optimizer, max_norm=MAX_NORM)
+        optimizer.step()
+
+    return tail
+
+
+def _peers(setting: Setting) -> dict[str, Tail]:
+    """Those that are installed and do not refuse."""
+    found = {}
+    for name, way in (("accelerate", accelerates), ("lightning fabric", lightnings)):
+        try:
+            tail = way(setting)
+            setting.restore()
+            tail()
+        except (ImportError, NotImplementedError, RuntimeError) as error:
+            print(f"{name} left out: {type(error).__name__}: {error}")
+        else:
+            found[f"{name}: clip, step"] = tail
+    return found
+
+
 def _scaler(kind: type[torch.amp.GradScaler]) -> torch.amp.GradScaler:
     scaler = kind("cuda", init_scale=SCALE, growth_interval=10**6)
     scaler.scale(torch.zeros((), device="cuda"))
@@ -85,6 +130,7 @@ def contenders(setting: Setting) -> dict[str, Tail]:
         "torch, no clipping: step, update": partial(unclipped, setting, _scaler(torch.amp.GradScaler)),
         "ampwise, no clipping: step, update": partial(unclipped, setting, _scaler(ampwise.GradScaler)),
         "AdamW alone": partial(optimizer_alone, setting),
+        **_peers(setting),
     }
 
 

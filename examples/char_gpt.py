@@ -1,9 +1,9 @@
 """Train a small character-level GPT in FP16 for a minute, and see what each layer's gradients would lose.
 
-The training step is the one to copy: forward and loss under autocast, backward outside it, then unscale, clip,
-step, update, with the schedule held when the step was skipped. Between unscale and clip the gradients are counted
-by powers of two (`ampwise.census`), layer by layer. Censuses add up, so those of all steps become one for each
-layer, and from it follows what any format would flush to zero at any loss scale: no second run, no second look.
+The training step is the one to copy: forward and loss under autocast, backward outside it, then clip, step,
+update, with the schedule held when the step was skipped. The scaler reads the gradients once, and counts them by
+powers of two while it is there (`scaler.census`). Censuses add up, so those of all steps become one for each layer,
+and from it follows what any format would flush to zero at any loss scale: no second run, no second look.
 
     python examples/char_gpt.py --steps 20             a quick look; without --steps, a minute on two slow cores
     python examples/char_gpt.py --scale-exponent 24    start too high: watch the scaler back off
@@ -118,9 +118,8 @@ def loss_of(model: nn.Module, batch: Batch, *, half: bool) -> Tensor:
         return F.cross_entropy(logits.flatten(0, 1), nexts.flatten())
 
 
-def census_by_row(model: nn.Module) -> Rows:
-    """What the gradients hold now: by layer, and in the whole model."""
-    counted = ampwise.census({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
+def by_row(counted: ampwise.DeviceCensus) -> Rows:
+    """What the gradients held: by layer, and in the whole model."""
     return {**counted.grouped(row_of), WHOLE: counted.total()}
 
 
@@ -131,10 +130,13 @@ class Training:
         self.model = model
         self.optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
         self.scheduler = torch.optim.lr_scheduler.LinearLR(self.optimizer, 0.05, total_iters=WARMUP_STEPS)
-        self.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**scale_exponent)
+        self.scaler = ampwise.GradScaler("cpu", init_scale=2.0**scale_exponent)
         self.rows: Rows = {}
         self.losses: list[float] = []
-        self.skipped = 0
+
+    @property
+    def skipped(self) -> int:
+        return self.scaler.skipped_steps
 
     @property
     def scale_exponent(self) -> int:
@@ -145,21 +147,18 @@ class Training:
         return f"{state}, loss {self.losses[0]:.2f} → {self.losses[-1]:.2f}"
 
     def step(self, batch: Batch) -> None:
-        """One step under a loss scale. Copy this; know that on a GPU get_scale() waits for it."""
+        """One step under a loss scale. Copy this; know that on a GPU what is asked of the scaler waits for it."""
         loss = loss_of(self.model, batch, half=True)
         self.optimizer.zero_grad(set_to_none=True)
         self.scaler.scale(loss).backward()  # outside autocast: each operation's backward keeps its dtype
-        self.scaler.unscale_(self.optimizer)
-        counted = census_by_row(self.model)  # in true units, and before clipping changes them
-        nn.utils.clip_grad_norm_(self.model.parameters(), MAX_NORM)
-        scale = self.scaler.get_scale()
+        self.scaler.clip_(self.optimizer, MAX_NORM)
         self.scaler.step(self.optimizer)
         self.scaler.update()
         self.losses.append(loss.item())
-        if self.scaler.get_scale() < scale:
-            self.skipped += 1  # the weights did not move, so the schedule must not; nor are infs gradients to count
-            return
+        if self.scaler.skipped:
+            return  # the weights did not move, so the schedule must not; nor are infs gradients to count
         self.scheduler.step()
+        counted = by_row(self.scaler.census(self.model))  # in true units, and before clipping changed them
         self.rows = {name: census + self.rows.get(name, Census()) for name, census in counted.items()}
 
     def zeroed_by_autocast(self, batch: Batch, scale_exponent: int) -> str:

@@ -17,7 +17,7 @@ pytest.importorskip("rich")
 
 from rich.console import Console  # noqa: E402
 
-from ampwise import Census, find_format  # noqa: E402
+from ampwise import Census, GradScaler, find_format  # noqa: E402
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "char_gpt.py"
 PARTS = ("norms", "attention", "mlp")
@@ -81,13 +81,18 @@ def test_a_narrow_terminal_gets_two_tables(small):
 
 def test_the_json_agrees_with_the_gradients_themselves(small, monkeypatch, tmp_path):
     kept = []
-    count = small.census_by_row
+    clip, census = GradScaler.clip_, GradScaler.census
 
-    def count_and_keep(model):
-        kept.append({name: p.grad.clone() for name, p in model.named_parameters()})
-        return count(model)
+    def keep_and_clip(scaler, optimizer, max_norm):
+        kept.append({id(p): p.grad / scaler.get_scale() for p in optimizer.param_groups[0]["params"]})
+        return clip(scaler, optimizer, max_norm)
 
-    monkeypatch.setattr(small, "census_by_row", count_and_keep)
+    def name_and_count(scaler, model):
+        kept[-1] = {name: kept[-1][id(p)] for name, p in model.named_parameters()}
+        return census(scaler, model)
+
+    monkeypatch.setattr(GradScaler, "clip_", keep_and_clip)
+    monkeypatch.setattr(GradScaler, "census", name_and_count)
     path = tmp_path / "counts.json"
     small.main(["--steps", "2", "--json", str(path)])
     told = json.loads(path.read_text(encoding="utf-8"))
