@@ -36,6 +36,7 @@ LAYERS = {
     "ampwise.census.flat": 4,
     "ampwise.census.kernel": 4,
     "ampwise.census.launch": 4,
+    "ampwise.census.launcher": 4,
     "ampwise.census.reference": 4,
     "ampwise.engine": 4,
     "ampwise.watch": 5,

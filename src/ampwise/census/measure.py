@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from functools import cache
-from typing import TYPE_CHECKING, TypeVar, overload
+from collections.abc import Callable, Mapping
+from typing import TypeVar, overload
 
 import torch
 from torch import Tensor
@@ -13,11 +12,9 @@ from ampwise.census.algebra import Census
 from ampwise.census.cpu import count_on_cpu
 from ampwise.census.device import DeviceCensus
 from ampwise.census.flat import flat_values
+from ampwise.census.launcher import launcher
 from ampwise.census.layout import DOUBLE, SINGLE
 from ampwise.census.reference import count_in_torch
-
-if TYPE_CHECKING:
-    from ampwise.census.launch import Counted
 
 __all__ = ["census"]
 
@@ -51,7 +48,7 @@ def _measure(tensors: Mapping[str, Tensor]) -> list[Later[dict[str, Census]]]:
     """Measure tensors where they are: in one launch for all of a GPU's, one after another elsewhere."""
     batches: dict[torch.device, dict[str, Tensor]] = {}
     singles: dict[str, Later[Census]] = {}
-    launch = _launcher()
+    launch = launcher()
     for name, tensor in tensors.items():
         values = flat_values(tensor, name or None)
         if launch and values.is_cuda and values.dtype != torch.float64:
@@ -76,13 +73,3 @@ def _count(flat: Tensor) -> Later[Census]:
         return lambda: counted
     device_row, device_sum = count_in_torch(flat if layout is DOUBLE else flat.float())
     return lambda: layout.census(device_row.tolist(), device_sum.item())
-
-
-@cache
-def _launcher() -> Callable[[Sequence[Tensor]], Counted] | None:
-    """The kernel's launcher, where Triton is installed."""
-    try:
-        from ampwise.census.launch import launch_census
-    except ImportError:
-        return None
-    return launch_census

@@ -14,7 +14,7 @@ from torch.optim import LBFGS, SGD, Optimizer
 from ampwise.engine.adam import ours_within
 from ampwise.engine.look import Look
 
-__all__ = ["asks_for_the_scaler", "refuse_closure", "scales_by_itself", "take_step"]
+__all__ = ["asks_for_the_scaler", "closes_over", "refuse_closure", "scales_by_itself", "take_step"]
 
 _asks: WeakKeyDictionary[Optimizer, bool] = WeakKeyDictionary()
 
@@ -31,12 +31,17 @@ def asks_for_the_scaler(optimizer: Optimizer) -> bool:
     return _asks[optimizer]
 
 
+def closes_over(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a step is given a closure to compute gradients in."""
+    return kwargs.get("closure") is not None or bool(args and callable(args[0]))
+
+
 def refuse_closure(optimizer: Optimizer, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
     """A closure computes gradients inside of the step, where nobody unscales them."""
     words = "Closure use is not currently supported if GradScaler is enabled."
     if isinstance(optimizer, LBFGS):
         raise RuntimeError(f"{words} LBFGS needs one: train it in FP32 or BF16, with GradScaler(enabled=False).")
-    if "closure" in kwargs or (args and callable(args[0])):
+    if "closure" in kwargs or closes_over(args, kwargs):
         raise RuntimeError(f"{words} Compute the gradients before scaler.step(optimizer).")
 
 

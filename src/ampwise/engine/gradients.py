@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from operator import is_
 from typing import Any
@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from ampwise.census.flat import KINDS
 from ampwise.errors import BadInput
 
-__all__ = ["Gradients", "gradients_of", "multiply_"]
+__all__ = ["Gradients", "gradients_of", "home_of", "multiply_", "refuse_half"]
 
 
 @dataclass(slots=True)
@@ -52,6 +52,21 @@ def gradients_of(optimizer: Optimizer) -> Gradients:
         and all(value.is_contiguous() for value in present)
     )
     return Gradients(present, ordinary=ordinary, seen=seen, versions=[value._version for value in present])
+
+
+def home_of(optimizers: Sequence[Optimizer]) -> torch.device:
+    """Where the parameters are, or the first of them."""
+    device: torch.device = optimizers[0].param_groups[0]["params"][0].device
+    return device
+
+
+def refuse_half(gradients: Gradients) -> None:
+    """FP16 cannot hold unscaled gradients: torch's words, and the way out."""
+    if any(value.dtype == torch.float16 for value in gradients.values):
+        raise ValueError(
+            "Attempting to unscale FP16 gradients. The parameters are FP16: keep them in FP32 and let autocast "
+            "choose FP16 for each operation. (model.half() leaves nothing for a scaler to protect.)"
+        )
 
 
 def multiply_(values: Iterable[Tensor], factor: Tensor) -> None:

@@ -8,13 +8,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from ampwise.engine.agreement import ALONE, Agreement, agreement_on
-from ampwise.engine.gradients import Gradients, multiply_
+from ampwise.engine.gradients import Gradients, gradients_of, home_of, multiply_
 from ampwise.engine.reading import Launched, Reading, inverse_of, read
 from ampwise.engine.verdict import NO_CLIPPING, Verdict, judge
 
-__all__ = ["Look", "look_at"]
+__all__ = ["Look", "clip_in_memory_", "look_at"]
 
 
 @dataclass(slots=True)
@@ -73,6 +74,20 @@ def look_at(
         )
         for gradients, reading in zip(several, readings, strict=True)
     ]
+
+
+def clip_in_memory_(
+    optimizers: Sequence[Optimizer], max_norm: float, norm_type: float, process_group: Any | None
+) -> Tensor:
+    """Clip gradients that are in true units already, by the norm of all of them together; returns the norm."""
+    if norm_type != 2.0:
+        parameters = [parameter for each in optimizers for group in each.param_groups for parameter in group["params"]]
+        return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
+    every = [gradients_of(each) for each in optimizers]
+    looks = look_at(every, None, max_norm, home=home_of(optimizers), process_group=process_group)
+    for look in looks:
+        look.settle_()
+    return looks[0].verdict.norm
 
 
 def _verdict(

@@ -7,8 +7,7 @@ without Triton, other devices), torch's norms give the totals, and there is no c
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -16,15 +15,13 @@ from torch import Tensor
 from ampwise.census.algebra import Census
 from ampwise.census.cpu import count_all_on_cpu
 from ampwise.census.flat import KINDS, flat_values
+from ampwise.census.launcher import has_kernels, launcher
 from ampwise.census.layout import DOUBLE, INFS, NANS, SINGLE, Layout
 from ampwise.census.reference import count_in_torch
 from ampwise.engine.gradients import Gradients, multiply_
 from ampwise.errors import MissingDependency
 
-if TYPE_CHECKING:
-    from ampwise.census.launch import Counted
-
-__all__ = ["Launched", "Part", "Reading", "has_kernels", "inverse_of", "read"]
+__all__ = ["Launched", "Part", "Reading", "inverse_of", "read"]
 
 
 class Part(Protocol):
@@ -108,25 +105,11 @@ def _way(value: Tensor) -> Way:
     return _Norms
 
 
-def has_kernels() -> bool:
-    """Whether Triton is here to compile them."""
-    return _launcher() is not None
-
-
-@cache
-def _launcher() -> Callable[..., Counted] | None:
-    try:
-        from ampwise.census.launch import launch_census
-    except ImportError:
-        return None
-    return launch_census
-
-
 class Launched:
     """Gradients of one GPU, read by the kernel."""
 
     def __init__(self, positions: list[int], values: list[Tensor], scale: Tensor | None, unscale: bool) -> None:
-        launch = _launcher()
+        launch = launcher()
         assert launch is not None
         self.positions = positions
         dense = [value if value.is_contiguous() else flat_values(value) for value in values]

@@ -13,9 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ampwise.census.launcher import has_kernels
 from ampwise.errors import BadInput
 
-__all__ = ["Fact", "Limits", "Tally", "advance_", "new_tally"]
+__all__ = ["Fact", "Limits", "Tally", "advance_", "advance_there_", "new_tally"]
 
 LARGEST = torch.finfo(torch.float32).max
 
@@ -75,6 +76,15 @@ def new_tally(device: torch.device, in_a_row: int = 0, applied: int = 0, skipped
         if count:
             tally[place].fill_(count)
     return tally
+
+
+def advance_there_(scale: Tensor, *rest: Any, move: bool) -> Tensor:
+    """``advance_`` where the scale is: in one launch on a GPU."""
+    if scale.is_cuda and has_kernels():
+        from ampwise.engine.kernel import launch_advance_
+
+        return launch_advance_(scale, *rest, move=move)
+    return advance_(scale, *rest, move=move)
 
 
 def advance_(

@@ -6,7 +6,7 @@ import math
 import warnings
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -17,34 +17,20 @@ from torch.nn import Module
 from torch.optim import Optimizer
 
 from ampwise.census.device import DeviceCensus
-from ampwise.engine.apply import asks_for_the_scaler, refuse_closure, scales_by_itself, take_step
+from ampwise.engine.apply import asks_for_the_scaler, closes_over, refuse_closure, scales_by_itself, take_step
 from ampwise.engine.diagnosis import collapsed
 from ampwise.engine.facts import Posted
-from ampwise.engine.gradients import Gradients, gradients_of
-from ampwise.engine.look import Look, look_at
+from ampwise.engine.gradients import Gradients, gradients_of, home_of, refuse_half
+from ampwise.engine.look import Look, clip_in_memory_, look_at
 from ampwise.engine.naming import named_census
-from ampwise.engine.reading import Reading, has_kernels
-from ampwise.engine.scale import Fact, Limits, advance_, new_tally
+from ampwise.engine.outcome import Outcome
+from ampwise.engine.reading import Reading
+from ampwise.engine.scale import Fact, Limits, advance_there_, new_tally
 from ampwise.engine.state import COUNTS, check_state
 from ampwise.engine.verdict import NO_CLIPPING
 from ampwise.errors import BadInput
 
 __all__ = ["GradScaler"]
-
-
-@dataclass(slots=True)
-class Outcome:
-    """How an optimizer's last step went, wherever that is known by now."""
-
-    numbers: Tensor  # norm and found_inf, on the device
-    skipped: bool | None = None
-    posted: Posted | None = None  # among the facts of the closed step
-    index: int = 0
-
-    def number(self, which: int) -> float:
-        if self.posted is None:
-            return float(self.numbers[which].item())
-        return self.posted.read()[Fact.FIRST_OPTIMIZER + 2 * self.index + which]
 
 
 class GradScaler(torch.amp.GradScaler):
@@ -131,9 +117,9 @@ class GradScaler(torch.amp.GradScaler):
         look = self._standing_look(optimizer)
         if look is None:
             gradients = self._gradients_of(optimizer)
-            _refuse_half(gradients)
+            refuse_half(gradients)
             look = self._look_at([optimizer], [gradients], unscale=True)
-        _refuse_half(look.gradients)
+        refuse_half(look.gradients)
         look.settle_()  # clipping that was asked for before
         state["stage"] = OptState.UNSCALED
 
@@ -156,7 +142,7 @@ class GradScaler(torch.amp.GradScaler):
             for each in optimizers:
                 if self._stage(each) is OptState.READY:
                     self.unscale_(each)
-            return _clip_in_memory_(optimizers, float(max_norm), norm_type, self._process_group)
+            return clip_in_memory_(optimizers, float(max_norm), norm_type, self._process_group)
         every = [self._gradients_of(each) for each in optimizers]
         return self._look_at(optimizers, every, float(max_norm)).verdict.norm
 
@@ -176,27 +162,29 @@ class GradScaler(torch.amp.GradScaler):
             result = super().step(optimizer, *args, **kwargs)
             self._record(optimizer, self._numbers_found(optimizer), None)
             return result
-        result = self._take_step(optimizer, args, kwargs)
+        look = self._looks.get(optimizer)
+        if state["stage"] is OptState.READY or look is None:
+            look = self._standing_look(optimizer) or self._look_at([optimizer], [self._gradients_of(optimizer)])
+            if not scales_by_itself(optimizer):
+                refuse_half(look.gradients)
+        result = self._take_step(optimizer, look, args, kwargs)
         state["stage"] = OptState.STEPPED
         return result
 
     def _step_unscaled(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A step without scaling: guarded if there is anything to look at."""
-        closure = "closure" in kwargs or (args and callable(args[0]))
-        guarded = self._guard or optimizer in self._looks
-        nothing = self._process_group is None and not len(gradients_of(optimizer))
-        if closure or not guarded or nothing:
+        look = None if closes_over(args, kwargs) else self._standing_look(optimizer)
+        if look is None and self._guard and not closes_over(args, kwargs):
+            gradients = gradients_of(optimizer)
+            if len(gradients) or self._process_group is not None:
+                look = self._look_at([optimizer], [gradients])
+        if look is None:
             return optimizer.step(*args, **kwargs)
-        result = self._take_step(optimizer, args, kwargs)
+        result = self._take_step(optimizer, look, args, kwargs)
         self._close()
         return result
 
-    def _take_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        look = self._looks.get(optimizer)
-        if self._stage(optimizer) is OptState.READY or look is None:
-            look = self._standing_look(optimizer) or self._look_at([optimizer], [self._gradients_of(optimizer)])
-            if self._enabled and not scales_by_itself(optimizer):
-                _refuse_half(look.gradients)
+    def _take_step(self, optimizer: Optimizer, look: Look, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         result, skipped = take_step(optimizer, look, args, kwargs)
         look.gradients = Gradients()  # the next backward may free them
         self._record(optimizer, look.verdict.numbers[:2], skipped)
@@ -242,17 +230,17 @@ class GradScaler(torch.amp.GradScaler):
     @property
     def skipped(self) -> bool:
         """Whether the last ``step`` left the weights alone. Waits if asked before the device has come so far."""
-        return self._last is not None and _was_skipped(self._last)
+        return self._last is not None and self._last.skipped
 
     def skipped_for(self, optimizer: Optimizer) -> bool:
         """Whether this optimizer's last step was skipped; for loops with several."""
         outcome = self._outcomes.get(optimizer)
-        return outcome is not None and _was_skipped(outcome)
+        return outcome is not None and outcome.skipped
 
     @property
     def grad_norm(self) -> float:
         """The norm of the last step's gradients, in true units, before clipping; NaN before the first."""
-        return math.nan if self._last is None else self._last.number(0)
+        return math.nan if self._last is None else self._last.norm
 
     @property
     def applied_steps(self) -> int:
@@ -341,7 +329,7 @@ class GradScaler(torch.amp.GradScaler):
         scale = self._scale if self._enabled else None
         for optimizer in optimizers:
             self._readings.pop(optimizer, None)  # its memory serves again
-        home = _home_of(optimizers) if scale is None else scale.device
+        home = home_of(optimizers) if scale is None else scale.device
         looks = look_at(every, scale, max_norm, home=home, process_group=self._process_group, unscale=unscale)
         for optimizer, look in zip(optimizers, looks, strict=True):
             self._looks[optimizer] = look
@@ -381,7 +369,7 @@ class GradScaler(torch.amp.GradScaler):
         else:
             scale, tracker = torch.ones((), device=device), torch.zeros((), dtype=torch.int32, device=device)
             limits = self._limits
-        return _advance_(scale, tracker, self._tally, numbers, stepped, limits, move=move)
+        return advance_there_(scale, tracker, self._tally, numbers, stepped, limits, move=move)
 
     def _current_limits(self) -> Limits:
         return replace(
@@ -402,44 +390,6 @@ class GradScaler(torch.amp.GradScaler):
         settled = before if self._posted.lags else self._posted
         if settled is not None and settled.read()[Fact.STUCK]:
             raise collapsed(self._limits.floor, int(settled.read()[Fact.IN_A_ROW]), self.census())
-
-
-def _advance_(scale: Tensor, *rest: Any, move: bool) -> Tensor:
-    if scale.is_cuda and has_kernels():
-        from ampwise.engine.kernel import launch_advance_
-
-        return launch_advance_(scale, *rest, move=move)
-    return advance_(scale, *rest, move=move)
-
-
-def _was_skipped(outcome: Outcome) -> bool:
-    return bool(outcome.number(1)) if outcome.skipped is None else outcome.skipped
-
-
-def _clip_in_memory_(optimizers: list[Optimizer], max_norm: float, norm_type: float, process_group: Any) -> Tensor:
-    """Clip gradients that are in true units already."""
-    if norm_type != 2.0:
-        parameters = [parameter for each in optimizers for group in each.param_groups for parameter in group["params"]]
-        return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
-    every = [gradients_of(each) for each in optimizers]
-    looks = look_at(every, None, max_norm, home=_home_of(optimizers), process_group=process_group)
-    for look in looks:
-        look.settle_()
-    return looks[0].verdict.norm
-
-
-def _refuse_half(gradients: Gradients) -> None:
-    if any(value.dtype == torch.float16 for value in gradients.values):
-        raise ValueError(
-            "Attempting to unscale FP16 gradients. The parameters are FP16: keep them in FP32 and let autocast "
-            "choose FP16 for each operation. (model.half() leaves nothing for a scaler to protect.)"
-        )
-
-
-def _home_of(optimizers: list[Optimizer]) -> torch.device:
-    """Where the parameters are."""
-    device: torch.device = optimizers[0].param_groups[0]["params"][0].device
-    return device
 
 
 def _old_order(first: float, second: float) -> float:

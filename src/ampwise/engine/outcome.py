@@ -1,0 +1,39 @@
+"""How an optimizer's last step went, wherever that is known by now."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from ampwise.engine.facts import Posted
+from ampwise.engine.scale import Fact
+
+__all__ = ["Outcome"]
+
+NORM, FOUND_INF = range(2)
+
+
+@dataclass(slots=True)
+class Outcome:
+    """On the device first, then among the facts of the step that was closed."""
+
+    numbers: Tensor  # norm and found_inf
+    known_to_skip: bool | None = None  # where the host had to be told at once
+    posted: Posted | None = None
+    index: int = 0  # of the optimizer, among the posted facts
+
+    @property
+    def skipped(self) -> bool:
+        """Waits if asked before the device has come so far."""
+        return bool(self._number(FOUND_INF)) if self.known_to_skip is None else self.known_to_skip
+
+    @property
+    def norm(self) -> float:
+        """Waits if asked before the device has come so far."""
+        return self._number(NORM)
+
+    def _number(self, which: int) -> float:
+        if self.posted is None:
+            return float(self.numbers[which].item())
+        return self.posted.read()[Fact.FIRST_OPTIMIZER + 2 * self.index + which]
