@@ -106,6 +106,7 @@ def _machine() -> dict[str, str]:
 
 def _versions() -> dict[str, str]:
     versions = {"python": platform.python_version(), "torch": torch.__version__}
-    if "triton" in sys.modules:
-        versions["triton"] = sys.modules["triton"].__version__
+    for name in ("triton", "accelerate", "lightning_fabric"):  # those that took part
+        if name in sys.modules:
+            versions[name] = str(getattr(sys.modules[name], "__version__", "unknown"))
     return versions
