@@ -33,7 +33,7 @@ WIDENED = 1 << 20  # values at a time where they must be widened first
 
 
 def count_all_on_cpu(flats: Sequence[Tensor], factor: float = 1.0) -> Counted:
-    """The rows of counts (int64) and sums of squares (float64) of flat CPU tensors of any float dtype but FP64.
+    """The rows of counts (int64) and sums of squares (float64) of contiguous CPU tensors, of any float dtype but FP64.
 
     What is counted is ``flat.float() * factor``: values are multiplied in FP32, and round as they do in torch.
     """
@@ -56,7 +56,7 @@ def count_on_cpu(flat: Tensor) -> tuple[Tensor, float]:
 
 def _count_widened(flat: Tensor, factor: float) -> Counted:
     """One tensor, a piece at a time, so that widening it takes little memory."""
-    pieces = [_count_wide(piece.float(), factor) for piece in flat.split(WIDENED)]
+    pieces = [_count_wide(piece.float(), factor) for piece in flat.reshape(-1).split(WIDENED)]
     rows, sums = zip(*pieces, strict=True)
     return reduce(merge_rows, rows), torch.stack(sums).sum()
 

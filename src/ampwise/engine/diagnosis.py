@@ -2,24 +2,45 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 
 from ampwise.census.algebra import Census
+from ampwise.engine.scale import Limits
 from ampwise.errors import ScaleCollapsed
 
-__all__ = ["collapsed"]
+__all__ = ["WITHOUT_SCALE", "collapsed", "warn_of_skips"]
 
 SHOWN = 3  # parameters by name
+PATIENCE = 30  # skips in a row before a word is said where there is no scale to lower: as many as it takes FP16
+
+# Steps without scaling are counted as if by a scale that is at its floor, and very patient.
+WITHOUT_SCALE = Limits(growth=2.0, backoff=0.5, interval=2**31 - 1, floor=1.0, ceiling=1.0, hysteresis=PATIENCE)
 
 
 def collapsed(floor: float, in_a_row: int, censuses: Mapping[str, Census]) -> ScaleCollapsed:
     """The error, with what the gradients of the last step say about the cause."""
     return ScaleCollapsed(
         f"GradScaler: gradients overflowed with the loss scale at its floor, min_scale={floor:g}, "
-        f"{in_a_row} steps in a row. A lower scale cannot help; the weights are as they were before. "
-        f"{_cause(censuses)} Look for what is not finite in the forward pass, train in BF16, which needs no scale, "
-        "or set min_scale lower."
+        f"{in_a_row} steps in a row. The weights are as they were before. {_cause(censuses)} {_way_out(floor)}"
     )
+
+
+def warn_of_skips(in_a_row: int, censuses: Mapping[str, Census]) -> None:
+    """Say once that nothing is learned any more."""
+    if in_a_row == PATIENCE:
+        warnings.warn(
+            f"GradScaler: {in_a_row} steps in a row were skipped because gradients are not finite. {_cause(censuses)} "
+            "Look for what is not finite in the data, the loss or the weights.",
+            RuntimeWarning,
+            stacklevel=4,
+        )
+
+
+def _way_out(floor: float) -> str:
+    if floor >= 1:
+        return f"A min_scale of {floor:g} is high: try a lower one first."
+    return "A lower scale would not help: look for what is not finite in the forward pass, or train in BF16."
 
 
 def _cause(censuses: Mapping[str, Census]) -> str:
@@ -29,11 +50,17 @@ def _cause(censuses: Mapping[str, Census]) -> str:
     if len(bad) == len(censuses):
         return f"All {len(bad)} gradients have inf or NaN in them, so the loss itself was probably not finite."
     first, total = bad[-1], len(censuses)
-    counts = ", ".join(f"{name} ({_counts(censuses[name])})" for name in bad[-SHOWN:])
+    counts = ", ".join(f"{_shown(name)} ({_counts(censuses[name])})" for name in bad[-SHOWN:])
     return (
         f"{len(bad)} of {total} gradients have inf or NaN in them; the last in the order of parameters: {counts}. "
-        f"Backward runs from the last layer to the first, so look at {first} or just after it."
+        f"Backward runs from the last layer to the first, so look at {_shown(first)} or just after it."
     )
+
+
+def _shown(name: str) -> str:
+    """A parameter by name, or by its place in an optimizer that was not given names."""
+    group, _, index = name.rpartition(":")[2].partition(".")
+    return f"parameter {index} of group {group}" if group.isdigit() and index.isdigit() else name
 
 
 def _counts(census: Census) -> str:

@@ -18,10 +18,10 @@ from torch import Tensor
 
 from ampwise.census.launch import Counted, launching_on
 from ampwise.census.layout import INFS, NANS, SINGLE
-from ampwise.engine.scale import Fact, Limits
+from ampwise.engine.scale import Fact, Limits, in_fp32
 from ampwise.engine.verdict import MARGIN, Verdict
 
-__all__ = ["launch_advance_", "launch_judge", "launch_totals"]
+__all__ = ["launch_advance_", "launch_judge", "launch_judge_totals", "launch_totals"]
 
 BLOCK = 1024  # sums at a time: a model of a billion parameters has 40,000
 WARPS = 8
@@ -67,11 +67,7 @@ def totals_kernel(
 
 
 @triton.jit
-def judge_kernel(
-    table, sums, scale, verdict, max_norm, tensors, chunks, ROW: tl.constexpr, SCALED: tl.constexpr, BLOCK: tl.constexpr
-):
-    """Totals and verdict of gradients that no other rank has a part in."""
-    squares, infinities, nans = _add_up(table, sums, sums, sums, tensors, chunks, ROW, False, BLOCK)
+def _judge(squares, infinities, nans, scale, verdict, max_norm, SCALED: tl.constexpr):
     norm = tl.sqrt(squares)
     divisor = tl.maximum((norm + _MARGIN) / max_norm, 1.0)
     plain = norm * 0.0 + 1.0
@@ -87,10 +83,25 @@ def judge_kernel(
 
 
 @triton.jit
+def judge_kernel(
+    table, sums, scale, verdict, max_norm, tensors, chunks, ROW: tl.constexpr, SCALED: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Totals and verdict of gradients that no other rank has a part in."""
+    squares, infinities, nans = _add_up(table, sums, sums, sums, tensors, chunks, ROW, False, BLOCK)
+    _judge(squares, infinities, nans, scale, verdict, max_norm, SCALED)
+
+
+@triton.jit
+def judge_totals_kernel(totals, scale, verdict, max_norm, SCALED: tl.constexpr):
+    """The verdict on totals that ranks have agreed on."""
+    _judge(tl.load(totals), tl.load(totals + 1), tl.load(totals + 2), scale, verdict, max_norm, SCALED)
+
+
+@triton.jit
 def advance_kernel(
     scale, tracker, tally, outcomes, limits, facts, optimizers, stepped, interval, hysteresis, MOVE: tl.constexpr
 ):
-    """One step closed: see ``scale.advance_``. ``limits``: growth, backoff, floor, ceiling in FP64."""
+    """One step closed: see ``scale.State.after``. ``limits``: growth, backoff, floor, ceiling in FP64."""
     overflows = 0
     skipped = 0
     for optimizer in range(optimizers):
@@ -161,12 +172,22 @@ def launch_judge(counted: Counted, scale: Tensor | None, max_norm: float) -> Ver
     return Verdict(numbers)
 
 
+def launch_judge_totals(totals: Tensor, scale: Tensor | None, max_norm: float) -> Verdict:
+    """The verdict on totals."""
+    numbers = torch.empty(4, dtype=torch.float32, device=totals.device)
+    with launching_on(totals.device):
+        judge_totals_kernel[(1,)](
+            totals, numbers if scale is None else scale, numbers, float(max_norm), SCALED=scale is not None, num_warps=1
+        )
+    return Verdict(numbers)
+
+
 def launch_advance_(
     scale: Tensor, growth_tracker: Tensor, tally: Tensor, outcomes: Tensor, stepped: int, limits: Limits, *, move: bool
 ) -> Tensor:
     """Close a step in one launch; returns the facts."""
     count = len(outcomes)
-    bounds = (limits.growth, limits.backoff, limits.floor, limits.ceiling)
+    bounds = (limits.growth, limits.backoff, in_fp32(limits.floor), in_fp32(limits.ceiling))
     facts = torch.empty(Fact.FIRST_OPTIMIZER + 2 * count, dtype=torch.float64, device=scale.device)
     with launching_on(scale.device):
         advance_kernel[(1,)](

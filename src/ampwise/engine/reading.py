@@ -137,8 +137,10 @@ class _Rows:
         self._layout, self._rows, self._sums = layout, rows, sums
 
     def totals(self, weights: tuple[float, ...] | None) -> Tensor:
-        sums = self._sums if weights is None else self._sums * self._sums.new_tensor(weights)
-        return torch.stack([sums.sum(), *self._rows[:, [INFS, NANS]].sum(0).double()])
+        totals = self._sums.new_empty(3)
+        torch.sum(self._sums if weights is None else self._sums * self._sums.new_tensor(weights), 0, out=totals[0])
+        torch.sum(self._rows[:, INFS : NANS + 1], 0, dtype=torch.float64, out=totals[1:])
+        return totals
 
     def fetch(self) -> list[Census]:
         pairs = zip(self._rows.tolist(), self._sums.tolist(), strict=True)
@@ -147,8 +149,8 @@ class _Rows:
 
 def _on_cpu(positions: list[int], values: list[Tensor], scale: Tensor | None, unscale: bool) -> Part:
     factor = 1.0 if scale is None else inverse_of(scale).item()
-    flats = [flat_values(value).view(-1) for value in values]
-    part = _Rows(positions, SINGLE, *count_all_on_cpu(flats, factor))
+    dense = [value if value.is_contiguous() and value.dtype in KINDS else flat_values(value) for value in values]
+    part = _Rows(positions, SINGLE, *count_all_on_cpu(dense, factor))
     if unscale and scale is not None:
         multiply_(values, inverse_of(scale))
     return part

@@ -1,10 +1,11 @@
 """How the loss scale moves from step to step: torch's rule, between two limits, with patience.
 
-``advance_`` is the definition, in torch operations that wait for nothing; ``kernel.py`` does it in one launch.
+``State.after`` is the definition, in plain numbers; ``kernel.py`` does it on a GPU, where nothing waits.
 """
 
 from __future__ import annotations
 
+import ctypes
 import math
 from dataclasses import dataclass
 from enum import IntEnum
@@ -16,9 +17,18 @@ from torch import Tensor
 from ampwise.census.launcher import has_kernels
 from ampwise.errors import BadInput
 
-__all__ = ["Fact", "Limits", "Tally", "advance_", "advance_there_", "new_tally"]
+__all__ = ["Fact", "Limits", "State", "Tally", "advance_", "in_fp32", "is_number", "new_tally"]
 
 LARGEST = torch.finfo(torch.float32).max
+
+
+def is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def in_fp32(number: float) -> float:
+    """Rounded to nearest, or infinity."""
+    return ctypes.c_float(number).value
 
 
 class Tally(IntEnum):
@@ -53,20 +63,30 @@ class Limits:
     hysteresis: int
 
     @classmethod
-    def checked(cls, init_scale: float, floor: float, ceiling: float | None, hysteresis: int, **torchs: Any) -> Limits:
+    def checked(cls, init_scale: Any, floor: Any, ceiling: Any, hysteresis: Any, **torchs: Any) -> Limits:
         """Limits that make sense, or an error that says which does not."""
-        top = LARGEST if ceiling is None else ceiling
+        top = LARGEST if ceiling in (None, math.inf) else ceiling
         for name, value in (("init_scale", init_scale), ("min_scale", floor), ("max_scale", top)):
-            if not (math.isfinite(value) and value > 0):
-                raise BadInput(f"GradScaler({name}={value}): a positive, finite number is expected.")
-        if not floor <= init_scale <= top:
-            raise BadInput(
-                f"GradScaler(init_scale={init_scale:g}, min_scale={floor:g}, max_scale={top:g}): "
-                "the scale must start between its limits."
-            )
-        if isinstance(hysteresis, bool) or not isinstance(hysteresis, int) or hysteresis < 1:
-            raise BadInput(f"GradScaler(hysteresis={hysteresis!r}): a number of overflows in a row, 1 or more.")
-        return cls(floor=floor, ceiling=top, hysteresis=hysteresis, **torchs)
+            if not is_number(value) or not (math.isfinite(value) and value > 0):
+                raise BadInput(f"GradScaler({name}={value!r}): a positive, finite number is expected.")
+        for name, count in (("hysteresis", hysteresis), ("growth_interval", torchs["interval"])):
+            if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+                raise BadInput(f"GradScaler({name}={count!r}): a whole number of steps is expected, 1 or more.")
+        limits = cls(floor=floor, ceiling=top, hysteresis=hysteresis, **torchs)
+        limits.checked_scale(init_scale, f"GradScaler(init_scale={init_scale:g})")
+        return limits
+
+    def checked_scale(self, scale: Any, asked: str = "update()") -> Any:
+        """A scale to be set; that of a tensor is not looked at, which would wait for the device."""
+        if isinstance(scale, Tensor):
+            return scale
+        if not is_number(scale) or not (math.isfinite(scale) and scale > 0):
+            raise BadInput(f"{asked}: a positive, finite scale is expected, not {scale!r}.")
+        if scale < self.floor:
+            raise BadInput(f"{asked}: a scale of {scale:g} is below min_scale={self.floor:g}. Set min_scale lower.")
+        if scale > self.ceiling:
+            raise BadInput(f"{asked}: a scale of {scale:g} is above max_scale={self.ceiling:g}. Set max_scale higher.")
+        return float(scale)
 
 
 def new_tally(device: torch.device, in_a_row: int = 0, applied: int = 0, skipped: int = 0) -> Tensor:
@@ -76,15 +96,6 @@ def new_tally(device: torch.device, in_a_row: int = 0, applied: int = 0, skipped
         if count:
             tally[place].fill_(count)
     return tally
-
-
-def advance_there_(scale: Tensor, *rest: Any, move: bool) -> Tensor:
-    """``advance_`` where the scale is: in one launch on a GPU."""
-    if scale.is_cuda and has_kernels():
-        from ampwise.engine.kernel import launch_advance_
-
-        return launch_advance_(scale, *rest, move=move)
-    return advance_(scale, *rest, move=move)
 
 
 def advance_(
@@ -102,30 +113,51 @@ def advance_(
     ``outcomes`` has a row for each optimizer: the norm and found_inf. An overflow of any of them lowers the
     scale; the first ``stepped`` of them are counted. With ``move`` false, the scale is left alone.
     """
-    found = outcomes[:, 1]
-    overflowed = found.max() > 0
-    stuck = torch.zeros_like(overflowed)
+    if scale.is_cuda and has_kernels():
+        from ampwise.engine.kernel import launch_advance_
+
+        return launch_advance_(scale, growth_tracker, tally, outcomes, stepped, limits, move=move)
+    found = [row[1] > 0 for row in outcomes.tolist()]
+    in_a_row, applied, skipped = tally.tolist()
+    now = State(scale.item(), int(growth_tracker.item()), in_a_row)
+    stuck = False
     if move:
-        tally[Tally.IN_A_ROW].copy_(torch.where(overflowed, tally[Tally.IN_A_ROW] + 1, 0))
-        stuck = _move_(scale, growth_tracker, overflowed, tally[Tally.IN_A_ROW] >= limits.hysteresis, limits)
-    skipped = found[:stepped].sum().long()
-    tally[Tally.SKIPPED].add_(skipped)
-    tally[Tally.APPLIED].add_(stepped - skipped)
-    state = [scale, growth_tracker, tally[Tally.IN_A_ROW], tally[Tally.APPLIED], tally[Tally.SKIPPED], stuck]
-    return torch.cat([torch.stack([number.double() for number in state]), outcomes.double().flatten()])
+        now, stuck = now.after(any(found), limits)
+        scale.fill_(now.scale)
+        growth_tracker.fill_(now.growth_tracker)
+    skips = sum(found[:stepped])
+    counts = [now.in_a_row, applied + stepped - skips, skipped + skips]
+    tally.copy_(torch.tensor(counts))
+    facts = [scale.item(), now.growth_tracker, *counts, stuck, *outcomes.flatten().tolist()]
+    return torch.tensor(facts, dtype=torch.float64, device=scale.device)
 
 
-def _move_(scale: Tensor, growth_tracker: Tensor, overflowed: Tensor, impatient: Tensor, limits: Limits) -> Tensor:
-    """Move the scale in place; returns whether it should have gone below its floor."""
-    lowered = overflowed & impatient
-    stuck = lowered & (scale <= limits.floor)
-    # A scale that the user has set below the floor is not raised to it by an overflow.
-    less = torch.minimum(scale, (scale.double() * limits.backoff).clamp(min=limits.floor).float())
-    calm = torch.where(overflowed, 0, growth_tracker + 1)
-    grown = calm == limits.interval
-    # As with torch, growth beyond what FP32 holds is none; a scale above the ceiling stays where it was put.
-    more = (scale.double() * limits.growth).float()
-    more = torch.where(more.isfinite(), torch.maximum(scale, more.clamp(max=limits.ceiling)), scale)
-    scale.copy_(torch.where(lowered, less, torch.where(grown, more, scale)))
-    growth_tracker.copy_(torch.where(grown, 0, calm))
-    return stuck
+@dataclass(frozen=True, slots=True)
+class State:
+    """Where the scale stands."""
+
+    scale: float
+    growth_tracker: int
+    in_a_row: int
+
+    def after(self, overflowed: bool, limits: Limits) -> tuple[State, bool]:
+        """Where it stands a step later, and whether it should have gone below its floor."""
+        if overflowed:
+            return self._lowered(limits)
+        calm = self.growth_tracker + 1
+        if calm != limits.interval:
+            return State(self.scale, calm, 0), False
+        # As with torch, growth beyond what FP32 holds is none; a scale above the ceiling stays where it was put.
+        grown = in_fp32(self.scale * limits.growth)
+        return State(
+            max(self.scale, min(grown, in_fp32(limits.ceiling))) if math.isfinite(grown) else self.scale, 0, 0
+        ), False
+
+    def _lowered(self, limits: Limits) -> tuple[State, bool]:
+        in_a_row = self.in_a_row + 1
+        if in_a_row < limits.hysteresis:
+            return State(self.scale, 0, in_a_row), False
+        # A scale that the user has set below the floor is not raised to it by an overflow.
+        floor = in_fp32(limits.floor)
+        less = min(self.scale, max(in_fp32(self.scale * limits.backoff), floor))
+        return State(less, 0, in_a_row), self.scale <= floor

@@ -18,19 +18,21 @@ from torch.optim import Optimizer
 
 from ampwise.census.device import DeviceCensus
 from ampwise.engine.apply import asks_for_the_scaler, closes_over, refuse_closure, scales_by_itself, take_step
-from ampwise.engine.diagnosis import collapsed
+from ampwise.engine.diagnosis import WITHOUT_SCALE, collapsed, warn_of_skips
 from ampwise.engine.facts import Posted
 from ampwise.engine.gradients import Gradients, gradients_of, home_of, refuse_half
 from ampwise.engine.look import Look, clip_in_memory_, look_at
 from ampwise.engine.naming import named_census
 from ampwise.engine.outcome import Outcome
 from ampwise.engine.reading import Reading
-from ampwise.engine.scale import Fact, Limits, advance_there_, new_tally
-from ampwise.engine.state import COUNTS, check_state
+from ampwise.engine.scale import Fact, Limits, advance_, is_number, new_tally
+from ampwise.engine.state import COUNTS, checked_state
 from ampwise.engine.verdict import NO_CLIPPING
 from ampwise.errors import BadInput
 
 __all__ = ["GradScaler"]
+
+MOST_DEVICES = 16  # an integer below is the number of a GPU, and no scale
 
 
 class GradScaler(torch.amp.GradScaler):
@@ -41,8 +43,8 @@ class GradScaler(torch.amp.GradScaler):
     A step with a gradient that is not finite is skipped whatever the precision: with ``enabled=False`` too.
 
     min_scale, max_scale: the scale stays between them. An overflow at ``min_scale`` raises ScaleCollapsed.
-    hysteresis: how many overflows in a row it takes to lower the scale.
-    guard: with ``enabled=False``, skip steps whose gradients are not finite all the same.
+    hysteresis: the first n - 1 overflows of a row are forgiven; from the n-th on, each lowers the scale.
+    guard: with ``enabled=False``, skip steps whose gradients are not finite all the same, and warn if it goes on.
     process_group: the ranks among which plain gradients are divided (FSDP1, sharding by hand), so that they skip
         and clip together. DDP and FSDP2 need none.
 
@@ -83,7 +85,7 @@ class GradScaler(torch.amp.GradScaler):
             backoff=backoff_factor,
             interval=growth_interval,
         )
-        super().__init__(torch.device(device).type, init_scale, growth_factor, backoff_factor, growth_interval, enabled)
+        super().__init__(_type_of(device), init_scale, growth_factor, backoff_factor, growth_interval, enabled)
         self._guard = guard
         self._process_group = process_group
         self._saved_tally = (0, 0, 0)
@@ -126,25 +128,27 @@ class GradScaler(torch.amp.GradScaler):
     def clip_(self, optimizer: Optimizer | Iterable[Optimizer], max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Clip the norm of the optimizer's gradients, in true units whatever the state; returns the norm before.
 
-        Before ``unscale_``, nothing is written: the step divides by scale and clipping at once. After it, gradients
-        are clipped in memory. Of several optimizers, the norm of all gradients together is clipped. The coefficient
-        is that of ``torch.nn.utils.clip_grad_norm_``, from a norm that is summed in FP64.
+        Before ``unscale_``, nothing is written: gradients stay scaled in memory until the step, which divides by scale
+        and clipping at once. After it, they are clipped in memory. Of several optimizers, the norm of all gradients
+        together is clipped; of several calls, the lowest limit counts. The coefficient is that of
+        ``torch.nn.utils.clip_grad_norm_``, from a norm that is summed in FP64: weights agree with those of torch's way
+        to the last digits, not to the last bit.
         """
-        if not max_norm > 0:
-            raise BadInput(f"clip_(max_norm={max_norm}): a number above 0 is expected.")
-        optimizers = list(optimizer) if isinstance(optimizer, Iterable) else [optimizer]
+        optimizers = _checked_optimizers(optimizer)
+        max_norm, norm_type = _checked_norms(max_norm, norm_type)
         if self._enabled:
             self._check_scale_growth_tracker("clip_")
         if any(self._stage(each) is OptState.STEPPED for each in optimizers):
-            raise RuntimeError("clip_() is being called after step().")
+            raise RuntimeError("clip_() is being called after step(). Was update() left out in the last iteration?")
         in_memory = any(self._stage(each) is OptState.UNSCALED for each in optimizers)
         if in_memory or norm_type != 2.0:
             for each in optimizers:
                 if self._stage(each) is OptState.READY:
                     self.unscale_(each)
-            return clip_in_memory_(optimizers, float(max_norm), norm_type, self._process_group)
+            return clip_in_memory_(optimizers, max_norm, norm_type, self._process_group)
+        asked_before = [self._looks[each].max_norm for each in optimizers if each in self._looks]
         every = [self._gradients_of(each) for each in optimizers]
-        return self._look_at(optimizers, every, float(max_norm)).verdict.norm
+        return self._look_at(optimizers, every, min(max_norm, *asked_before, NO_CLIPPING)).verdict.norm
 
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         """Let the optimizer take its step, unless a gradient is inf or NaN: then nothing changes.
@@ -157,7 +161,10 @@ class GradScaler(torch.amp.GradScaler):
         self._check_scale_growth_tracker("step")
         state = self._per_optimizer_states[id(optimizer)]
         if state["stage"] is OptState.STEPPED:
-            raise RuntimeError("step() has already been called since the last update().")
+            raise RuntimeError(
+                "step() has already been called since the last update(). Call update() once, after the last step() of "
+                "each iteration."
+            )
         if scales_by_itself(optimizer) and asks_for_the_scaler(optimizer):
             result = super().step(optimizer, *args, **kwargs)
             self._record(optimizer, self._numbers_found(optimizer), None)
@@ -179,9 +186,13 @@ class GradScaler(torch.amp.GradScaler):
             if len(gradients) or self._process_group is not None:
                 look = self._look_at([optimizer], [gradients])
         if look is None:
+            self._last = None  # nothing is known of this step; what was known of the one before would mislead
+            self._outcomes.pop(optimizer, None)
             return optimizer.step(*args, **kwargs)
         result = self._take_step(optimizer, look, args, kwargs)
-        self._close()
+        before = self._posted
+        self._close(move=True)
+        self._raise_if_stuck(before)
         return result
 
     def _take_step(self, optimizer: Optimizer, look: Look, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -214,9 +225,12 @@ class GradScaler(torch.amp.GradScaler):
         self._check_scale_growth_tracker("update")
         states = self._per_optimizer_states
         if new_scale is not None:
-            super().update(_checked_scale(new_scale))
+            super().update(self._limits.checked_scale(new_scale))
         elif not any(state["found_inf_per_device"] for state in states.values()):
-            raise AssertionError("No inf checks were recorded prior to update.")
+            raise AssertionError(
+                "No inf checks were recorded prior to update. No optimizer has taken a step since the last one: when "
+                "accumulating gradients, call step() and update() together."
+            )
         before = self._posted
         unstepped = [state for key, state in states.items() if key not in self._stepped]
         self._close(
@@ -229,7 +243,11 @@ class GradScaler(torch.amp.GradScaler):
 
     @property
     def skipped(self) -> bool:
-        """Whether the last ``step`` left the weights alone. Waits if asked before the device has come so far."""
+        """Whether the last ``step`` left the weights alone: ``if not scaler.skipped: scheduler.step()``.
+
+        Of the optimizer that was stepped last; ``skipped_for`` asks for one of several. Waits if asked before the
+        device has come so far.
+        """
         return self._last is not None and self._last.skipped
 
     def skipped_for(self, optimizer: Optimizer) -> bool:
@@ -257,7 +275,15 @@ class GradScaler(torch.amp.GradScaler):
 
         Names are the model's, if it is given; or those the optimizer was made with; or "group.index".
         """
+        if model is not None and not isinstance(model, Module):
+            raise BadInput(f"census(): the model whose names to use is expected, not {type(model).__name__}.")
         return named_census(list(self._readings.items()), model)
+
+    def __repr__(self) -> str:
+        # Printing must not wait for the device.
+        if not self._enabled:
+            return f"<GradScaler on {self._device}, scaling off, {'guarded' if self._guard else 'not guarded'}>"
+        return f"<GradScaler on {self._device}, scale from {self._init_scale:g}, at least {self._limits.floor:g}>"
 
     # State
 
@@ -269,13 +295,15 @@ class GradScaler(torch.amp.GradScaler):
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load a state of this class or of torch's; one that makes no sense is refused, and nothing changes."""
-        if self._enabled and state_dict:
-            check_state(state_dict, self._limits)
-        super().load_state_dict(dict(state_dict))
-        if self._enabled:
-            in_a_row, applied, skipped = (state_dict.get(key, 0) for key in COUNTS)
-            self._saved_tally = (in_a_row, applied, skipped)
-            self._forget()
+        if not self._enabled:
+            return
+        if not state_dict:
+            super().load_state_dict({})  # which torch has words for
+        checked = checked_state(state_dict, self._limits)
+        super().load_state_dict(checked)
+        in_a_row, applied, skipped = (checked.get(key, 0) for key in COUNTS)
+        self._saved_tally = (in_a_row, applied, skipped)
+        self._forget()
 
     def __getstate__(self) -> dict[str, Any]:
         counts = self._counts()
@@ -368,8 +396,8 @@ class GradScaler(torch.amp.GradScaler):
             limits = self._current_limits()
         else:
             scale, tracker = torch.ones((), device=device), torch.zeros((), dtype=torch.int32, device=device)
-            limits = self._limits
-        return advance_there_(scale, tracker, self._tally, numbers, stepped, limits, move=move)
+            limits = WITHOUT_SCALE
+        return advance_(scale, tracker, self._tally, numbers, stepped, limits, move=move)
 
     def _current_limits(self) -> Limits:
         return replace(
@@ -388,14 +416,25 @@ class GradScaler(torch.amp.GradScaler):
         if self._posted is None or self._posted.captured:
             return
         settled = before if self._posted.lags else self._posted
-        if settled is not None and settled.read()[Fact.STUCK]:
+        if settled is None or not settled.read()[Fact.STUCK]:
+            return
+        if not self._enabled:
+            warn_of_skips(int(settled.read()[Fact.IN_A_ROW]), self.census())
+        else:
             raise collapsed(self._limits.floor, int(settled.read()[Fact.IN_A_ROW]), self.census())
+
+
+def _type_of(device: str | torch.device) -> str:
+    try:
+        return torch.device(device).type
+    except RuntimeError:
+        raise BadInput(f"GradScaler({device!r}): no such device. 'cuda' and 'cpu' are the usual ones.") from None
 
 
 def _old_order(first: float, second: float) -> float:
     """The scale from the arguments of torch.cuda.amp.GradScaler, in which it came first."""
-    if isinstance(first, bool) or not isinstance(first, int | float):
-        raise BadInput(f"GradScaler({first!r}): the name of a device is expected, such as 'cuda' or 'cpu'.")
+    if not is_number(first) or (isinstance(first, int) and first < MOST_DEVICES):
+        raise BadInput(f"GradScaler({first!r}): the name of a device comes first, such as 'cuda', 'cuda:0' or 'cpu'.")
     if second != 2.0**16:
         raise BadInput("GradScaler(init_scale, growth_factor, ...) in torch.cuda.amp's order: name the arguments.")
     warnings.warn(
@@ -406,9 +445,16 @@ def _old_order(first: float, second: float) -> float:
     return float(first)
 
 
-def _checked_scale(new_scale: float | Tensor) -> float | Tensor:
-    if isinstance(new_scale, Tensor):
-        return new_scale
-    if not (math.isfinite(new_scale) and new_scale > 0):
-        raise BadInput(f"update({new_scale}): a positive, finite scale is expected.")
-    return float(new_scale)
+def _checked_optimizers(given: Any) -> list[Optimizer]:
+    optimizers = list(given) if isinstance(given, Iterable) else [given]
+    if not optimizers or any(isinstance(each, Tensor) for each in optimizers):
+        raise BadInput("clip_() takes the optimizer, not its parameters: scaler.clip_(optimizer, max_norm).")
+    return optimizers
+
+
+def _checked_norms(max_norm: Any, norm_type: Any) -> tuple[float, float]:
+    if not is_number(max_norm) or not max_norm > 0:
+        raise BadInput(f"clip_(max_norm={max_norm!r}): a number above 0 is expected; float('inf') only measures.")
+    if not is_number(norm_type):
+        raise BadInput(f"clip_(norm_type={norm_type!r}): a number is expected, such as 2.0 or float('inf').")
+    return float(max_norm), float(norm_type)

@@ -6,40 +6,46 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from ampwise.engine.scale import Limits
+from torch import Tensor
+
+from ampwise.engine.scale import Limits, is_number
 from ampwise.errors import BadInput
 
-__all__ = ["COUNTS", "check_state"]
+__all__ = ["COUNTS", "checked_state"]
 
+TORCHS = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
 COUNTS = ("overflows_in_a_row", "applied_steps", "skipped_steps")  # ours, which torch's states do not have
 
 
-def check_state(state: Mapping[str, Any], limits: Limits) -> None:
-    """Raise if training would go wrong with it; nothing has been loaded by then."""
-    missing = [
-        key
-        for key in ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
-        if key not in state
-    ]
-    if missing:
-        raise BadInput(f"load_state_dict(): not the state of a GradScaler; {', '.join(missing)} missing.")
-    scale = _number(state, "scale", above=0.0)
-    if not limits.floor <= scale <= limits.ceiling:
-        raise BadInput(
-            f"load_state_dict(): a scale of {scale:g} lies outside of min_scale={limits.floor:g} and "
-            f"max_scale={limits.ceiling:g}. Perhaps the run it comes from had collapsed; other limits would let it in."
-        )
-    _number(state, "growth_factor", above=1.0)
-    if _number(state, "backoff_factor", above=0.0) >= 1.0:
-        raise BadInput(f"load_state_dict(): backoff_factor={state['backoff_factor']}: a number below 1 is expected.")
-    _number(state, "growth_interval", above=0.0)
-    for key in ("_growth_tracker", *COUNTS):
-        if key in state:
-            _number(state, key, above=-1.0)
+def checked_state(state: Any, limits: Limits) -> dict[str, Any]:
+    """The state as plain numbers; an error if training would go wrong with it, and nothing has been loaded by then."""
+    if not isinstance(state, Mapping) or any(key not in state for key in TORCHS):
+        raise BadInput(f"load_state_dict(): not the state of a GradScaler. {_hint(state)}")
+    numbers = {key: _number(key, state[key]) for key in (*TORCHS, *COUNTS) if key in state}
+    limits.checked_scale(numbers["scale"], "load_state_dict()")
+    if not numbers["growth_factor"] > 1:
+        raise BadInput(f"load_state_dict(): growth_factor={numbers['growth_factor']}: a number above 1 is expected.")
+    if not 0 < numbers["backoff_factor"] < 1:
+        raise BadInput(f"load_state_dict(): backoff_factor={numbers['backoff_factor']}: a number below 1 is expected.")
+    for key in ("growth_interval", "_growth_tracker", *COUNTS):
+        least = int(key == "growth_interval")
+        if key in numbers and not numbers[key] >= least:
+            raise BadInput(f"load_state_dict(): {key}={numbers[key]}: {least} or more is expected.")
+    return numbers
 
 
-def _number(state: Mapping[str, Any], key: str, *, above: float) -> float:
-    value = state[key]
-    if isinstance(value, bool) or not isinstance(value, int | float) or not (math.isfinite(value) and value > above):
-        raise BadInput(f"load_state_dict(): {key}={value!r}: a finite number above {above:g} is expected.")
-    return value
+def _number(key: str, value: Any) -> float:
+    if isinstance(value, Tensor) and value.numel() == 1:
+        value = value.item()
+    if not is_number(value) or not math.isfinite(value):
+        raise BadInput(f"load_state_dict(): {key}={value!r}: a finite number is expected.")
+    return value  # type: ignore[no-any-return]
+
+
+def _hint(state: Any) -> str:
+    if not isinstance(state, Mapping):
+        return f"It is {type(state).__name__}."
+    inside = [key for key, value in state.items() if isinstance(value, Mapping) and "growth_factor" in value]
+    if inside:
+        return f"The one under {inside[0]!r} seems to be."
+    return f"Missing: {', '.join(key for key in TORCHS if key not in state)}."

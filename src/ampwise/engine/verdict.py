@@ -1,16 +1,20 @@
 """What follows from the totals of a read: the norm, whether to skip, by how much to divide.
 
-This is the definition, in torch operations that wait for nothing; ``kernel.py`` does the same in one launch.
+``verdict_of`` is the definition, in plain numbers; ``kernel.py`` does the same on a GPU, where nothing waits.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-__all__ = ["MARGIN", "NO_CLIPPING", "Verdict", "judge"]
+from ampwise.census.launcher import has_kernels
+from ampwise.engine.scale import in_fp32
+
+__all__ = ["MARGIN", "NO_CLIPPING", "Verdict", "judge", "verdict_of"]
 
 NO_CLIPPING = float("inf")
 MARGIN = 1e-6  # what clip_grad_norm_ adds to the norm, so that the two clip alike
@@ -45,21 +49,23 @@ class Verdict:
 
 def judge(totals: Tensor, scale: Tensor | None, max_norm: float = NO_CLIPPING) -> Verdict:
     """The verdict on the totals [sum of squares, infinities, NaNs] of gradients in true units."""
-    squares, infinities, nans = totals.unbind()
-    norm = squares.sqrt()
-    divisor = ((norm + MARGIN) / max_norm).clamp(min=1.0)
-    plain = torch.ones_like(norm) if scale is None else scale.to(norm)
-    grad_scale = (plain * divisor).float()
+    if totals.is_cuda and has_kernels():
+        from ampwise.engine.kernel import launch_judge_totals
+
+        return launch_judge_totals(totals, scale, max_norm)
+    plain = 1.0 if scale is None else float(scale.item())
+    squares, infinities, nans = totals.tolist()
+    numbers = verdict_of(squares, infinities, nans, plain, max_norm)
+    return Verdict(torch.tensor(numbers, dtype=torch.float32, device=totals.device))
+
+
+def verdict_of(
+    squares: float, infinities: float, nans: float, scale: float, max_norm: float
+) -> tuple[float, float, float, float]:
+    """Norm, found_inf, divisor, grad_scale."""
+    norm = math.sqrt(squares)
+    divisor = max((norm + MARGIN) / max_norm, 1.0)
     # A divisor beyond FP32 would turn every gradient into zero: skipping is the careful choice.
-    bad = (infinities + nans > 0) | ~grad_scale.isfinite()
-    shown = torch.where(nans > 0, torch.nan, torch.where(infinities > 0, torch.inf, norm))
-    return Verdict(
-        torch.stack(
-            [
-                shown.float(),
-                bad.float(),
-                torch.where(bad, 1.0, divisor).float(),
-                torch.where(bad, plain.float(), grad_scale),
-            ]
-        )
-    )
+    bad = bool(infinities or nans) or not math.isfinite(in_fp32(scale * divisor))
+    shown = math.nan if nans else math.inf if infinities else norm
+    return (shown, 1.0, 1.0, scale) if bad else (shown, 0.0, divisor, scale * divisor)
