@@ -1,5 +1,7 @@
 """Our Adam against torch's own, in float64, in Triton's interpreter; test_gpu.py runs it for real."""
 
+from unittest import mock
+
 import pytest
 import torch
 
@@ -42,14 +44,12 @@ def stepped_by_us(optimizer, numbers):
         return False
     part = Launched(list(range(len(gradients))), gradients.values, None, False)
     look = Look(gradients, Reading(gradients, [part]), Verdict(numbers), max_norm=1.0)
-    optimizer._init_group = refuse
-    try:
-        with adam.ours_within(optimizer, look):
-            optimizer.step()
-    except LeftToTorch:
-        return False
-    finally:
-        optimizer.__dict__.pop("_init_group", None)
+    with mock.patch.object(type(optimizer), "_init_group", refuse):
+        try:
+            with adam.ours_within(optimizer, look):
+                optimizer.step()
+        except LeftToTorch:
+            return False
     return True
 
 
@@ -143,4 +143,10 @@ def test_state_that_was_replaced_is_found_again():
 def test_what_is_out_of_the_ordinary_is_left_to_torch(spoil):
     optimizer, params = started()
     spoil(optimizer, params)
+    assert not stepped_by_us(optimizer, verdict())
+
+
+def test_gradients_that_a_hook_has_replaced_are_left_to_torch():
+    optimizer, params = started()
+    optimizer.register_step_pre_hook(lambda *_: setattr(params[0], "grad", torch.zeros_like(params[0])))
     assert not stepped_by_us(optimizer, verdict())

@@ -156,41 +156,58 @@ def test_a_tally_starts_from_what_was_saved():
     assert (tally[Tally.IN_A_ROW], tally[Tally.APPLIED], tally[Tally.SKIPPED]) == (1, 2, 3)
 
 
-def checked(init_scale=65536.0, floor=1.0, ceiling=None, hysteresis=1):
-    return Limits.checked(init_scale, floor, ceiling, hysteresis, growth=2.0, backoff=0.5, interval=9)
+def checked(init_scale=65536.0, floor=1.0, ceiling=None, hysteresis=1, interval=9):
+    return Limits.checked(init_scale, floor, ceiling, hysteresis, growth=2.0, backoff=0.5, interval=interval)
 
 
 def test_limits_that_make_sense_are_kept():
     assert checked() == Limits(growth=2.0, backoff=0.5, interval=9, floor=1.0, ceiling=LARGEST, hysteresis=1)
+    assert checked(ceiling=math.inf) == checked()
     assert checked(4.0, 4.0, 4.0, 7) == replace(checked(), floor=4.0, ceiling=4.0, hysteresis=7)
 
 
-@pytest.mark.parametrize("wrong", [0.0, -1.0, math.nan, math.inf])
+@pytest.mark.parametrize("wrong", [0.0, -1.0, math.nan, True, "4"])
 @pytest.mark.parametrize(
     ("argument", "name"), [("init_scale", "init_scale"), ("floor", "min_scale"), ("ceiling", "max_scale")]
 )
 def test_limits_are_positive_and_finite(argument, name, wrong):
     with pytest.raises(BadInput) as error:
         checked(**{argument: wrong})
-    assert str(error.value) == f"GradScaler({name}={wrong}): a positive, finite number is expected."
+    assert str(error.value) == f"GradScaler({name}={wrong!r}): a positive, finite number is expected."
 
 
-@pytest.mark.parametrize("numbers", [(0.5, 1.0, 8.0), (16.0, 1.0, 8.0), (4.0, 8.0, 1.0)])
-def test_the_scale_starts_between_its_limits(numbers):
+@pytest.mark.parametrize(
+    ("scale", "text"),
+    [
+        (0.5, "a scale of 0.5 is below min_scale=1. Set min_scale lower."),
+        (16.0, "a scale of 16 is above max_scale=8. Set max_scale higher."),
+    ],
+)
+def test_a_scale_outside_of_the_limits_is_refused(scale, text):
     with pytest.raises(BadInput) as error:
-        checked(*numbers)
-    init_scale, floor, ceiling = numbers
-    assert str(error.value) == (
-        f"GradScaler(init_scale={init_scale:g}, min_scale={floor:g}, max_scale={ceiling:g}): "
-        "the scale must start between its limits."
-    )
+        checked(scale, 1.0, 8.0)
+    assert str(error.value) == f"GradScaler(init_scale={scale:g}): {text}"
+    with pytest.raises(BadInput) as error:
+        checked(4.0, 1.0, 8.0).checked_scale(scale)
+    assert str(error.value) == f"update(): {text}"
+
+
+def test_a_scale_to_be_set_is_a_number_between_the_limits_or_a_tensor_that_nobody_looks_at():
+    limits, tensor = checked(4.0, 1.0, 8.0), torch.tensor(99.0)
+    assert [limits.checked_scale(scale) for scale in (1, 4.0, 8.0)] == [1.0, 4.0, 8.0]
+    assert limits.checked_scale(tensor) is tensor
+    for wrong in (0.0, math.nan, math.inf, "4", True, None):
+        with pytest.raises(BadInput) as error:
+            limits.checked_scale(wrong)
+        assert str(error.value) == f"update(): a positive, finite scale is expected, not {wrong!r}."
 
 
 @pytest.mark.parametrize("wrong", [0, -1, 1.5, True, "2", None])
-def test_hysteresis_is_a_number_of_overflows(wrong):
+@pytest.mark.parametrize("name", ["hysteresis", "growth_interval"])
+def test_steps_are_counted_in_whole_numbers(name, wrong):
     with pytest.raises(BadInput) as error:
-        checked(hysteresis=wrong)
-    assert str(error.value) == f"GradScaler(hysteresis={wrong!r}): a number of overflows in a row, 1 or more."
+        checked(**{name.removeprefix("growth_"): wrong})
+    assert str(error.value) == f"GradScaler({name}={wrong!r}): a whole number of steps is expected, 1 or more."
 
 
 @pytest.mark.xfail(strict=True, reason="limits that FP32 cannot hold are taken: the scale turns to 0, or torch raises")

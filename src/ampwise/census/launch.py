@@ -16,6 +16,7 @@ from torch import Tensor
 from ampwise.census import kernel
 from ampwise.census.algebra import Census
 from ampwise.census.flat import KINDS
+from ampwise.census.launcher import ALIGNMENT
 from ampwise.census.layout import BINADES, SINGLE
 
 __all__ = [
@@ -30,8 +31,6 @@ __all__ = [
     "plan_of",
     "read_census",
 ]
-
-ALIGNMENT = 16  # bytes, for vector loads
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from ampwise.census.launch import Counted
 
-__all__ = ["has_kernels", "launcher"]
+__all__ = ["ALIGNMENT", "has_kernels", "launcher"]
+
+ALIGNMENT = 16  # bytes: what kernels want of addresses, for vector loads
 
 
 @cache

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.optim import Adam, AdamW, Optimizer
 
 from ampwise.census.flat import KINDS
+from ampwise.census.launcher import ALIGNMENT
 from ampwise.engine.look import Look
 from ampwise.engine.reading import Launched
 
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
 
 __all__ = ["ours_within"]
 
-ALIGNMENT = 16  # bytes, for vector loads
 FP32 = KINDS[torch.float32]
 
 
@@ -35,7 +35,6 @@ FP32 = KINDS[torch.float32]
 class Tables:
     """Where a group's parameters and state are, on the device; good as long as the addresses are."""
 
-    addresses: tuple[int, ...]
     params: Tensor
     exp_avgs: Tensor
     exp_avg_sqs: Tensor
@@ -43,20 +42,25 @@ class Tables:
     plan: Plan
 
 
-_known: WeakKeyDictionary[Optimizer, dict[int, Tables | None]] = WeakKeyDictionary()
+# By group, with the addresses and sizes they were made for; None where our kernel is not for the group.
+_known: WeakKeyDictionary[Optimizer, dict[int, tuple[object, Tables | None]]] = WeakKeyDictionary()
 
 
 @contextmanager
 def ours_within(optimizer: Any, look: Look) -> Iterator[None]:
     """While this lasts, ``optimizer.step`` uses our kernel where it can."""
     addresses = _gradient_addresses(look) if type(optimizer) in (Adam, AdamW) else None
-    if addresses is None:
+    if addresses is None or "_init_group" in vars(optimizer):
         yield
         return
-    torchs, done = optimizer._init_group, 0
+    torchs, done, unchanged = optimizer._init_group, 0, None
 
     def init_group(group: dict[str, Any], *lists: list[Tensor]) -> Any:
-        nonlocal done
+        nonlocal done, unchanged
+        if unchanged is None:  # hooks that run before the step may have put other gradients there
+            unchanged = look.gradients.are_those_of(optimizer)
+        if not unchanged:
+            return torchs(group, *lists)
         params = [parameter for parameter in group["params"] if parameter.grad is not None]
         here = addresses[done : done + len(params)]
         done += len(params)
@@ -127,10 +131,11 @@ def _tables(
     """The group's tables, made anew when a tensor has moved: after loading a checkpoint, say."""
     lists = [params, *([state[name] for state in states] for name in ("exp_avg", "exp_avg_sq", "step"))]
     addresses = tuple([tensor.data_ptr() for tensors in lists for tensor in tensors])
+    key = (addresses, tuple([parameter.numel() for parameter in params]))
     known = _known.setdefault(optimizer, {}).get(id(group))
-    if known is None or known.addresses != addresses:
-        known = _known[optimizer][id(group)] = _new_tables(lists, addresses)
-    return known
+    if known is None or known[0] != key:
+        known = _known[optimizer][id(group)] = (key, _new_tables(lists, addresses))
+    return known[1]
 
 
 def _new_tables(lists: Sequence[Sequence[Tensor]], addresses: tuple[int, ...]) -> Tables | None:
@@ -146,7 +151,7 @@ def _new_tables(lists: Sequence[Sequence[Tensor]], addresses: tuple[int, ...]) -
     params, exp_avgs, exp_avg_sqs, steps_there = (
         address_table(addresses[start : start + count], device) for start in range(0, 4 * count, count)
     )
-    return Tables(addresses, params, exp_avgs, exp_avg_sqs, steps_there, plan_of(dense[0]))
+    return Tables(params, exp_avgs, exp_avg_sqs, steps_there, plan_of(dense[0]))
 
 
 def _launch(tables: Tables, gradients: Tensor, verdict: Tensor, group: dict[str, Any], *, decoupled: bool) -> None:

@@ -6,7 +6,6 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch.optim import LBFGS, SGD, Optimizer
@@ -16,8 +15,6 @@ from ampwise.engine.look import Look
 
 __all__ = ["asks_for_the_scaler", "closes_over", "refuse_closure", "scales_by_itself", "take_step"]
 
-_asks: WeakKeyDictionary[Optimizer, bool] = WeakKeyDictionary()
-
 
 def scales_by_itself(optimizer: Optimizer) -> bool:
     """A fused optimizer: it divides gradients and skips bad steps on the device."""
@@ -25,10 +22,10 @@ def scales_by_itself(optimizer: Optimizer) -> bool:
 
 
 def asks_for_the_scaler(optimizer: Optimizer) -> bool:
-    """Of an older contract, in which the optimizer is handed the scaler. Inspecting takes longer than a launch."""
-    if optimizer not in _asks:
-        _asks[optimizer] = "grad_scaler" in inspect.signature(optimizer.step).parameters
-    return _asks[optimizer]
+    """Of an older contract, in which the optimizer is handed the scaler."""
+    if type(optimizer).__module__.startswith("torch.optim"):
+        return False  # which spares the inspection: it takes longer than a launch
+    return "grad_scaler" in inspect.signature(optimizer.step).parameters
 
 
 def closes_over(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
@@ -49,7 +46,7 @@ def take_step(
     optimizer: Optimizer, look: Look, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> tuple[Any, bool | None]:
     """What ``optimizer.step`` returned, and whether the step was skipped: None if only the device knows."""
-    if not scales_by_itself(optimizer):
+    if not scales_by_itself(optimizer) or asks_for_the_scaler(optimizer):
         return _step_if_good(optimizer, look, lambda: _step_after_settling(optimizer, look, args, kwargs))
     if _has_no_momentum_yet(optimizer):
         return _step_if_good(optimizer, look, lambda: _step_on_device(optimizer, look, args, kwargs))

@@ -20,9 +20,10 @@ WITHOUT_SCALE = Limits(growth=2.0, backoff=0.5, interval=2**31 - 1, floor=1.0, c
 
 def collapsed(floor: float, in_a_row: int, censuses: Mapping[str, Census]) -> ScaleCollapsed:
     """The error, with what the gradients of the last step say about the cause."""
+    steps = "a step" if in_a_row == 1 else f"{in_a_row} steps in a row"
     return ScaleCollapsed(
-        f"GradScaler: gradients overflowed with the loss scale at its floor, min_scale={floor:g}, "
-        f"{in_a_row} steps in a row. The weights are as they were before. {_cause(censuses)} {_way_out(floor)}"
+        f"GradScaler: gradients overflowed with the loss scale at its floor, min_scale={floor:g}, for {steps}. "
+        f"The weights are as they were before. {_cause(censuses)} {_way_out(floor)}"
     )
 
 
@@ -45,6 +46,8 @@ def _way_out(floor: float) -> str:
 
 def _cause(censuses: Mapping[str, Census]) -> str:
     bad = [name for name, census in censuses.items() if not census.finite]
+    if not censuses:  # nobody could count
+        return ""
     if not bad:
         return "The gradients of the last step are finite again."
     if len(bad) == len(censuses):

@@ -14,7 +14,12 @@ from torch.optim import Optimizer
 from ampwise.census.flat import KINDS
 from ampwise.errors import BadInput
 
-__all__ = ["Gradients", "gradients_of", "home_of", "multiply_", "refuse_half"]
+__all__ = ["Gradients", "gradients_of", "home_of", "multiply_", "refuse_half", "there"]
+
+
+def there(tensor: Tensor, device: torch.device) -> Tensor:
+    """On the device, without waiting where that is safe: the host would read a copy before it has arrived."""
+    return tensor.to(device, non_blocking=device.type != "cpu")
 
 
 @dataclass(slots=True)
@@ -30,14 +35,22 @@ class Gradients:
     def __len__(self) -> int:
         return len(self.values)
 
-    def still_of(self, optimizer: Optimizer) -> bool:
-        """Whether no gradient was replaced, or changed by a torch operation, since these were collected."""
+    @property
+    def devices(self) -> set[torch.device]:
+        return {value.device for value in (self.values[:1] if self.ordinary else self.values)}
+
+    def are_those_of(self, optimizer: Optimizer) -> bool:
+        """Whether no gradient was replaced, removed or added since these were collected."""
         now = _all_of(optimizer)
-        return (
-            len(now) == len(self.seen)
-            and all(map(is_, now, self.seen))
-            and self.versions == [value._version for value in self.values]
-        )
+        return len(now) == len(self.seen) and all(map(is_, now, self.seen))
+
+    def take_stock(self) -> None:
+        """Take the values as they are now for those that were collected."""
+        self.versions = _versions(self.values)
+
+    def still_of(self, optimizer: Optimizer) -> bool:
+        """Whether, besides, none was changed by a torch operation."""
+        return self.are_those_of(optimizer) and self.versions == _versions(self.values)
 
 
 def gradients_of(optimizer: Optimizer) -> Gradients:
@@ -51,13 +64,13 @@ def gradients_of(optimizer: Optimizer) -> Gradients:
         and len({value.get_device() for value in present}) == 1
         and all(value.is_contiguous() for value in present)
     )
-    return Gradients(present, ordinary=ordinary, seen=seen, versions=[value._version for value in present])
+    return Gradients(present, ordinary=ordinary, seen=seen, versions=_versions(present))
 
 
 def home_of(optimizers: Sequence[Optimizer]) -> torch.device:
     """Where the parameters are, or the first of them."""
-    device: torch.device = optimizers[0].param_groups[0]["params"][0].device
-    return device
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    return next((parameter.device for group in groups for parameter in group["params"]), torch.device("cpu"))
 
 
 def refuse_half(gradients: Gradients) -> None:
@@ -69,13 +82,21 @@ def refuse_half(gradients: Gradients) -> None:
         )
 
 
+@torch.no_grad()
 def multiply_(values: Iterable[Tensor], factor: Tensor) -> None:
     """Multiply gradients in place by a number on the device."""
     by_kind: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for value in values:
         by_kind.setdefault((value.device, value.dtype), []).append(value)
     for (device, _), alike in by_kind.items():
-        torch._foreach_mul_(alike, factor.to(device, non_blocking=True))
+        torch._foreach_mul_(alike, there(factor, device))
+
+
+def _versions(values: Sequence[Tensor]) -> list[int]:
+    try:
+        return [value._version for value in values]
+    except RuntimeError:  # tensors made in inference mode have none
+        return []
 
 
 def _all_of(optimizer: Any) -> list[Tensor | None]:
@@ -102,7 +123,7 @@ def _unusual(optimizer: Optimizer) -> Gradients:
                     found.shards[len(found.values)] = _summed(parameter)
                 found.values.append(_memory(parameter))
             found.seen.append(parameter.grad)
-    found.versions = [value._version for value in found.values]
+    found.versions = _versions(found.values)
     return found
 
 

@@ -70,6 +70,8 @@ def totals_kernel(
 def _judge(squares, infinities, nans, scale, verdict, max_norm, SCALED: tl.constexpr):
     norm = tl.sqrt(squares)
     divisor = tl.maximum((norm + _MARGIN) / max_norm, 1.0)
+    if max_norm == float("inf"):  # of a norm that is not finite, the quotient would be NaN
+        divisor = norm * 0.0 + 1.0
     plain = norm * 0.0 + 1.0
     if SCALED:
         plain = tl.load(scale).to(tl.float64)

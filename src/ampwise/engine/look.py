@@ -14,6 +14,7 @@ from ampwise.engine.agreement import ALONE, Agreement, agreement_on
 from ampwise.engine.gradients import Gradients, gradients_of, home_of, multiply_
 from ampwise.engine.reading import Launched, Reading, inverse_of, read
 from ampwise.engine.verdict import NO_CLIPPING, Verdict, judge
+from ampwise.errors import BadInput
 
 __all__ = ["Look", "clip_in_memory_", "look_at"]
 
@@ -44,6 +45,7 @@ class Look:
         if self.pending:
             multiply_(self.gradients.values, inverse_of(self.verdict.grad_scale))
             self.scaled, self.max_norm = False, NO_CLIPPING
+            self.gradients.take_stock()
 
 
 def look_at(
@@ -81,9 +83,13 @@ def clip_in_memory_(
 ) -> Tensor:
     """Clip gradients that are in true units already, by the norm of all of them together; returns the norm."""
     if norm_type != 2.0:
+        if process_group is not None:
+            raise BadInput(f"clip_(norm_type={norm_type:g}): over a process_group only the norm of type 2 is summed.")
         parameters = [parameter for each in optimizers for group in each.param_groups for parameter in group["params"]]
         return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
-    every = [gradients_of(each) for each in optimizers]
+    every = [gradients for gradients in map(gradients_of, optimizers) if len(gradients) or process_group is not None]
+    if not every:
+        return torch.zeros((), device=home_of(optimizers))
     looks = look_at(every, None, max_norm, home=home_of(optimizers), process_group=process_group)
     for look in looks:
         look.settle_()

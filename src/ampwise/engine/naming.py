@@ -20,8 +20,10 @@ def named_census(readings: Sequence[tuple[Optimizer, Reading]], model: Module | 
     all_names: list[str] = []
     parts: list[Callable[[], Mapping[str, Census]]] = []
     for number, (optimizer, reading) in enumerate(readings):
-        names = list(_names(optimizer, by_identity, f"{number}:" if len(readings) > 1 else ""))
-        names = [names[index] for index in reading.parameters]
+        known = list(_names(optimizer, by_identity))
+        names = [known[index] for index in reading.parameters]
+        if len(readings) > 1:  # names may be the same in two models, places are
+            names = [f"{number}:{name}" if name[0].isdigit() or name in all_names else name for name in names]
         all_names += names
         parts.append(_named(names, reading))
     return DeviceCensus(all_names, parts)
@@ -31,9 +33,9 @@ def _named(names: Sequence[str], reading: Reading) -> Callable[[], Mapping[str, 
     return lambda: dict(zip(names, reading.fetch(), strict=True))
 
 
-def _names(optimizer: Optimizer, by_identity: Mapping[int, str], prefix: str) -> Iterator[str]:
+def _names(optimizer: Optimizer, by_identity: Mapping[int, str]) -> Iterator[str]:
     for group_index, group in enumerate(optimizer.param_groups):
         own = group.get("param_names")  # of an optimizer made with named_parameters()
         for index, parameter in enumerate(group["params"]):
             name = by_identity.get(id(parameter)) or (own[index] if own else None)
-            yield name or f"{prefix}{group_index}.{index}"
+            yield name or f"{group_index}.{index}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -18,7 +19,7 @@ NORM, FOUND_INF = range(2)
 class Outcome:
     """On the device first, then among the facts of the step that was closed."""
 
-    numbers: Tensor  # norm and found_inf
+    numbers: Tensor | None  # norm and found_inf; None of a step that nobody looked at
     known_to_skip: bool | None = None  # where the host had to be told at once
     posted: Posted | None = None
     index: int = 0  # of the optimizer, among the posted facts
@@ -34,6 +35,8 @@ class Outcome:
         return self._number(NORM)
 
     def _number(self, which: int) -> float:
+        if self.numbers is None:
+            return math.nan
         if self.posted is None:
             return float(self.numbers[which].item())
         return self.posted.read()[Fact.FIRST_OPTIMIZER + 2 * self.index + which]

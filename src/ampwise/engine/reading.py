@@ -1,11 +1,12 @@
 """One read of an optimizer's gradients: their totals for the verdict, their censuses for whoever asks.
 
 The kernel reads a GPU's gradients in one launch; the C loop those in host memory. Where there is neither (CUDA
-without Triton, other devices), torch's norms give the totals, and there is no census.
+without Triton, other devices, FP64), torch's norms give the totals, and there is no census.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Protocol
 
@@ -16,10 +17,8 @@ from ampwise.census.algebra import Census
 from ampwise.census.cpu import count_all_on_cpu
 from ampwise.census.flat import KINDS, flat_values
 from ampwise.census.launcher import has_kernels, launcher
-from ampwise.census.layout import DOUBLE, INFS, NANS, SINGLE, Layout
-from ampwise.census.reference import count_in_torch
-from ampwise.engine.gradients import Gradients, multiply_
-from ampwise.errors import MissingDependency
+from ampwise.census.layout import INFS, NANS, SINGLE
+from ampwise.engine.gradients import Gradients, multiply_, there
 
 __all__ = ["Launched", "Part", "Reading", "inverse_of", "read"]
 
@@ -28,12 +27,13 @@ class Part(Protocol):
     """The gradients of one device that are read in one way."""
 
     positions: list[int]  # in the optimizer's gradients
+    counts: bool  # by powers of two, besides adding up
 
     def totals(self, weights: tuple[float, ...] | None) -> Tensor:
         """FP64 on the part's device: the sum of squares, each tensor's times its weight; infinities; NaNs."""
 
     def fetch(self) -> list[Census]:
-        """In the order of ``positions``; waits for the device."""
+        """In the order of ``positions``, or empty where nothing was counted; waits for the device."""
 
 
 class Reading:
@@ -46,9 +46,7 @@ class Reading:
     def totals(self, home: torch.device, weights: tuple[float, ...] | None = None) -> Tensor:
         """Of all parts together, on one device."""
         of_parts = [
-            part.totals(weights and tuple([weights[position] for position in part.positions])).to(
-                home, non_blocking=True
-            )
+            there(part.totals(weights and tuple([weights[position] for position in part.positions])), home)
             for part in self.parts
         ]
         if not of_parts:  # a rank without a share of the gradients
@@ -57,23 +55,30 @@ class Reading:
 
     @property
     def parameters(self) -> list[int]:
-        """Which of the optimizer's parameters had a gradient."""
-        return [index for index, present in enumerate(self._present) if present]
+        """Which of the optimizer's parameters had a gradient that was counted."""
+        present = [index for index, present in enumerate(self._present) if present]
+        return [present[position] for position in self._counted]
+
+    @property
+    def _counted(self) -> list[int]:
+        return sorted(position for part in self.parts if part.counts for position in part.positions)
 
     def fetch(self) -> list[Census]:
         """In the order of ``parameters``."""
         found: dict[int, Census] = {}
         for part in self.parts:
-            found.update(zip(part.positions, part.fetch(), strict=True))
-        return [found[position] for position in sorted(found)]
+            if part.counts:
+                found.update(zip(part.positions, part.fetch(), strict=True))
+        return [found[position] for position in self._counted]
 
 
+@torch.no_grad()
 def read(gradients: Gradients, scale: Tensor | None, *, unscale: bool = False) -> Reading:
     """Read gradients in true units, that is divided by ``scale``; with ``unscale`` they stay divided in memory."""
     parts: list[Part] = []
     for (device, way), positions in _ways(gradients).items():
         values = [gradients.values[position] for position in positions]
-        local_scale = scale if scale is None else scale.to(device, non_blocking=True)
+        local_scale = scale if scale is None else there(scale, device)
         parts.append(way(positions, values, local_scale, unscale))
     return Reading(gradients, parts)
 
@@ -98,10 +103,11 @@ def _ways(gradients: Gradients) -> dict[tuple[torch.device, Way], list[int]]:
 
 
 def _way(value: Tensor) -> Way:
-    if value.device.type == "cpu":
-        return _on_cpu if value.dtype != torch.float64 else _in_torch
-    if value.device.type == "cuda" and has_kernels():
-        return Launched if value.dtype in KINDS else _in_torch
+    counted = value.dtype in KINDS or value.element_size() == 1  # FP64 would take sixty times as long
+    if counted and value.device.type == "cpu":
+        return _on_cpu
+    if value.dtype in KINDS and value.device.type == "cuda" and has_kernels():
+        return Launched
     return _Norms
 
 
@@ -111,7 +117,7 @@ class Launched:
     def __init__(self, positions: list[int], values: list[Tensor], scale: Tensor | None, unscale: bool) -> None:
         launch = launcher()
         assert launch is not None
-        self.positions = positions
+        self.positions, self.counts = positions, True
         dense = [value if value.is_contiguous() else flat_values(value) for value in values]
         self.counted = launch(dense, scale, write=unscale)
         if unscale:
@@ -132,9 +138,9 @@ class Launched:
 class _Rows:
     """Gradients whose counts are rows of a table already."""
 
-    def __init__(self, positions: list[int], layout: Layout, rows: Tensor, sums: Tensor) -> None:
-        self.positions = positions
-        self._layout, self._rows, self._sums = layout, rows, sums
+    def __init__(self, positions: list[int], rows: Tensor, sums: Tensor) -> None:
+        self.positions, self.counts = positions, True
+        self._rows, self._sums = rows, sums
 
     def totals(self, weights: tuple[float, ...] | None) -> Tensor:
         totals = self._sums.new_empty(3)
@@ -144,48 +150,37 @@ class _Rows:
 
     def fetch(self) -> list[Census]:
         pairs = zip(self._rows.tolist(), self._sums.tolist(), strict=True)
-        return [self._layout.census(row, total) for row, total in pairs]
+        return [SINGLE.census(row, total) for row, total in pairs]
 
 
 def _on_cpu(positions: list[int], values: list[Tensor], scale: Tensor | None, unscale: bool) -> Part:
     factor = 1.0 if scale is None else inverse_of(scale).item()
     dense = [value if value.is_contiguous() and value.dtype in KINDS else flat_values(value) for value in values]
-    part = _Rows(positions, SINGLE, *count_all_on_cpu(dense, factor))
+    part = _Rows(positions, *count_all_on_cpu(dense, factor))
     if unscale and scale is not None:
         multiply_(values, inverse_of(scale))
     return part
 
 
-def _in_torch(positions: list[int], values: list[Tensor], scale: Tensor | None, unscale: bool) -> Part:
-    """FP64, which neither the kernel nor the C loop reads."""
-    factor = None if scale is None else inverse_of(scale)
-    flats = [flat_values(value).reshape(-1) for value in values]
-    counted = [count_in_torch(flat.double() if factor is None else flat.double() * factor) for flat in flats]
-    rows, sums = zip(*counted, strict=True)
-    if unscale and factor is not None:
-        multiply_(values, factor)
-    return _Rows(positions, DOUBLE, torch.stack(rows), torch.stack(sums))
-
-
 class _Norms:
-    """Gradients where nothing of ours can count: the totals from torch's norms."""
+    """Gradients where nothing of ours counts: the totals from torch's norms, and no census."""
 
     def __init__(self, positions: list[int], values: list[Tensor], scale: Tensor | None, unscale: bool) -> None:
-        self.positions = positions
-        norms = torch.stack(torch._foreach_norm([value.float() for value in values]))
+        self.positions, self.counts = positions, False
+        # The largest magnitude tells what is finite: unlike the norm, it cannot overflow by itself.
+        largest = torch.stack([torch.linalg.vector_norm(value, math.inf).float() for value in values])
+        wide = torch.float32 if values[0].device.type == "mps" else torch.float64
+        norms = torch.stack([torch.linalg.vector_norm(value, dtype=wide) for value in values])
+        self._largest = largest
         self._norms = norms if scale is None else norms * inverse_of(scale)
-        self._device = values[0].device
         if unscale and scale is not None:
             multiply_(values, inverse_of(scale))
 
     def totals(self, weights: tuple[float, ...] | None) -> Tensor:
-        norms = self._norms.cpu().double() if self._device.type == "mps" else self._norms.double()
-        squares = norms.nan_to_num(0.0, 0.0, 0.0).square()
+        norms, largest = (each.cpu() if each.device.type == "mps" else each for each in (self._norms, self._largest))
+        squares = torch.where(largest.isfinite(), norms.double().square(), 0.0)
         weighted = squares if weights is None else squares * squares.new_tensor(weights)
-        return torch.stack([weighted.sum(), norms.isinf().sum().double(), norms.isnan().sum().double()])
+        return torch.stack([weighted.sum(), largest.isinf().sum().double(), largest.isnan().sum().double()])
 
     def fetch(self) -> list[Census]:
-        raise MissingDependency(
-            f"GradScaler.census(): gradients on {self._device} are counted by a Triton kernel, and there is no Triton "
-            "for it here. Norms, skips and clipping work without."
-        )
+        return []

@@ -91,7 +91,8 @@ class Limits:
 
 def new_tally(device: torch.device, in_a_row: int = 0, applied: int = 0, skipped: int = 0) -> Tensor:
     """The counts, on the device. Filled one by one: a copy from the host would wait, or could not be captured."""
-    tally = torch.zeros(len(Tally), dtype=torch.int64, device=device)
+    with torch.inference_mode(False):  # it outlives a block that the first step may be in
+        tally = torch.zeros(len(Tally), dtype=torch.int64, device=device)
     for place, count in ((Tally.IN_A_ROW, in_a_row), (Tally.APPLIED, applied), (Tally.SKIPPED, skipped)):
         if count:
             tally[place].fill_(count)

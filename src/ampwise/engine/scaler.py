@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 import warnings
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from operator import is_
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -19,12 +19,12 @@ from torch.optim import Optimizer
 from ampwise.census.device import DeviceCensus
 from ampwise.engine.apply import asks_for_the_scaler, closes_over, refuse_closure, scales_by_itself, take_step
 from ampwise.engine.diagnosis import WITHOUT_SCALE, collapsed, warn_of_skips
+from ampwise.engine.entry import Entries, Entry
 from ampwise.engine.facts import Posted
-from ampwise.engine.gradients import Gradients, gradients_of, home_of, refuse_half
+from ampwise.engine.gradients import Gradients, gradients_of, home_of, refuse_half, there
 from ampwise.engine.look import Look, clip_in_memory_, look_at
 from ampwise.engine.naming import named_census
 from ampwise.engine.outcome import Outcome
-from ampwise.engine.reading import Reading
 from ampwise.engine.scale import Fact, Limits, advance_, is_number, new_tally
 from ampwise.engine.state import COUNTS, checked_state
 from ampwise.engine.verdict import NO_CLIPPING
@@ -89,15 +89,18 @@ class GradScaler(torch.amp.GradScaler):
         self._guard = guard
         self._process_group = process_group
         self._saved_tally = (0, 0, 0)
+        self._begin()
+
+    def _begin(self) -> None:
+        """Without a step taken."""
+        self._entries = Entries()
+        self._over = False  # the iteration, so that what is read next belongs to another
+        self._unwatched = 0  # steps that nobody looked at
         self._forget()
 
     def _forget(self) -> None:
-        """Begin without a step taken."""
+        """Facts of steps in the past."""
         self._tally: Tensor | None = None
-        self._looks: WeakKeyDictionary[Optimizer, Look] = WeakKeyDictionary()
-        self._readings: WeakKeyDictionary[Optimizer, Reading] = WeakKeyDictionary()
-        self._outcomes: WeakKeyDictionary[Optimizer, Outcome] = WeakKeyDictionary()
-        self._stepped: dict[int, Outcome] = {}  # since the last update, by optimizer
         self._last: Outcome | None = None
         self._posted: Posted | None = None
 
@@ -108,7 +111,9 @@ class GradScaler(torch.amp.GradScaler):
 
         Optional: ``step`` does it where nobody has. Nothing waits for the device.
         """
+        entry = self._entries.of(optimizer)
         if not self._enabled:
+            entry.unscaled = True
             return
         self._check_scale_growth_tracker("unscale_")
         state = self._per_optimizer_states[id(optimizer)]
@@ -116,13 +121,10 @@ class GradScaler(torch.amp.GradScaler):
             raise RuntimeError("unscale_() has already been called on this optimizer since the last update().")
         if state["stage"] is OptState.STEPPED:
             raise RuntimeError("unscale_() is being called after step().")
-        look = self._standing_look(optimizer)
-        if look is None:
-            gradients = self._gradients_of(optimizer)
-            refuse_half(gradients)
-            look = self._look_at([optimizer], [gradients], unscale=True)
-        refuse_half(look.gradients)
-        look.settle_()  # clipping that was asked for before
+        look = self._standing_look(entry) or self._new_look(entry, unscale=True)
+        if look is not None:
+            refuse_half(look.gradients)
+            look.settle_()  # clipping that was asked for before
         state["stage"] = OptState.UNSCALED
 
     def clip_(self, optimizer: Optimizer | Iterable[Optimizer], max_norm: float, norm_type: float = 2.0) -> Tensor:
@@ -140,15 +142,22 @@ class GradScaler(torch.amp.GradScaler):
             self._check_scale_growth_tracker("clip_")
         if any(self._stage(each) is OptState.STEPPED for each in optimizers):
             raise RuntimeError("clip_() is being called after step(). Was update() left out in the last iteration?")
-        in_memory = any(self._stage(each) is OptState.UNSCALED for each in optimizers)
-        if in_memory or norm_type != 2.0:
+        if norm_type != 2.0 or any(self._stage(each) is OptState.UNSCALED for each in optimizers):
             for each in optimizers:
                 if self._stage(each) is OptState.READY:
                     self.unscale_(each)
             return clip_in_memory_(optimizers, max_norm, norm_type, self._process_group)
-        asked_before = [self._looks[each].max_norm for each in optimizers if each in self._looks]
-        every = [self._gradients_of(each) for each in optimizers]
-        return self._look_at(optimizers, every, min(max_norm, *asked_before, NO_CLIPPING)).verdict.norm
+        return self._clip_at_the_step(optimizers, max_norm)
+
+    def _clip_at_the_step(self, optimizers: list[Optimizer], max_norm: float) -> Tensor:
+        every = [(self._entries.of(each), gradients_of(each)) for each in optimizers]
+        if self._process_group is None:
+            every = [(entry, gradients) for entry, gradients in every if len(gradients)]
+        if not every:
+            return torch.zeros((), device=home_of(optimizers))
+        lowest = min([max_norm, *(entry.look.max_norm for entry, _ in every if entry.look is not None)])
+        entries, all_gradients = zip(*every, strict=True)
+        return self._look_at(entries, all_gradients, lowest).verdict.norm
 
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         """Let the optimizer take its step, unless a gradient is inf or NaN: then nothing changes.
@@ -159,7 +168,7 @@ class GradScaler(torch.amp.GradScaler):
             return self._step_unscaled(optimizer, args, kwargs)
         refuse_closure(optimizer, args, kwargs)
         self._check_scale_growth_tracker("step")
-        state = self._per_optimizer_states[id(optimizer)]
+        entry, state = self._entries.of(optimizer), self._per_optimizer_states[id(optimizer)]
         if state["stage"] is OptState.STEPPED:
             raise RuntimeError(
                 "step() has already been called since the last update(). Call update() once, after the last step() of "
@@ -167,52 +176,48 @@ class GradScaler(torch.amp.GradScaler):
             )
         if scales_by_itself(optimizer) and asks_for_the_scaler(optimizer):
             result = super().step(optimizer, *args, **kwargs)
-            self._record(optimizer, self._numbers_found(optimizer), None)
+            self._record(entry, Outcome(self._numbers_found(entry)))
             return result
-        look = self._looks.get(optimizer)
-        if state["stage"] is OptState.READY or look is None:
-            look = self._standing_look(optimizer) or self._look_at([optimizer], [self._gradients_of(optimizer)])
-            if not scales_by_itself(optimizer):
+        look = (
+            entry.look if state["stage"] is OptState.UNSCALED else self._standing_look(entry) or self._new_look(entry)
+        )
+        if look is None:
+            result = _step_without_gradients(optimizer, args, kwargs)
+        else:
+            if look.scaled and not scales_by_itself(optimizer):
                 refuse_half(look.gradients)
-        result = self._take_step(optimizer, look, args, kwargs)
+            self._heed(entry, look)
+            result = self._take_step(entry, look, args, kwargs)
         state["stage"] = OptState.STEPPED
         return result
 
     def _step_unscaled(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A step without scaling: guarded if there is anything to look at."""
-        look = None if closes_over(args, kwargs) else self._standing_look(optimizer)
-        if look is None and self._guard and not closes_over(args, kwargs):
-            gradients = gradients_of(optimizer)
-            if len(gradients) or self._process_group is not None:
-                look = self._look_at([optimizer], [gradients])
+        entry = self._entries.of(optimizer)
+        look = None
+        if not closes_over(args, kwargs):  # or gradients are yet to be computed
+            look = self._standing_look(entry)
+            if look is None and self._guard and hasattr(optimizer, "param_groups"):
+                look = self._new_look(entry)
         if look is None:
-            self._last = None  # nothing is known of this step; what was known of the one before would mislead
-            self._outcomes.pop(optimizer, None)
-            return optimizer.step(*args, **kwargs)
-        result = self._take_step(optimizer, look, args, kwargs)
-        before = self._posted
-        self._close(move=True)
-        self._raise_if_stuck(before)
+            result = optimizer.step(*args, **kwargs)
+            self._unwatched += 1
+            self._last = entry.outcome = Outcome(None, known_to_skip=False)
+        else:
+            result = self._take_step(entry, look, args, kwargs)
+            self._close([entry])
+        entry.begin_anew()
         return result
 
-    def _take_step(self, optimizer: Optimizer, look: Look, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        result, skipped = take_step(optimizer, look, args, kwargs)
+    def _take_step(self, entry: Entry, look: Look, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        result, skipped = take_step(entry.optimizer, look, args, kwargs)
         look.gradients = Gradients()  # the next backward may free them
-        self._record(optimizer, look.verdict.numbers[:2], skipped)
+        self._record(entry, Outcome(look.verdict.numbers[:2], skipped))
         return result
 
-    def _record(self, optimizer: Optimizer, numbers: Tensor, skipped: bool | None) -> None:
-        self._last = self._outcomes[optimizer] = self._stepped[id(optimizer)] = Outcome(numbers, skipped)
-
-    def _numbers_found(self, optimizer: Optimizer) -> Tensor:
-        """Norm and found_inf of an optimizer that was handed the scaler, as far as it used it."""
-        look = self._looks.get(optimizer)
-        if look is not None:
-            return look.verdict.numbers[:2]
-        scale, _ = self._check_scale_growth_tracker("step")
-        found = [each.to(scale) for each in self._found_inf_per_device(optimizer).values()]
-        worst = torch.stack(found).max() if found else torch.zeros_like(scale)
-        return torch.stack([torch.full_like(scale, math.nan), worst])
+    def _record(self, entry: Entry, outcome: Outcome) -> None:
+        entry.stepped = True
+        self._last = entry.outcome = outcome
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
         """Close the iteration: move the scale, or set it.
@@ -220,24 +225,24 @@ class GradScaler(torch.amp.GradScaler):
         Raises ScaleCollapsed after an overflow with the scale at ``min_scale``: on a GPU one call later, when the
         facts have arrived anyway, so that nothing waits. Steps in between are skipped like any other.
         """
-        if not self._enabled:
-            return
-        self._check_scale_growth_tracker("update")
-        states = self._per_optimizer_states
-        if new_scale is not None:
-            super().update(self._limits.checked_scale(new_scale))
-        elif not any(state["found_inf_per_device"] for state in states.values()):
-            raise AssertionError(
-                "No inf checks were recorded prior to update. No optimizer has taken a step since the last one: when "
-                "accumulating gradients, call step() and update() together."
-            )
-        before = self._posted
-        unstepped = [state for key, state in states.items() if key not in self._stepped]
-        self._close(
-            [found for state in unstepped for found in state["found_inf_per_device"].values()], new_scale is None
-        )
-        self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
-        self._raise_if_stuck(before)
+        if self._enabled:
+            self._check_scale_growth_tracker("update")
+            states = self._per_optimizer_states
+            if new_scale is not None:
+                super().update(self._limits.checked_scale(new_scale))
+            elif not any(state["found_inf_per_device"] for state in states.values()):
+                raise AssertionError(
+                    "No inf checks were recorded prior to update. No optimizer has taken a step since the last one: "
+                    "when accumulating gradients, call step() and update() together."
+                )
+            self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
+        stepped = [entry for entry in self._entries if entry.stepped]
+        others = self._flags_besides(stepped, states) if self._enabled else []
+        for entry in self._entries:
+            entry.begin_anew()
+        self._over = True
+        if self._enabled:
+            self._close(stepped, others, move=new_scale is None)
 
     # What happened
 
@@ -252,7 +257,7 @@ class GradScaler(torch.amp.GradScaler):
 
     def skipped_for(self, optimizer: Optimizer) -> bool:
         """Whether this optimizer's last step was skipped; for loops with several."""
-        outcome = self._outcomes.get(optimizer)
+        outcome = self._entries.of(optimizer).outcome
         return outcome is not None and outcome.skipped
 
     @property
@@ -273,11 +278,14 @@ class GradScaler(torch.amp.GradScaler):
     def census(self, model: Module | None = None) -> DeviceCensus:
         """What the gradients of the last step held, by parameter, in true units and before clipping.
 
-        Names are the model's, if it is given; or those the optimizer was made with; or "group.index".
+        Names are the model's, if it is given; or those the optimizer was made with; or "group.index". FP64 gradients
+        are not counted, nor those on devices without a kernel.
         """
         if model is not None and not isinstance(model, Module):
             raise BadInput(f"census(): the model whose names to use is expected, not {type(model).__name__}.")
-        return named_census(list(self._readings.items()), model)
+        return named_census(
+            [(entry.optimizer, entry.reading) for entry in self._entries if entry.reading is not None], model
+        )
 
     def __repr__(self) -> str:
         # Printing must not wait for the device.
@@ -301,7 +309,7 @@ class GradScaler(torch.amp.GradScaler):
             super().load_state_dict({})  # which torch has words for
         checked = checked_state(state_dict, self._limits)
         super().load_state_dict(checked)
-        in_a_row, applied, skipped = (checked.get(key, 0) for key in COUNTS)
+        in_a_row, applied, skipped = (int(checked.get(key, 0)) for key in COUNTS)
         self._saved_tally = (in_a_row, applied, skipped)
         self._forget()
 
@@ -309,107 +317,123 @@ class GradScaler(torch.amp.GradScaler):
         counts = self._counts()
         state = super().__getstate__()
         state["_saved_tally"] = counts
-        # Steps in the past stay with this process: they are known by its optimizers.
-        for name in ("_looks", "_readings", "_outcomes", "_stepped", "_last", "_posted", "_tally", "_process_group"):
+        # Steps in the past stay with this process: they are known by its optimizers. So do its groups of ranks.
+        for name in ("_entries", "_over", "_unwatched", "_last", "_posted", "_tally", "_process_group"):
             state.pop(name)
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._process_group = None
-        self._forget()
+        self._begin()
 
     # Inside
 
     def _stage(self, optimizer: Optimizer) -> OptState:
-        if not self._enabled or id(optimizer) not in self._per_optimizer_states:
-            return OptState.READY
-        return self._per_optimizer_states[id(optimizer)]["stage"]  # type: ignore[no-any-return]
+        if not self._enabled:
+            return OptState.UNSCALED if self._entries.of(optimizer).unscaled else OptState.READY
+        known = self._per_optimizer_states.get(id(optimizer))
+        return OptState.READY if known is None else known["stage"]
 
-    def _gradients_of(self, optimizer: Optimizer) -> Gradients:
-        gradients = gradients_of(optimizer)
-        if not len(gradients) and self._process_group is None:  # in a group, a rank may have no share
-            raise AssertionError(
-                "No inf checks were recorded for this optimizer. None of its parameters has a gradient: was "
-                "backward() called, on a loss that depends on them, after the last zero_grad()?"
-            )
-        return gradients
-
-    def _standing_look(self, optimizer: Optimizer) -> Look | None:
+    def _standing_look(self, entry: Entry) -> Look | None:
         """The look taken by ``clip_``, if gradients are still as they were then; taken again if they are not."""
-        look = self._looks.get(optimizer)
-        if look is None or look.gradients.still_of(optimizer):
+        look = entry.look
+        if look is None or look.gradients.still_of(entry.optimizer):
             return look
         if look.alone:
-            return self._look_at([optimizer], [self._gradients_of(optimizer)], look.max_norm)
+            return self._look_at([entry], [gradients_of(entry.optimizer)], look.max_norm)
         raise RuntimeError(
             "gradients have changed after clip_(), in which other ranks or optimizers have a part. Clip them last."
         )
 
+    def _new_look(self, entry: Entry, *, unscale: bool = False) -> Look | None:
+        """None if there is nothing to look at. In a group of ranks, one may have no share, and must look even so."""
+        gradients = gradients_of(entry.optimizer)
+        if not len(gradients) and self._process_group is None:
+            return None
+        if unscale:
+            refuse_half(gradients)  # before they are written to
+        return self._look_at([entry], [gradients], unscale=unscale)
+
     def _look_at(
         self,
-        optimizers: list[Optimizer],
-        every: list[Gradients],
+        entries: Sequence[Entry],
+        every: Sequence[Gradients],
         max_norm: float = NO_CLIPPING,
         *,
         unscale: bool = False,
     ) -> Look:
+        """Look at gradients of one or several optimizers. What was read before goes first: its memory serves again."""
+        for entry in self._entries if self._over else entries:
+            entry.reading = None
+        self._over = False
         scale = self._scale if self._enabled else None
-        for optimizer in optimizers:
-            self._readings.pop(optimizer, None)  # its memory serves again
-        home = home_of(optimizers) if scale is None else scale.device
+        home = home_of([entry.optimizer for entry in entries]) if scale is None else scale.device
         looks = look_at(every, scale, max_norm, home=home, process_group=self._process_group, unscale=unscale)
-        for optimizer, look in zip(optimizers, looks, strict=True):
-            self._looks[optimizer] = look
-            self._readings[optimizer] = look.reading
+        for entry, look in zip(entries, looks, strict=True):
+            entry.look, entry.reading = look, look.reading
             if self._enabled:
-                found = look.verdict.found_inf
-                values = look.gradients.values[:1] if look.gradients.ordinary else look.gradients.values
-                devices = {value.device for value in values} or {home}
-                state = self._per_optimizer_states[id(optimizer)]
-                state["found_inf_per_device"] = {device: found.to(device, non_blocking=True) for device in devices}
+                flags = {device: there(look.verdict.found_inf, device) for device in look.gradients.devices or {home}}
+                self._per_optimizer_states[id(entry.optimizer)]["found_inf_per_device"] = flags
+                entry.flags = list(flags.values())
         return looks[0]
 
-    def _close(self, others: Iterable[Tensor] = (), move: bool = False) -> None:
-        """Count what was stepped, move the scale, post the facts.
+    def _heed(self, entry: Entry, look: Look) -> None:
+        """Flags that somebody else has put among ours count too, as they do with torch."""
+        given = list(self._found_inf_per_device(entry.optimizer).values())
+        if not _are_same(given, entry.flags):
+            look.verdict = look.verdict.or_found(given)
 
-        ``others``: found_inf of optimizers that were unscaled and not stepped, which the scale heeds too.
-        """
-        outcomes = list(self._stepped.values())
-        rows = [outcome.numbers for outcome in outcomes]
+    def _flags_besides(self, stepped: list[Entry], states: Mapping[int, dict[str, Any]]) -> list[Tensor]:
+        """found_inf of optimizers that were not stepped, and flags that are not ours: the scale heeds them."""
+        ours = {id(entry.optimizer): entry.flags for entry in stepped}
+        flags = [(key, list(state["found_inf_per_device"].values())) for key, state in states.items()]
+        return [flag for key, given in flags if not _are_same(given, ours.get(key, [])) for flag in given]
+
+    def _numbers_found(self, entry: Entry) -> Tensor:
+        """Norm and found_inf of an optimizer that was handed the scaler, as far as it used it."""
+        if entry.look is not None:
+            return entry.look.verdict.numbers[:2]
+        scale, _ = self._check_scale_growth_tracker("step")
+        found = [each.to(scale) for each in self._found_inf_per_device(entry.optimizer).values()]
+        worst = torch.stack(found).max() if found else torch.zeros_like(scale)
+        return torch.stack([torch.full_like(scale, math.nan), worst])
+
+    def _close(self, stepped: list[Entry], others: Iterable[Tensor] = (), *, move: bool = True) -> None:
+        """Count steps, move the scale, post the facts. ``others``: what the scale heeds besides."""
+        outcomes = [entry.outcome for entry in stepped if entry.outcome is not None]
+        rows = [outcome.numbers for outcome in outcomes if outcome.numbers is not None]
         rows += [torch.stack([torch.full_like(found, math.nan), found]) for found in others]
-        self._stepped.clear()
-        self._looks.clear()
         if not rows:
             return
-        numbers = rows[0].unsqueeze(0) if len(rows) == 1 else torch.stack([row.to(rows[0].device) for row in rows])
-        self._posted = Posted(self._advance(numbers, len(outcomes), move))
+        before, self._posted = self._posted, Posted(self._advance(rows, len(outcomes), move))
         for index, outcome in enumerate(outcomes):
             outcome.posted, outcome.index = self._posted, index
+        self._raise_if_stuck(before)
 
-    def _advance(self, numbers: Tensor, stepped: int, move: bool) -> Tensor:
-        device = numbers.device
-        if self._tally is None:
-            self._tally = new_tally(device, *self._saved_tally)
+    def _advance(self, rows: list[Tensor], stepped: int, move: bool) -> Tensor:
         if self._enabled:
             scale, tracker = self._check_scale_growth_tracker("update")
-            limits = self._current_limits()
+            limits = replace(
+                self._limits, growth=self._growth_factor, backoff=self._backoff_factor, interval=self._growth_interval
+            )
         else:
+            device = rows[0].device if self._tally is None else self._tally.device
             scale, tracker = torch.ones((), device=device), torch.zeros((), dtype=torch.int32, device=device)
             limits = WITHOUT_SCALE
-        return advance_(scale, tracker, self._tally, numbers, stepped, limits, move=move)
-
-    def _current_limits(self) -> Limits:
-        return replace(
-            self._limits, growth=self._growth_factor, backoff=self._backoff_factor, interval=self._growth_interval
-        )
+        numbers = [there(row, scale.device) for row in rows]
+        if self._tally is None:
+            self._tally = new_tally(scale.device, *self._saved_tally)
+        outcomes = numbers[0].unsqueeze(0) if len(numbers) == 1 else torch.stack(numbers)
+        return advance_(scale, tracker, self._tally, outcomes, stepped, limits, move=move)
 
     def _counts(self) -> tuple[int, int, int]:
         """Overflows in a row, steps applied, steps skipped."""
-        if self._posted is None:
-            return self._saved_tally
-        facts = self._posted.read()
-        return int(facts[Fact.IN_A_ROW]), int(facts[Fact.APPLIED]), int(facts[Fact.SKIPPED])
+        in_a_row, applied, skipped = self._saved_tally
+        if self._posted is not None:
+            facts = self._posted.read()
+            in_a_row, applied, skipped = (int(facts[f]) for f in (Fact.IN_A_ROW, Fact.APPLIED, Fact.SKIPPED))
+        return in_a_row, applied + self._unwatched, skipped
 
     def _raise_if_stuck(self, before: Posted | None) -> None:
         """On a GPU the step before is asked: its facts are there, on all ranks alike. In a graph nobody asks."""
@@ -418,10 +442,24 @@ class GradScaler(torch.amp.GradScaler):
         settled = before if self._posted.lags else self._posted
         if settled is None or not settled.read()[Fact.STUCK]:
             return
-        if not self._enabled:
-            warn_of_skips(int(settled.read()[Fact.IN_A_ROW]), self.census())
-        else:
-            raise collapsed(self._limits.floor, int(settled.read()[Fact.IN_A_ROW]), self.census())
+        in_a_row = int(settled.read()[Fact.IN_A_ROW])
+        if self._enabled:
+            raise collapsed(self._limits.floor, in_a_row, self.census())
+        warn_of_skips(in_a_row, self.census())
+
+
+def _are_same(some: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
+    return len(some) == len(others) and all(map(is_, some, others))
+
+
+def _step_without_gradients(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A fused optimizer has nothing to do and does it; any other is refused, in torch's words."""
+    if scales_by_itself(optimizer) and not len(gradients_of(optimizer)):
+        return optimizer.step(*args, **kwargs)
+    raise AssertionError(
+        "No inf checks were recorded for this optimizer. None of its parameters had a gradient to look at: was "
+        "backward() called, on a loss that depends on them, after the last zero_grad() and before unscale_()?"
+    )
 
 
 def _type_of(device: str | torch.device) -> str:

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -36,6 +37,12 @@ class Verdict:
         """Exactly 0 or 1, without dimensions: fused optimizers compare it with 1."""
         return self.numbers[1]
 
+    def or_found(self, flags: Sequence[Tensor]) -> Verdict:
+        """The same, and skipped also if one of the flags is set."""
+        numbers = self.numbers.clone()
+        numbers[1] = _worst([self.found_inf, *flags], numbers)
+        return Verdict(numbers)
+
     @property
     def divisor(self) -> Tensor:
         """What clipping divides true gradients by: at least 1."""
@@ -45,6 +52,10 @@ class Verdict:
     def grad_scale(self) -> Tensor:
         """What gradients in memory are to be divided by: the scale and the divisor in one."""
         return self.numbers[3]
+
+
+def _worst(flags: Sequence[Tensor], like: Tensor) -> Tensor:
+    return (torch.stack([flag.reshape(()).to(like) for flag in flags]).amax() > 0).to(like.dtype)
 
 
 def judge(totals: Tensor, scale: Tensor | None, max_norm: float = NO_CLIPPING) -> Verdict:
@@ -64,7 +75,7 @@ def verdict_of(
 ) -> tuple[float, float, float, float]:
     """Norm, found_inf, divisor, grad_scale."""
     norm = math.sqrt(squares)
-    divisor = max((norm + MARGIN) / max_norm, 1.0)
+    divisor = 1.0 if max_norm == NO_CLIPPING else max((norm + MARGIN) / max_norm, 1.0)
     # A divisor beyond FP32 would turn every gradient into zero: skipping is the careful choice.
     bad = bool(infinities or nans) or not math.isfinite(in_fp32(scale * divisor))
     shown = math.nan if nans else math.inf if infinities else norm

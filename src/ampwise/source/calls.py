@@ -195,6 +195,8 @@ class Recogniser:
         """``p.grad.clamp_(-1, 1)``, ``p.grad.mul_(coef)``, ``torch._foreach_mul_(grads, coef)``."""
         name = _name_of(node.func, context.frame)
         touched: list[ast.expr] = [node.func.value] if isinstance(node.func, ast.Attribute) else []
+        if name == "clip_" and touched and context.frame.role(touched[0]) == SCALER:
+            return Recognised([])  # ampwise's: it clips at the step, and leaves gradients scaled until then
         touched += node.args
         if not any(_gradient(part) or _named_gradients(part) for part in touched):
             return None
