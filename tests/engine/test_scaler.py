@@ -367,7 +367,6 @@ def test_clip_takes_the_optimizer_and_not_its_parameters():
     assert str(error.value) == "clip_(norm_type='fro'): a number is expected, such as 2.0 or float('inf')."
 
 
-@pytest.mark.xfail(strict=True, reason="the limit of a clipping that came to nothing holds for later gradients")
 @pytest.mark.parametrize("make", [started, disabled])
 def test_a_limit_is_forgotten_with_the_gradients_it_was_for(make):
     scaler = make()
@@ -667,7 +666,6 @@ def test_the_guard_takes_every_dtype():
         assert facts(scaler) == (True, 1, 1)
 
 
-@pytest.mark.xfail(strict=True, reason="stacklevel is one too low: the warning points into scaler.py")
 def test_the_guard_warns_once_when_every_step_is_skipped():
     scaler = disabled()
     _, optimizer = held(NAN)
@@ -977,7 +975,6 @@ def test_missing_entries_are_named():
     assert scaler.state_dict() == STATE
 
 
-@pytest.mark.xfail(strict=True, reason="2.5 is taken for a count: the tracker never equals it")
 @pytest.mark.parametrize("entry", ["growth_interval", "_growth_tracker", "applied_steps"])
 def test_counts_in_a_state_are_whole_numbers(entry):
     with pytest.raises(BadInput):

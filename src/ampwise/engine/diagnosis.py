@@ -34,7 +34,7 @@ def warn_of_skips(in_a_row: int, censuses: Mapping[str, Census]) -> None:
             f"GradScaler: {in_a_row} steps in a row were skipped because gradients are not finite. {_cause(censuses)} "
             "Look for what is not finite in the data, the loss or the weights.",
             RuntimeWarning,
-            stacklevel=4,
+            stacklevel=6,
         )
 
 

@@ -69,10 +69,10 @@ def totals_kernel(
 @triton.jit
 def _judge(squares, infinities, nans, scale, verdict, max_norm, SCALED: tl.constexpr):
     norm = tl.sqrt(squares)
-    divisor = tl.maximum((norm + _MARGIN) / max_norm, 1.0)
-    if max_norm == float("inf"):  # of a norm that is not finite, the quotient would be NaN
-        divisor = norm * 0.0 + 1.0
-    plain = norm * 0.0 + 1.0
+    one = tl.full((), 1.0, tl.float64)
+    # Where nothing is to be clipped, the quotient of two infinities would be NaN.
+    divisor = tl.where(max_norm == float("inf"), one, tl.maximum((norm + _MARGIN) / max_norm, one))
+    plain = one
     if SCALED:
         plain = tl.load(scale).to(tl.float64)
     grad_scale = (plain * divisor).to(tl.float32)

@@ -162,14 +162,18 @@ def _on_cpu(positions: list[int], values: list[Tensor], scale: Tensor | None, un
     return part
 
 
+def _largest(value: Tensor) -> Tensor:
+    return torch.linalg.vector_norm(value, math.inf) if value.numel() else value.new_zeros(())
+
+
 class _Norms:
     """Gradients where nothing of ours counts: the totals from torch's norms, and no census."""
 
     def __init__(self, positions: list[int], values: list[Tensor], scale: Tensor | None, unscale: bool) -> None:
         self.positions, self.counts = positions, False
         # The largest magnitude tells what is finite: unlike the norm, it cannot overflow by itself.
-        largest = torch.stack([torch.linalg.vector_norm(value, math.inf).float() for value in values])
         wide = torch.float32 if values[0].device.type == "mps" else torch.float64
+        largest = torch.stack([_largest(value).to(wide) for value in values])
         norms = torch.stack([torch.linalg.vector_norm(value, dtype=wide) for value in values])
         self._largest = largest
         self._norms = norms if scale is None else norms * inverse_of(scale)

@@ -67,7 +67,7 @@ class Limits:
         """Limits that make sense, or an error that says which does not."""
         top = LARGEST if ceiling in (None, math.inf) else ceiling
         for name, value in (("init_scale", init_scale), ("min_scale", floor), ("max_scale", top)):
-            if not is_number(value) or not (math.isfinite(value) and value > 0):
+            if not is_number(value) or not 0 < in_fp32(value) < math.inf:
                 raise BadInput(f"GradScaler({name}={value!r}): a positive, finite number is expected.")
         for name, count in (("hysteresis", hysteresis), ("growth_interval", torchs["interval"])):
             if isinstance(count, bool) or not isinstance(count, int) or count < 1:

@@ -155,7 +155,8 @@ class GradScaler(torch.amp.GradScaler):
             every = [(entry, gradients) for entry, gradients in every if len(gradients)]
         if not every:
             return torch.zeros((), device=home_of(optimizers))
-        lowest = min([max_norm, *(entry.look.max_norm for entry, _ in every if entry.look is not None)])
+        standing = [e.look for e, _ in every if e.look is not None and e.look.gradients.are_those_of(e.optimizer)]
+        lowest = min([max_norm, *(look.max_norm for look in standing)])
         entries, all_gradients = zip(*every, strict=True)
         return self._look_at(entries, all_gradients, lowest).verdict.norm
 

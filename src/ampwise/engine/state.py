@@ -29,8 +29,8 @@ def checked_state(state: Any, limits: Limits) -> dict[str, Any]:
         raise BadInput(f"load_state_dict(): backoff_factor={numbers['backoff_factor']}: a number below 1 is expected.")
     for key in ("growth_interval", "_growth_tracker", *COUNTS):
         least = int(key == "growth_interval")
-        if key in numbers and not numbers[key] >= least:
-            raise BadInput(f"load_state_dict(): {key}={numbers[key]}: {least} or more is expected.")
+        if key in numbers and not (numbers[key] >= least and numbers[key] == int(numbers[key])):
+            raise BadInput(f"load_state_dict(): {key}={numbers[key]}: a whole number, {least} or more, is expected.")
     return numbers
 
 
