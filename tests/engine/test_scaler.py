@@ -945,8 +945,8 @@ WRONG_STATES = {
     "growth": ({"growth_factor": 1.0}, "growth_factor=1.0: a number above 1 is expected."),
     "backoff": ({"backoff_factor": 1.0}, "backoff_factor=1.0: a number below 1 is expected."),
     "no backoff": ({"backoff_factor": 0.0}, "backoff_factor=0.0: a number below 1 is expected."),
-    "interval": ({"growth_interval": 0}, "growth_interval=0: 1 or more is expected."),
-    "tracker": ({"_growth_tracker": -1}, "_growth_tracker=-1: 0 or more is expected."),
+    "interval": ({"growth_interval": 0}, "growth_interval=0: a whole number, 1 or more, is expected."),
+    "tracker": ({"_growth_tracker": -1}, "_growth_tracker=-1: a whole number, 0 or more, is expected."),
     "count": ({"applied_steps": "two"}, "applied_steps='two': a finite number is expected."),
 }
 
