@@ -245,7 +245,10 @@ def test_collapse_is_told_at_the_next_update_and_weights_are_safe():
     weights = copy.deepcopy(model.state_dict())
     for step in range(2):
         one_step(model, optimizer, scaler, bad=True, seed=step)
-    with pytest.raises(ampwise.ScaleCollapsed, match=r"min_scale=1, 2 steps in a row.* look at 0.0 or just after"):
+    with pytest.raises(
+        ampwise.ScaleCollapsed,
+        match=r"min_scale=1, for 2 steps in a row.* look at parameter 0 of group 0 or just after",
+    ):
         one_step(model, optimizer, scaler, bad=True, seed=2)
     assert scaler.get_scale() == 1.0
     assert all(torch.equal(model.state_dict()[name], value) for name, value in weights.items())
@@ -272,4 +275,4 @@ def test_gradients_with_gaps_sparse_ones_and_other_dtypes():
     scaler.update()
     assert not scaler.skipped
     assert scaler.census()["0.0"].count == 2 * 6
-    assert scaler.census()["0.3"].amax == 1.0
+    assert list(scaler.census()) == ["0.0", "0.1", "0.2", "0.4"]  # all but FP64
