@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-__all__ = ["GPT2_124M", "GPT_1_3B", "gradients_like"]
+__all__ = ["GPT2_124M", "GPT_1_3B", "GPT_20M", "gradients_like"]
 
 
 def _gpt(layers: int, width: int, vocabulary: int = 50304, context: int = 1024) -> dict[str, tuple[int, ...]]:
@@ -25,6 +25,7 @@ def _gpt(layers: int, width: int, vocabulary: int = 50304, context: int = 1024) 
     return shapes
 
 
+GPT_20M = _gpt(layers=6, width=512, vocabulary=256, context=256)
 GPT2_124M = _gpt(layers=12, width=768)
 GPT_1_3B = _gpt(layers=24, width=2048)
 
