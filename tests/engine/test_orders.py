@@ -230,3 +230,127 @@ def test_an_fp64_gradient_is_stepped_and_not_counted():
     assert not scaler.skipped
     assert parameter.tolist() == pytest.approx([0.0] * 3, abs=1e-15)
     assert list(scaler.census()) == ["0.1"]
+
+
+def test_gradients_edited_after_a_step_that_failed_are_not_divided_again():
+    scaler, parameter = ampwise.GradScaler("cpu"), weight()
+    optimizer = Stumbling([parameter], lr=1.0, foreach=False)
+    backward(scaler, parameter)
+    with pytest.raises(KeyError):
+        scaler.step(optimizer)
+    torch.nn.utils.clip_grad_norm_([parameter], 1.0)
+    scaler.step(optimizer)
+    assert parameter.grad.norm().item() == pytest.approx(1.0, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("clippings", "norms"),
+    [
+        ([("o1", 0.1), ("both", 100.0)], (0.1, math.sqrt(8))),
+        ([("o1", 0.1), ("o2", 1.0), ("both", math.inf)], (0.1, 1.0)),
+        ([("both", 1.0), ("o1", 100.0)], (math.sqrt(0.5), math.sqrt(0.5))),
+        ([("both", 1.0), ("both", 2.0)], (math.sqrt(0.5), math.sqrt(0.5))),
+        ([("twice o1", 1.0)], (1.0, math.sqrt(8))),
+    ],
+)
+@pytest.mark.parametrize("enabled", [True, False])
+def test_clippings_of_different_sets_are_done_one_after_another(clippings, norms, enabled):
+    scaler, one, other = ampwise.GradScaler("cpu", enabled=enabled), weight(), weight()
+    o1, o2 = torch.optim.SGD([one], lr=1.0), torch.optim.SGD([other], lr=1.0)
+    sets = {"o1": o1, "o2": o2, "both": [o1, o2], "twice o1": [o1, o1]}
+    backward(scaler, one, other)
+    for name, max_norm in clippings:
+        scaler.clip_(sets[name], max_norm)
+    scaler.step(o1)
+    scaler.step(o2)
+    scaler.update()
+    assert (one.grad.norm().item(), other.grad.norm().item()) == pytest.approx(norms, rel=1e-4)
+
+
+def test_gradients_whose_changes_torch_does_not_count_are_read_again():
+    parameter = weight()
+    optimizer, scaler = torch.optim.SGD([parameter], lr=1.0), ampwise.GradScaler("cpu")
+    scaler.scale(torch.zeros(()))
+    with torch.inference_mode():
+        parameter.grad = torch.full((2,), SCALE)
+        scaler.clip_(optimizer, 1.0)
+        parameter.grad.fill_(math.nan)
+        scaler.step(optimizer)
+        scaler.update()
+    assert scaler.skipped
+    assert parameter.tolist() == [2.0, 1.0]
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_a_flag_summed_over_ranks_by_somebody_else_is_still_a_flag(fused):
+    scaler, parameter = ampwise.GradScaler("cpu"), weight()
+    optimizer = torch.optim.AdamW([parameter], fused=fused)
+    backward(scaler, parameter)
+    scaler.unscale_(optimizer)
+    for flag in scaler._found_inf_per_device(optimizer).values():
+        flag.add_(2.0)
+    scaler.step(optimizer)
+    scaler.update()
+    assert scaler.skipped
+    assert parameter.tolist() == [2.0, 1.0]
+    assert scaler.get_scale() == SCALE / 2
+
+
+def test_steps_are_counted_though_the_optimizer_is_gone_by_then():
+    scaler = ampwise.GradScaler("cpu")
+    for _ in range(3):
+        parameter = weight()
+        optimizer = torch.optim.SGD([parameter], lr=1.0)
+        backward(scaler, parameter)
+        scaler.step(optimizer)
+        del optimizer
+        gc.collect()
+        scaler.update()
+    assert scaler.applied_steps == 3
+
+
+def test_wrappers_made_for_one_step_are_not_kept():
+    scaler, parameter = ampwise.GradScaler("cpu"), weight()
+    inner = torch.optim.SGD([parameter], lr=1.0)
+    for _ in range(5):
+        inner.zero_grad()
+        backward(scaler, parameter)
+        scaler.step(Slotted(inner))
+        scaler.update()
+    assert len(list(scaler._entries)) <= 1
+    assert scaler.applied_steps == 5
+
+
+def test_an_iteration_closed_by_a_hook_of_the_optimizer_stays_closed():
+    scaler, parameter = ampwise.GradScaler("cpu"), weight()
+    optimizer = torch.optim.SGD([parameter], lr=1.0, fused=True)
+    optimizer.register_step_post_hook(lambda *_: scaler.update())
+    scales = []
+    for bad in (True, False, False):
+        optimizer.zero_grad()
+        backward(scaler, parameter)
+        if bad:
+            parameter.grad[0] = math.inf
+        scaler.step(optimizer)
+        scales.append(scaler.get_scale())
+    assert scales == [SCALE / 2] * 3
+
+
+def test_a_parameter_taken_out_of_its_group_does_not_hide_a_collapse():
+    scaler, one, other = ampwise.GradScaler("cpu", init_scale=1.0, min_scale=1.0), weight(), weight()
+    optimizer = torch.optim.SGD([one, other], lr=1.0)
+    backward(scaler, one, other)
+    other.grad[0] = math.nan
+    scaler.step(optimizer)
+    optimizer.param_groups[0]["params"].pop()
+    with pytest.raises(ampwise.ScaleCollapsed, match="parameter 1"):
+        scaler.update()
+
+
+def test_clipping_meant_for_gradients_that_are_gone_is_forgotten():
+    parameter = weight(gradient=[3.0, 4.0])
+    optimizer, scaler = torch.optim.SGD([parameter], lr=1.0), ampwise.GradScaler("cpu", enabled=False)
+    scaler.clip_(optimizer, 1.0)
+    parameter.grad = torch.tensor([3.0, 4.0])
+    scaler.step(optimizer)
+    assert parameter.tolist() == [-1.0, -3.0]

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from operator import is_
 from typing import Any
 
 from torch import Tensor
 
+from ampwise.engine.gradients import versions_of
 from ampwise.engine.look import Look
 from ampwise.engine.outcome import Outcome
 from ampwise.engine.reading import Reading
@@ -18,10 +20,12 @@ __all__ = ["Entries", "Entry"]
 class Entry:
     """One optimizer: where it stands in this iteration, and how its last step went."""
 
-    def __init__(self, refer: Callable[[], Any]) -> None:
-        self._refer = refer
+    def __init__(self, key: int, refer: Callable[[], Any], *, weakly: bool) -> None:
+        self.key = key  # the optimizer's identity, by which torch knows it too
+        self._refer, self.weakly = refer, weakly
         self.look: Look | None = None  # taken in this iteration
         self.flags: list[Tensor] = []  # found_inf as it was made public
+        self.flag_versions: list[int] | None = []
         self.unscaled = False  # asked for, where there is no scale
         self.stepped = False
         self.reading: Reading | None = None  # of the last step; kept for whoever asks
@@ -32,9 +36,14 @@ class Entry:
         """None once it is gone."""
         return self._refer()
 
+    def shows(self, flags: Sequence[Tensor]) -> bool:
+        """Whether these are its flags, as they were made."""
+        same = len(flags) == len(self.flags) and all(map(is_, flags, self.flags))
+        return same and versions_of(flags) == self.flag_versions
+
     def begin_anew(self) -> None:
         """The iteration is over."""
-        self.look, self.flags, self.unscaled, self.stepped = None, [], False, False
+        self.look, self.unscaled, self.stepped = None, False, False
 
 
 class Entries:
@@ -47,15 +56,21 @@ class Entries:
         """The optimizer's entry, made when it is first met."""
         entry = self._by_id.get(id(optimizer))
         if entry is None or entry.optimizer is not optimizer:
-            entry = self._by_id[id(optimizer)] = Entry(self._reference(optimizer))
+            entry = self._by_id[id(optimizer)] = self._new(optimizer)
         return entry
 
     def __iter__(self) -> Iterator[Entry]:
         return iter([entry for entry in self._by_id.values() if entry.optimizer is not None])
 
-    def _reference(self, optimizer: Any) -> Callable[[], Any]:
+    def drop_idle(self) -> None:
+        """Of those that are held strongly, the ones without a step in this iteration: nobody else may want them."""
+        for key, entry in list(self._by_id.items()):
+            if not entry.weakly and not entry.stepped:
+                del self._by_id[key]
+
+    def _new(self, optimizer: Any) -> Entry:
         key, by_id = id(optimizer), self._by_id
         try:
-            return weakref.ref(optimizer, lambda gone: by_id.pop(key, None))
+            return Entry(key, weakref.ref(optimizer, lambda gone: by_id.pop(key, None)), weakly=True)
         except TypeError:
-            return lambda: optimizer
+            return Entry(key, lambda: optimizer, weakly=False)

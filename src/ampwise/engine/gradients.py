@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from ampwise.census.flat import KINDS
 from ampwise.errors import BadInput
 
-__all__ = ["Gradients", "gradients_of", "home_of", "multiply_", "refuse_half", "there"]
+__all__ = ["Gradients", "gradients_of", "home_of", "multiply_", "refuse_half", "there", "versions_of"]
 
 
 def there(tensor: Tensor, device: torch.device) -> Tensor:
@@ -30,7 +30,7 @@ class Gradients:
     shards: dict[int, Any] = field(default_factory=dict)  # the DTensors among them, by position
     ordinary: bool = False  # all on one device, contiguous, of a dtype that is read as it is
     seen: list[Tensor | None] = field(default_factory=list)  # ``.grad`` of every parameter
-    versions: list[int] = field(default_factory=list)
+    versions: list[int] | None = field(default_factory=list)  # None: not known
 
     def __len__(self) -> int:
         return len(self.values)
@@ -46,11 +46,18 @@ class Gradients:
 
     def take_stock(self) -> None:
         """Take the values as they are now for those that were collected."""
-        self.versions = _versions(self.values)
+        self.versions = versions_of(self.values)
 
     def still_of(self, optimizer: Optimizer) -> bool:
         """Whether, besides, none was changed by a torch operation."""
-        return self.are_those_of(optimizer) and self.versions == _versions(self.values)
+        if self.versions is None:
+            return False
+        return self.are_those_of(optimizer) and self.versions == versions_of(self.values)
+
+    def are_gone_from(self, optimizer: Optimizer) -> bool:
+        """Whether all of them were replaced: another backward pass, after zero_grad."""
+        now = _all_of(optimizer)
+        return not any(one is other for one, other in zip(now, self.seen, strict=False) if other is not None)
 
 
 def gradients_of(optimizer: Optimizer) -> Gradients:
@@ -64,7 +71,7 @@ def gradients_of(optimizer: Optimizer) -> Gradients:
         and len({value.get_device() for value in present}) == 1
         and all(value.is_contiguous() for value in present)
     )
-    return Gradients(present, ordinary=ordinary, seen=seen, versions=_versions(present))
+    return Gradients(present, ordinary=ordinary, seen=seen, versions=versions_of(present))
 
 
 def home_of(optimizers: Sequence[Optimizer]) -> torch.device:
@@ -92,11 +99,12 @@ def multiply_(values: Iterable[Tensor], factor: Tensor) -> None:
         torch._foreach_mul_(alike, there(factor, device))
 
 
-def _versions(values: Sequence[Tensor]) -> list[int]:
+def versions_of(values: Iterable[Tensor]) -> list[int] | None:
+    """What torch counts the changes of tensors by; None where it does not."""
     try:
         return [value._version for value in values]
     except RuntimeError:  # tensors made in inference mode have none
-        return []
+        return None
 
 
 def _all_of(optimizer: Any) -> list[Tensor | None]:
@@ -123,7 +131,7 @@ def _unusual(optimizer: Optimizer) -> Gradients:
                     found.shards[len(found.values)] = _summed(parameter)
                 found.values.append(_memory(parameter))
             found.seen.append(parameter.grad)
-    found.versions = _versions(found.values)
+    found.versions = versions_of(found.values)
     return found
 
 

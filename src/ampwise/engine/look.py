@@ -16,7 +16,7 @@ from ampwise.engine.reading import Launched, Reading, inverse_of, read
 from ampwise.engine.verdict import NO_CLIPPING, Verdict, judge
 from ampwise.errors import BadInput
 
-__all__ = ["Look", "clip_in_memory_", "look_at"]
+__all__ = ["Look", "clip_in_memory_", "look_at", "no_norm"]
 
 
 @dataclass(slots=True)
@@ -29,6 +29,7 @@ class Look:
     max_norm: float = NO_CLIPPING  # clipping that the step has yet to do
     scaled: bool = False  # memory holds gradients of the scaled loss
     alone: bool = True  # judged without another optimizer's, or another rank's, gradients
+    company: frozenset[int] = frozenset()  # of optimizers that were judged together
 
     @property
     def clips(self) -> bool:
@@ -78,6 +79,11 @@ def look_at(
     ]
 
 
+def no_norm(optimizers: Sequence[Optimizer]) -> Tensor:
+    """That of no gradients at all."""
+    return torch.zeros((), dtype=torch.float32, device=home_of(optimizers))
+
+
 def clip_in_memory_(
     optimizers: Sequence[Optimizer], max_norm: float, norm_type: float, process_group: Any | None
 ) -> Tensor:
@@ -89,7 +95,7 @@ def clip_in_memory_(
         return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
     every = [gradients for gradients in map(gradients_of, optimizers) if len(gradients) or process_group is not None]
     if not every:
-        return torch.zeros((), device=home_of(optimizers))
+        return no_norm(optimizers)
     looks = look_at(every, None, max_norm, home=home_of(optimizers), process_group=process_group)
     for look in looks:
         look.settle_()

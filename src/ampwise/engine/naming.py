@@ -21,7 +21,8 @@ def named_census(readings: Sequence[tuple[Optimizer, Reading]], model: Module | 
     parts: list[Callable[[], Mapping[str, Census]]] = []
     for number, (optimizer, reading) in enumerate(readings):
         known = list(_names(optimizer, by_identity))
-        names = [known[index] for index in reading.parameters]
+        # A parameter may have been taken out of its group since.
+        names = [known[index] if index < len(known) else f"parameter {index}" for index in reading.parameters]
         if len(readings) > 1:  # names may be the same in two models, places are
             names = [f"{number}:{name}" if name[0].isdigit() or name in all_names else name for name in names]
         all_names += names

@@ -128,7 +128,7 @@ def advance_(
         growth_tracker.fill_(now.growth_tracker)
     skips = sum(found[:stepped])
     counts = [now.in_a_row, applied + stepped - skips, skipped + skips]
-    tally.copy_(torch.tensor(counts))
+    tally.copy_(torch.tensor(counts, device=tally.device))
     facts = [scale.item(), now.growth_tracker, *counts, stuck, *outcomes.flatten().tolist()]
     return torch.tensor(facts, dtype=torch.float64, device=scale.device)
 

@@ -7,7 +7,6 @@ import warnings
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from operator import is_
 from typing import Any
 
 import torch
@@ -21,8 +20,8 @@ from ampwise.engine.apply import asks_for_the_scaler, closes_over, refuse_closur
 from ampwise.engine.diagnosis import WITHOUT_SCALE, collapsed, warn_of_skips
 from ampwise.engine.entry import Entries, Entry
 from ampwise.engine.facts import Posted
-from ampwise.engine.gradients import Gradients, gradients_of, home_of, refuse_half, there
-from ampwise.engine.look import Look, clip_in_memory_, look_at
+from ampwise.engine.gradients import Gradients, gradients_of, home_of, refuse_half, there, versions_of
+from ampwise.engine.look import Look, clip_in_memory_, look_at, no_norm
 from ampwise.engine.naming import named_census
 from ampwise.engine.outcome import Outcome
 from ampwise.engine.scale import Fact, Limits, advance_, is_number, new_tally
@@ -94,6 +93,7 @@ class GradScaler(torch.amp.GradScaler):
     def _begin(self) -> None:
         """Without a step taken."""
         self._entries = Entries()
+        self._stepped: list[Entry] = []  # in this iteration
         self._over = False  # the iteration, so that what is read next belongs to another
         self._unwatched = 0  # steps that nobody looked at
         self._forget()
@@ -113,7 +113,10 @@ class GradScaler(torch.amp.GradScaler):
         """
         entry = self._entries.of(optimizer)
         if not self._enabled:
-            entry.unscaled = True
+            look = self._standing_look(entry)
+            if look is not None:
+                look.settle_()  # clipping that was asked for before
+            entry.unscaled, entry.look = True, None
             return
         self._check_scale_growth_tracker("unscale_")
         state = self._per_optimizer_states[id(optimizer)]
@@ -142,23 +145,30 @@ class GradScaler(torch.amp.GradScaler):
             self._check_scale_growth_tracker("clip_")
         if any(self._stage(each) is OptState.STEPPED for each in optimizers):
             raise RuntimeError("clip_() is being called after step(). Was update() left out in the last iteration?")
-        if norm_type != 2.0 or any(self._stage(each) is OptState.UNSCALED for each in optimizers):
-            for each in optimizers:
-                if self._stage(each) is OptState.READY:
-                    self.unscale_(each)
-            return clip_in_memory_(optimizers, max_norm, norm_type, self._process_group)
-        return self._clip_at_the_step(optimizers, max_norm)
+        if norm_type == 2.0 and all(self._stage(each) is OptState.READY for each in optimizers):
+            every = self._to_clip(optimizers)
+            if every is not None:
+                return self._clip_at_the_step(every, max_norm) if every else no_norm(optimizers)
+        for each in optimizers:
+            if self._stage(each) is OptState.READY:
+                self.unscale_(each)
+        return clip_in_memory_(optimizers, max_norm, norm_type, self._process_group)
 
-    def _clip_at_the_step(self, optimizers: list[Optimizer], max_norm: float) -> Tensor:
-        every = [(self._entries.of(each), gradients_of(each)) for each in optimizers]
-        if self._process_group is None:
-            every = [(entry, gradients) for entry, gradients in every if len(gradients)]
-        if not every:
-            return torch.zeros((), device=home_of(optimizers))
-        standing = [e.look for e, _ in every if e.look is not None and e.look.gradients.are_those_of(e.optimizer)]
-        lowest = min([max_norm, *(look.max_norm for look in standing)])
-        entries, all_gradients = zip(*every, strict=True)
-        return self._look_at(entries, all_gradients, lowest).verdict.norm
+    def _to_clip(self, optimizers: list[Optimizer]) -> dict[Entry, Gradients] | None:
+        """The gradients to clip at the step; None if some of them are to be clipped by another norm already.
+
+        Then each clipping has to be done in its turn, in memory.
+        """
+        found = {self._entries.of(each): gradients_of(each) for each in optimizers}
+        every = {e: gradients for e, gradients in found.items() if len(gradients) or self._process_group is not None}
+        company = frozenset(entry.key for entry in every)
+        standing = [look for entry in every if (look := self._standing_look(entry)) is not None]
+        return every if all(look.company == company for look in standing) else None
+
+    def _clip_at_the_step(self, every: dict[Entry, Gradients], max_norm: float) -> Tensor:
+        lowest = min([max_norm, *(entry.look.max_norm for entry in every if entry.look is not None)])
+        look = self._look_at(list(every), list(every.values()), lowest)
+        return look.verdict.norm.clone()  # which the caller may write to
 
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         """Let the optimizer take its step, unless a gradient is inf or NaN: then nothing changes.
@@ -177,7 +187,7 @@ class GradScaler(torch.amp.GradScaler):
             )
         if scales_by_itself(optimizer) and asks_for_the_scaler(optimizer):
             result = super().step(optimizer, *args, **kwargs)
-            self._record(entry, Outcome(self._numbers_found(entry)))
+            self._record(entry, Outcome(self._numbers_found(entry)), state)
             return result
         look = (
             entry.look if state["stage"] is OptState.UNSCALED else self._standing_look(entry) or self._new_look(entry)
@@ -188,7 +198,7 @@ class GradScaler(torch.amp.GradScaler):
             if look.scaled and not scales_by_itself(optimizer):
                 refuse_half(look.gradients)
             self._heed(entry, look)
-            result = self._take_step(entry, look, args, kwargs)
+            result = self._take_step(entry, look, args, kwargs, state)
         state["stage"] = OptState.STEPPED
         return result
 
@@ -206,19 +216,25 @@ class GradScaler(torch.amp.GradScaler):
             self._last = entry.outcome = Outcome(None, known_to_skip=False)
         else:
             result = self._take_step(entry, look, args, kwargs)
+            self._stepped.clear()
             self._close([entry])
         entry.begin_anew()
         return result
 
-    def _take_step(self, entry: Entry, look: Look, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _take_step(
+        self, entry: Entry, look: Look, args: tuple[Any, ...], kwargs: dict[str, Any], state: Any = None
+    ) -> Any:
         result, skipped = take_step(entry.optimizer, look, args, kwargs)
         look.gradients = Gradients()  # the next backward may free them
-        self._record(entry, Outcome(look.verdict.numbers[:2], skipped))
+        self._record(entry, Outcome(look.verdict.numbers[:2], skipped), state)
         return result
 
-    def _record(self, entry: Entry, outcome: Outcome) -> None:
-        entry.stepped = True
+    def _record(self, entry: Entry, outcome: Outcome, state: Any) -> None:
         self._last = entry.outcome = outcome
+        # A hook of the optimizer may have closed the iteration.
+        if state is None or state is self._per_optimizer_states.get(id(entry.optimizer)):
+            entry.stepped = True
+            self._stepped.append(entry)
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
         """Close the iteration: move the scale, or set it.
@@ -237,9 +253,10 @@ class GradScaler(torch.amp.GradScaler):
                     "when accumulating gradients, call step() and update() together."
                 )
             self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
-        stepped = [entry for entry in self._entries if entry.stepped]
+        stepped, self._stepped = self._stepped, []
         others = self._flags_besides(stepped, states) if self._enabled else []
-        for entry in self._entries:
+        self._entries.drop_idle()
+        for entry in [*self._entries, *stepped]:
             entry.begin_anew()
         self._over = True
         if self._enabled:
@@ -312,6 +329,9 @@ class GradScaler(torch.amp.GradScaler):
         super().load_state_dict(checked)
         in_a_row, applied, skipped = (int(checked.get(key, 0)) for key in COUNTS)
         self._saved_tally = (in_a_row, applied, skipped)
+        self._unwatched = 0
+        for entry in self._entries:
+            entry.outcome = None
         self._forget()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -319,7 +339,7 @@ class GradScaler(torch.amp.GradScaler):
         state = super().__getstate__()
         state["_saved_tally"] = counts
         # Steps in the past stay with this process: they are known by its optimizers. So do its groups of ranks.
-        for name in ("_entries", "_over", "_unwatched", "_last", "_posted", "_tally", "_process_group"):
+        for name in ("_entries", "_stepped", "_over", "_unwatched", "_last", "_posted", "_tally", "_process_group"):
             state.pop(name)
         return state
 
@@ -340,6 +360,11 @@ class GradScaler(torch.amp.GradScaler):
         """The look taken by ``clip_``, if gradients are still as they were then; taken again if they are not."""
         look = entry.look
         if look is None or look.gradients.still_of(entry.optimizer):
+            return look
+        if look.gradients.are_gone_from(entry.optimizer):  # and the clipping that was meant for them with them
+            entry.look = None
+            return None
+        if self._enabled and not look.scaled:  # divided by a step that then failed: another must not divide again
             return look
         if look.alone:
             return self._look_at([entry], [gradients_of(entry.optimizer)], look.max_norm)
@@ -373,23 +398,24 @@ class GradScaler(torch.amp.GradScaler):
         looks = look_at(every, scale, max_norm, home=home, process_group=self._process_group, unscale=unscale)
         for entry, look in zip(entries, looks, strict=True):
             entry.look, entry.reading = look, look.reading
+            look.company = frozenset(each.key for each in entries)
             if self._enabled:
                 flags = {device: there(look.verdict.found_inf, device) for device in look.gradients.devices or {home}}
                 self._per_optimizer_states[id(entry.optimizer)]["found_inf_per_device"] = flags
-                entry.flags = list(flags.values())
+                entry.flags, entry.flag_versions = list(flags.values()), versions_of(flags.values())
         return looks[0]
 
     def _heed(self, entry: Entry, look: Look) -> None:
         """Flags that somebody else has put among ours count too, as they do with torch."""
         given = list(self._found_inf_per_device(entry.optimizer).values())
-        if not _are_same(given, entry.flags):
+        if not entry.shows(given):
             look.verdict = look.verdict.or_found(given)
 
     def _flags_besides(self, stepped: list[Entry], states: Mapping[int, dict[str, Any]]) -> list[Tensor]:
         """found_inf of optimizers that were not stepped, and flags that are not ours: the scale heeds them."""
-        ours = {id(entry.optimizer): entry.flags for entry in stepped}
+        ours = {entry.key: entry for entry in stepped}
         flags = [(key, list(state["found_inf_per_device"].values())) for key, state in states.items()]
-        return [flag for key, given in flags if not _are_same(given, ours.get(key, [])) for flag in given]
+        return [flag for key, given in flags if key not in ours or not ours[key].shows(given) for flag in given]
 
     def _numbers_found(self, entry: Entry) -> Tensor:
         """Norm and found_inf of an optimizer that was handed the scaler, as far as it used it."""
@@ -449,10 +475,6 @@ class GradScaler(torch.amp.GradScaler):
         warn_of_skips(in_a_row, self.census())
 
 
-def _are_same(some: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
-    return len(some) == len(others) and all(map(is_, some, others))
-
-
 def _step_without_gradients(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A fused optimizer has nothing to do and does it; any other is refused, in torch's words."""
     if scales_by_itself(optimizer) and not len(gradients_of(optimizer)):
@@ -488,7 +510,7 @@ def _checked_optimizers(given: Any) -> list[Optimizer]:
     optimizers = list(given) if isinstance(given, Iterable) else [given]
     if not optimizers or any(isinstance(each, Tensor) for each in optimizers):
         raise BadInput("clip_() takes the optimizer, not its parameters: scaler.clip_(optimizer, max_norm).")
-    return optimizers
+    return list({id(each): each for each in optimizers}.values())  # each of them once
 
 
 def _checked_norms(max_norm: Any, norm_type: Any) -> tuple[float, float]:
