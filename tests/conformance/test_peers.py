@@ -3,6 +3,7 @@
 import json
 
 import pytest
+import torch
 
 from .registry import HERE, Case, Outcome, all_cases, installed, versions
 
@@ -13,6 +14,8 @@ RUNS = [(name, contender) for name, case in CASES.items() for contender in case.
 
 @pytest.mark.parametrize("name", CASES)
 def test_ours_is_right(name):
+    if name.startswith("fsdp2") and not hasattr(torch.cpu.current_stream(), "record_event"):
+        pytest.skip("this version of torch cannot run FSDP2 on a CPU")
     outcome = CASES[name].outcome("ampwise")
     assert outcome.right, outcome.seen
 
