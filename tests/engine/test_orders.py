@@ -354,3 +354,14 @@ def test_clipping_meant_for_gradients_that_are_gone_is_forgotten():
     parameter.grad = torch.tensor([3.0, 4.0])
     scaler.step(optimizer)
     assert parameter.tolist() == [-1.0, -3.0]
+
+
+def test_names_that_begin_with_a_digit_are_names():
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2, bias=False), torch.nn.Linear(2, 1, bias=False))
+    optimizers = [torch.optim.SGD(layer.parameters(), lr=1.0) for layer in model]
+    scaler = ampwise.GradScaler("cpu")
+    scaler.scale(model(torch.ones(1, 2)).sum()).backward()
+    for optimizer in optimizers:
+        scaler.step(optimizer)
+    assert list(scaler.census(model)) == ["0.weight", "1.weight"]
+    assert list(scaler.census()) == ["0:0.0", "1:0.0"]

@@ -21,10 +21,13 @@ def named_census(readings: Sequence[tuple[Optimizer, Reading]], model: Module | 
     parts: list[Callable[[], Mapping[str, Census]]] = []
     for number, (optimizer, reading) in enumerate(readings):
         known = list(_names(optimizer, by_identity))
-        # A parameter may have been taken out of its group since.
-        names = [known[index] if index < len(known) else f"parameter {index}" for index in reading.parameters]
-        if len(readings) > 1:  # names may be the same in two models, places are
-            names = [f"{number}:{name}" if name[0].isdigit() or name in all_names else name for name in names]
+        names = []
+        for index in reading.parameters:
+            # A parameter may have been taken out of its group since.
+            name, place = known[index] if index < len(known) else (None, f"parameter {index}")
+            # Places are the same in several optimizers, and names may be.
+            same = len(readings) > 1 and (name is None or name in all_names)
+            names.append(f"{number}:{name or place}" if same else name or place)
         all_names += names
         parts.append(_named(names, reading))
     return DeviceCensus(all_names, parts)
@@ -34,9 +37,9 @@ def _named(names: Sequence[str], reading: Reading) -> Callable[[], Mapping[str, 
     return lambda: dict(zip(names, reading.fetch(), strict=True))
 
 
-def _names(optimizer: Optimizer, by_identity: Mapping[int, str]) -> Iterator[str]:
+def _names(optimizer: Optimizer, by_identity: Mapping[int, str]) -> Iterator[tuple[str | None, str]]:
+    """For each parameter its name, if there is one, and its place."""
     for group_index, group in enumerate(optimizer.param_groups):
         own = group.get("param_names")  # of an optimizer made with named_parameters()
         for index, parameter in enumerate(group["params"]):
-            name = by_identity.get(id(parameter)) or (own[index] if own else None)
-            yield name or f"{group_index}.{index}"
+            yield by_identity.get(id(parameter)) or (own[index] if own else None), f"{group_index}.{index}"
