@@ -37,8 +37,9 @@ class Stumbling(torch.optim.SGD):
 
 
 @pytest.mark.parametrize("clip", [None, 1.0, "joint"])
-def test_a_step_that_failed_can_be_taken_again(clip):
-    scaler, parameter, other = ampwise.GradScaler("cpu"), weight(), weight()
+@pytest.mark.parametrize("enabled", [True, False])
+def test_a_step_that_failed_can_be_taken_again(clip, enabled):
+    scaler, parameter, other = ampwise.GradScaler("cpu", enabled=enabled), weight(), weight()
     optimizer, second = Stumbling([parameter], lr=1.0, foreach=False), torch.optim.SGD([other], lr=1.0)
     backward(scaler, parameter, other)
     if clip == "joint":
