@@ -27,7 +27,6 @@ class Entry:
         self.flags: list[Tensor] = []  # found_inf as it was made public
         self.flag_versions: list[int] | None = []
         self.unscaled = False  # asked for, where there is no scale
-        self.stepped = False
         self.reading: Reading | None = None  # of the last step; kept for whoever asks
         self.outcome: Outcome | None = None
 
@@ -43,7 +42,7 @@ class Entry:
 
     def begin_anew(self) -> None:
         """The iteration is over."""
-        self.look, self.unscaled, self.stepped = None, False, False
+        self.look, self.unscaled = None, False
 
 
 class Entries:
@@ -62,10 +61,10 @@ class Entries:
     def __iter__(self) -> Iterator[Entry]:
         return iter([entry for entry in self._by_id.values() if entry.optimizer is not None])
 
-    def drop_idle(self) -> None:
-        """Of those that are held strongly, the ones without a step in this iteration: nobody else may want them."""
+    def drop_idle(self, but: Sequence[Entry]) -> None:
+        """Of those that are held strongly, all but the ones stepped in this iteration: nobody else may want them."""
         for key, entry in list(self._by_id.items()):
-            if not entry.weakly and not entry.stepped:
+            if not entry.weakly and entry not in but:
                 del self._by_id[key]
 
     def _new(self, optimizer: Any) -> Entry:

@@ -124,8 +124,10 @@ class GradScaler(torch.amp.GradScaler):
             raise RuntimeError("unscale_() has already been called on this optimizer since the last update().")
         if state["stage"] is OptState.STEPPED:
             raise RuntimeError("unscale_() is being called after step().")
-        look = self._standing_look(entry) or self._new_look(entry, unscale=True)
-        if look is not None:
+        look = self._standing_look(entry)
+        if look is None:
+            self._new_look(entry, unscale=True)
+        else:
             refuse_half(look.gradients)
             look.settle_()  # clipping that was asked for before
         state["stage"] = OptState.UNSCALED
@@ -187,7 +189,8 @@ class GradScaler(torch.amp.GradScaler):
             )
         if scales_by_itself(optimizer) and asks_for_the_scaler(optimizer):
             result = super().step(optimizer, *args, **kwargs)
-            self._record(entry, Outcome(self._numbers_found(entry)), state)
+            self._record(entry, Outcome(self._numbers_found(entry)))
+            self._count(entry, state)
             return result
         look = (
             entry.look if state["stage"] is OptState.UNSCALED else self._standing_look(entry) or self._new_look(entry)
@@ -198,7 +201,8 @@ class GradScaler(torch.amp.GradScaler):
             if look.scaled and not scales_by_itself(optimizer):
                 refuse_half(look.gradients)
             self._heed(entry, look)
-            result = self._take_step(entry, look, args, kwargs, state)
+            result = self._take_step(entry, look, args, kwargs)
+            self._count(entry, state)
         state["stage"] = OptState.STEPPED
         return result
 
@@ -213,27 +217,25 @@ class GradScaler(torch.amp.GradScaler):
         if look is None:
             result = optimizer.step(*args, **kwargs)
             self._unwatched += 1
-            self._last = entry.outcome = Outcome(None, known_to_skip=False)
+            self._record(entry, Outcome(None, known_to_skip=False))
         else:
             result = self._take_step(entry, look, args, kwargs)
-            self._stepped.clear()
             self._close([entry])
         entry.begin_anew()
         return result
 
-    def _take_step(
-        self, entry: Entry, look: Look, args: tuple[Any, ...], kwargs: dict[str, Any], state: Any = None
-    ) -> Any:
+    def _take_step(self, entry: Entry, look: Look, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         result, skipped = take_step(entry.optimizer, look, args, kwargs)
         look.gradients = Gradients()  # the next backward may free them
-        self._record(entry, Outcome(look.verdict.numbers[:2], skipped), state)
+        self._record(entry, Outcome(look.verdict.numbers[:2], skipped))
         return result
 
-    def _record(self, entry: Entry, outcome: Outcome, state: Any) -> None:
+    def _record(self, entry: Entry, outcome: Outcome) -> None:
         self._last = entry.outcome = outcome
-        # A hook of the optimizer may have closed the iteration.
-        if state is None or state is self._per_optimizer_states.get(id(entry.optimizer)):
-            entry.stepped = True
+
+    def _count(self, entry: Entry, state: dict[str, Any]) -> None:
+        """Among the steps of this iteration, unless a hook of the optimizer has closed it meanwhile."""
+        if state is self._per_optimizer_states.get(entry.key):
             self._stepped.append(entry)
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
@@ -255,7 +257,7 @@ class GradScaler(torch.amp.GradScaler):
             self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
         stepped, self._stepped = self._stepped, []
         others = self._flags_besides(stepped, states) if self._enabled else []
-        self._entries.drop_idle()
+        self._entries.drop_idle(but=stepped)
         for entry in [*self._entries, *stepped]:
             entry.begin_anew()
         self._over = True
