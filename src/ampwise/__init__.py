@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from ampwise.census.count import Count as Count
     from ampwise.census.device import DeviceCensus as DeviceCensus
     from ampwise.census.measure import census as census
-    from ampwise.engine.scaler import GradScaler as GradScaler
+    from ampwise.engine.scaling.scaler import GradScaler as GradScaler
     from ampwise.errors import AmpwiseError as AmpwiseError
     from ampwise.errors import BadInput as BadInput
     from ampwise.errors import MissingDependency as MissingDependency
@@ -48,7 +48,7 @@ _HOMES = {
     "Finding": "finding",
     "Format": "formats",
     "Gpu": "hardware",
-    "GradScaler": "engine.scaler",
+    "GradScaler": "engine.scaling.scaler",
     "MissingDependency": "errors",
     "Place": "finding",
     "Rule": "finding",

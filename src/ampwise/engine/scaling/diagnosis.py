@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Mapping
 
 from ampwise.census.algebra import Census
-from ampwise.engine.scale import Limits
+from ampwise.engine.scaling.scale import Limits
 from ampwise.errors import ScaleCollapsed
 
 __all__ = ["WITHOUT_SCALE", "collapsed", "warn_of_skips"]

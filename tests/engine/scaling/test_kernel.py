@@ -12,11 +12,11 @@ pytest.importorskip("triton")
 from ampwise import census
 from ampwise.census.kernel import CHUNK
 from ampwise.census.launch import launch_census
-from ampwise.engine import kernel
-from ampwise.engine.kernel import launch_advance_, launch_judge, launch_judge_totals, launch_totals
-from ampwise.engine.reading import Launched
-from ampwise.engine.scale import LARGEST, Fact, Limits, advance_, new_tally
-from ampwise.engine.verdict import judge
+from ampwise.engine.scaling import kernel
+from ampwise.engine.scaling.kernel import launch_advance_, launch_judge, launch_judge_totals, launch_totals
+from ampwise.engine.scaling.reading import Launched
+from ampwise.engine.scaling.scale import LARGEST, Fact, Limits, advance_, new_tally
+from ampwise.engine.scaling.verdict import judge
 
 # Triton's interpreter computes with numpy, which warns where a GPU would not.
 pytestmark = [

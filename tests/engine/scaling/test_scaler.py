@@ -12,8 +12,8 @@ from torch import nn
 from torch.optim import SGD, AdamW
 
 from ampwise import BadInput, GradScaler, ScaleCollapsed
-from ampwise.engine import reading
-from ampwise.engine.diagnosis import PATIENCE
+from ampwise.engine.scaling import reading
+from ampwise.engine.scaling.diagnosis import PATIENCE
 
 SCALE = 4.0
 INF, NAN = math.inf, math.nan

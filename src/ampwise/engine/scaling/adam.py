@@ -20,8 +20,8 @@ from torch.optim import Adam, AdamW, Optimizer
 
 from ampwise.census.flat import KINDS
 from ampwise.census.launcher import ALIGNMENT
-from ampwise.engine.look import Look
-from ampwise.engine.reading import Launched
+from ampwise.engine.scaling.look import Look
+from ampwise.engine.scaling.reading import Launched
 
 if TYPE_CHECKING:
     from ampwise.census.launch import Plan
@@ -157,7 +157,7 @@ def _new_tables(lists: Sequence[Sequence[Tensor]], addresses: tuple[int, ...]) -
 def _launch(tables: Tables, gradients: Tensor, verdict: Tensor, group: dict[str, Any], *, decoupled: bool) -> None:
     from ampwise.census.kernel import CHUNK
     from ampwise.census.launch import launching_on
-    from ampwise.engine.adam_kernel import BLOCK, WARPS, adam_kernel, count_steps_kernel
+    from ampwise.engine.scaling.adam_kernel import BLOCK, WARPS, adam_kernel, count_steps_kernel
 
     plan, lr = tables.plan, group["lr"]
     beta1, beta2 = group["betas"]

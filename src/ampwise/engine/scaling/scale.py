@@ -115,7 +115,7 @@ def advance_(
     scale; the first ``stepped`` of them are counted. With ``move`` false, the scale is left alone.
     """
     if scale.is_cuda and has_kernels():
-        from ampwise.engine.kernel import launch_advance_
+        from ampwise.engine.scaling.kernel import launch_advance_
 
         return launch_advance_(scale, growth_tracker, tally, outcomes, stepped, limits, move=move)
     found = [row[1] > 0 for row in outcomes.tolist()]

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch.optim import LBFGS, SGD, Optimizer
 
-from ampwise.engine.adam import ours_within
-from ampwise.engine.look import Look
+from ampwise.engine.scaling.adam import ours_within
+from ampwise.engine.scaling.look import Look
 
 __all__ = ["asks_for_the_scaler", "closes_over", "refuse_closure", "scales_by_itself", "take_step"]
 

@@ -10,7 +10,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from ampwise import BadInput
-from ampwise.engine.scale import LARGEST, Fact, Limits, Tally, advance_, new_tally
+from ampwise.engine.scaling.scale import LARGEST, Fact, Limits, Tally, advance_, new_tally
 
 FREE = Limits(growth=2.0, backoff=0.5, interval=3, floor=1e-30, ceiling=LARGEST, hysteresis=1)
 

@@ -16,17 +16,17 @@ from torch.nn import Module
 from torch.optim import Optimizer
 
 from ampwise.census.device import DeviceCensus
-from ampwise.engine.apply import asks_for_the_scaler, closes_over, refuse_closure, scales_by_itself, take_step
-from ampwise.engine.diagnosis import WITHOUT_SCALE, collapsed, warn_of_skips
-from ampwise.engine.entry import Entries, Entry
-from ampwise.engine.facts import Posted
-from ampwise.engine.gradients import Gradients, gradients_of, home_of, refuse_half, there, versions_of
-from ampwise.engine.look import Look, clip_in_memory_, look_at, no_norm
-from ampwise.engine.naming import named_census
-from ampwise.engine.outcome import Outcome
-from ampwise.engine.scale import Fact, Limits, advance_, is_number, new_tally
-from ampwise.engine.state import COUNTS, checked_state
-from ampwise.engine.verdict import NO_CLIPPING
+from ampwise.engine.scaling.apply import asks_for_the_scaler, closes_over, refuse_closure, scales_by_itself, take_step
+from ampwise.engine.scaling.diagnosis import WITHOUT_SCALE, collapsed, warn_of_skips
+from ampwise.engine.scaling.entry import Entries, Entry
+from ampwise.engine.scaling.facts import Posted
+from ampwise.engine.scaling.gradients import Gradients, gradients_of, home_of, refuse_half, there, versions_of
+from ampwise.engine.scaling.look import Look, clip_in_memory_, look_at, no_norm
+from ampwise.engine.scaling.naming import named_census
+from ampwise.engine.scaling.outcome import Outcome
+from ampwise.engine.scaling.scale import Fact, Limits, advance_, is_number, new_tally
+from ampwise.engine.scaling.state import COUNTS, checked_state
+from ampwise.engine.scaling.verdict import NO_CLIPPING
 from ampwise.errors import BadInput
 
 __all__ = ["GradScaler"]

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ampwise.engine.agreement import ALONE, Agreement, agreement_on
-from ampwise.engine.gradients import Gradients, gradients_of, home_of, multiply_
-from ampwise.engine.reading import Launched, Reading, inverse_of, read
-from ampwise.engine.verdict import NO_CLIPPING, Verdict, judge
+from ampwise.engine.scaling.agreement import ALONE, Agreement, agreement_on
+from ampwise.engine.scaling.gradients import Gradients, gradients_of, home_of, multiply_
+from ampwise.engine.scaling.reading import Launched, Reading, inverse_of, read
+from ampwise.engine.scaling.verdict import NO_CLIPPING, Verdict, judge
 from ampwise.errors import BadInput
 
 __all__ = ["Look", "clip_in_memory_", "look_at", "no_norm"]
@@ -111,7 +111,7 @@ def _verdict(
 ) -> Verdict:
     parts = [part for reading in readings for part in reading.parts]
     if len(parts) == 1 and isinstance(parts[0], Launched) and agreements[0] is ALONE:
-        from ampwise.engine.kernel import launch_judge
+        from ampwise.engine.scaling.kernel import launch_judge
 
         if parts[0].counted.buffer.device == home:
             return launch_judge(parts[0].counted, scale, max_norm)

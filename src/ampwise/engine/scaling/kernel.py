@@ -18,8 +18,8 @@ from torch import Tensor
 
 from ampwise.census.launch import Counted, launching_on
 from ampwise.census.layout import INFS, NANS, SINGLE
-from ampwise.engine.scale import Fact, Limits, in_fp32
-from ampwise.engine.verdict import MARGIN, Verdict
+from ampwise.engine.scaling.scale import Fact, Limits, in_fp32
+from ampwise.engine.scaling.verdict import MARGIN, Verdict
 
 __all__ = ["launch_advance_", "launch_judge", "launch_judge_totals", "launch_totals"]
 

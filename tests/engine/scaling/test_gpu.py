@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 import ampwise
-from ampwise.engine.scale import Limits, advance_, new_tally
-from ampwise.engine.verdict import judge
+from ampwise.engine.scaling.scale import Limits, advance_, new_tally
+from ampwise.engine.scaling.verdict import judge
 
 pytestmark = [
     pytest.mark.gpu,
@@ -43,7 +43,7 @@ def one_step(model, optimizer, scaler, *, clip=1.0, bad=False, seed=0):
 @pytest.mark.parametrize("scale", [None, 65536.0, 1000.0])
 def test_the_kernel_judges_as_defined(max_norm, bad, scale):
     from ampwise.census.launch import launch_census
-    from ampwise.engine.kernel import launch_judge, launch_totals
+    from ampwise.engine.scaling.kernel import launch_judge, launch_totals
 
     torch.manual_seed(0)
     gradients = [torch.randn(n, device="cuda") for n in (7, 40_000, 1_000_003)]
@@ -62,7 +62,7 @@ def test_the_kernel_judges_as_defined(max_norm, bad, scale):
 
 @pytest.mark.parametrize("move", [True, False])
 def test_the_kernel_moves_the_scale_as_defined(move):
-    from ampwise.engine.kernel import launch_advance_
+    from ampwise.engine.scaling.kernel import launch_advance_
 
     limits = Limits(growth=1.7, backoff=0.3, interval=3, floor=0.5, ceiling=300.0, hysteresis=2)
     generator = torch.Generator().manual_seed(0)

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ampwise.engine.scale import Limits, is_number
+from ampwise.engine.scaling.scale import Limits, is_number
 from ampwise.errors import BadInput
 
 __all__ = ["COUNTS", "checked_state"]

@@ -214,7 +214,7 @@ def test_an_idle_optimizer_is_no_obstacle_to_clipping_with_others():
 
 @pytest.mark.parametrize("value", [1e25, 1e30])
 def test_large_finite_gradients_without_a_kernel_are_not_taken_for_overflow(value):
-    from ampwise.engine.reading import _Norms
+    from ampwise.engine.scaling.reading import _Norms
 
     part = _Norms([0], [torch.tensor([value, -value])], torch.tensor(2.0), False)
     squares, infinities, nans = part.totals(None).tolist()

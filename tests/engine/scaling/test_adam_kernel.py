@@ -7,11 +7,11 @@ import torch
 
 pytest.importorskip("triton")
 
-from ampwise.engine import adam
-from ampwise.engine.gradients import gradients_of
-from ampwise.engine.look import Look
-from ampwise.engine.reading import Launched, Reading
-from ampwise.engine.verdict import Verdict
+from ampwise.engine.scaling import adam
+from ampwise.engine.scaling.gradients import gradients_of
+from ampwise.engine.scaling.look import Look
+from ampwise.engine.scaling.reading import Launched, Reading
+from ampwise.engine.scaling.verdict import Verdict
 
 # Triton's interpreter computes with numpy, which warns where a GPU would not.
 pytestmark = [

@@ -9,7 +9,7 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from ampwise.engine.verdict import MARGIN, NO_CLIPPING, judge
+from ampwise.engine.scaling.verdict import MARGIN, NO_CLIPPING, judge
 
 
 def totals(squares, infinities=0, nans=0):

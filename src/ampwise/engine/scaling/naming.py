@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 
 from ampwise.census.algebra import Census
 from ampwise.census.device import DeviceCensus
-from ampwise.engine.reading import Reading
+from ampwise.engine.scaling.reading import Reading
 
 __all__ = ["named_census"]
 

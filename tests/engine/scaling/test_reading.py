@@ -8,9 +8,9 @@ import torch
 from torch import nn
 
 from ampwise import census
-from ampwise.engine import reading
-from ampwise.engine.gradients import gradients_of
-from ampwise.engine.reading import _Norms, inverse_of, read
+from ampwise.engine.scaling import reading
+from ampwise.engine.scaling.gradients import gradients_of
+from ampwise.engine.scaling.reading import _Norms, inverse_of, read
 from ampwise.errors import BadInput
 
 HOME = torch.device("cpu")

@@ -9,10 +9,10 @@ from typing import Any
 
 from torch import Tensor
 
-from ampwise.engine.gradients import versions_of
-from ampwise.engine.look import Look
-from ampwise.engine.outcome import Outcome
-from ampwise.engine.reading import Reading
+from ampwise.engine.scaling.gradients import versions_of
+from ampwise.engine.scaling.look import Look
+from ampwise.engine.scaling.outcome import Outcome
+from ampwise.engine.scaling.reading import Reading
 
 __all__ = ["Entries", "Entry"]
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ampwise.census.launcher import has_kernels
-from ampwise.engine.scale import in_fp32
+from ampwise.engine.scaling.scale import in_fp32
 
 __all__ = ["MARGIN", "NO_CLIPPING", "Verdict", "judge", "verdict_of"]
 
@@ -61,7 +61,7 @@ def _worst(flags: Sequence[Tensor], like: Tensor) -> Tensor:
 def judge(totals: Tensor, scale: Tensor | None, max_norm: float = NO_CLIPPING) -> Verdict:
     """The verdict on the totals [sum of squares, infinities, NaNs] of gradients in true units."""
     if totals.is_cuda and has_kernels():
-        from ampwise.engine.kernel import launch_judge_totals
+        from ampwise.engine.scaling.kernel import launch_judge_totals
 
         return launch_judge_totals(totals, scale, max_norm)
     plain = 1.0 if scale is None else float(scale.item())

@@ -18,7 +18,7 @@ from ampwise.census.cpu import count_all_on_cpu
 from ampwise.census.flat import KINDS, flat_values
 from ampwise.census.launcher import has_kernels, launcher
 from ampwise.census.layout import INFS, NANS, SINGLE
-from ampwise.engine.gradients import Gradients, multiply_, there
+from ampwise.engine.scaling.gradients import Gradients, multiply_, there
 
 __all__ = ["Launched", "Part", "Reading", "inverse_of", "read"]
 
@@ -127,7 +127,7 @@ class Launched:
             torch.autograd.graph.increment_version(values)
 
     def totals(self, weights: tuple[float, ...] | None) -> Tensor:
-        from ampwise.engine.kernel import launch_totals
+        from ampwise.engine.scaling.kernel import launch_totals
 
         return launch_totals(self.counted, weights)
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from ampwise.engine.facts import Posted
-from ampwise.engine.scale import Fact
+from ampwise.engine.scaling.facts import Posted
+from ampwise.engine.scaling.scale import Fact
 
 __all__ = ["Outcome"]
 
