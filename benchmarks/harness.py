@@ -10,14 +10,15 @@ import platform
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field
 from datetime import date
 from pathlib import Path
 
 import torch
 
-__all__ = ["Result", "gpu_ms", "host_ms"]
+__all__ = ["Contender", "Result", "Times", "alternate", "gpu_ms", "host_ms", "note"]
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -56,7 +57,7 @@ class Result:
 
     def _command(self) -> str:
         target = "gpu-bench" if torch.cuda.is_available() else "bench"
-        return f"make {target} NAME={self.name.removesuffix('_cpu').removesuffix('_gpu')}"
+        return f"make {target} NAME={self.name.split('_')[0]}"
 
 
 def gpu_ms(work: Callable[[], object], repeats: int = 30, per_graph: int = 5) -> float:
@@ -91,6 +92,80 @@ def host_ms(work: Callable[[], object], repeats: int = 15) -> float:
             torch.cuda.synchronize()
         times.append((time.perf_counter() - start) * 1e3)
     return statistics.median(times[2:])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Contender:
+    """One way to do what is compared."""
+
+    name: str
+    work: Callable[[], object]
+    around: Callable[[], AbstractContextManager[object]] = nullcontext  # entered before the clock starts
+
+
+@dataclass(kw_only=True)
+class Times:
+    """Of one contender, a time for each round: ms of a call until the device is done, and until the host is."""
+
+    name: str
+    ms: list[float] = field(default_factory=list)
+    host_ms: list[float] = field(default_factory=list)
+
+    @property
+    def median_ms(self) -> float:
+        return statistics.median(self.ms)
+
+    @property
+    def median_host_ms(self) -> float:
+        return statistics.median(self.host_ms)
+
+    def ratio(self, other: Times) -> float:
+        """Median of the ratios within a round: what slows the machine down for a while slows down both."""
+        return statistics.median(mine / its for mine, its in zip(self.ms, other.ms, strict=True))
+
+    def host_ratio(self, other: Times) -> float:
+        return statistics.median(mine / its for mine, its in zip(self.host_ms, other.host_ms, strict=True))
+
+
+def alternate(
+    contenders: Sequence[Contender],
+    *,
+    rounds: int,
+    calls: int,
+    clock: Callable[[], float] = time.perf_counter,
+    ready: Callable[[], object] | None = None,
+) -> list[Times]:
+    """Times of contenders that take turns: in each round all of them, in the other order than in the round before.
+
+    A turn is ``calls`` calls, after one that is not timed. ``ready`` is called before the clock starts.
+    """
+    times = [Times(name=each.name) for each in contenders]
+    turns = list(zip(contenders, times, strict=True))
+    for _ in range(rounds):
+        for contender, its in turns:
+            with contender.around():
+                contender.work()
+                _wait()
+                if ready is not None:
+                    ready()
+                start = clock()
+                for _ in range(calls):
+                    contender.work()
+                its.host_ms.append((clock() - start) * 1e3 / calls)
+                _wait()
+                its.ms.append((clock() - start) * 1e3 / calls)
+        turns.reverse()
+    return times
+
+
+def note(text: str) -> None:
+    """How far a long benchmark has come, with the time."""
+    print(f"{time.strftime('%H:%M:%S')} {text}", file=sys.stderr, flush=True)
+
+
+def _wait() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
 
 
 def _text(cell: str | float) -> str:

@@ -1,8 +1,8 @@
 """Train a small character-level GPT in FP16 for a minute, and see what each layer's gradients would lose.
 
-The training step is the one to copy: forward and loss under autocast, backward outside it, then clip, step,
-update, with the schedule held when the step was skipped. The scaler reads the gradients once, and counts them by
-powers of two while it is there (`scaler.census`). Censuses add up, so those of all steps become one for each layer,
+The training step is the one to copy: the engine runs the loss function under autocast and the backward pass outside
+it, scales, clips, steps, and holds the schedule when a step was skipped. It reads the gradients once, and counts them
+by powers of two while it is there (`engine.census`). Censuses add up, so those of all steps become one for each layer,
 and from it follows what any format would flush to zero at any loss scale: no second run, no second look.
 
     python examples/char_gpt.py --steps 20             a quick look; without --steps, a minute on two slow cores
@@ -111,13 +111,6 @@ def batches(text: str, seed: int = 0) -> Iterator[Batch]:
         yield picked[:, :-1], picked[:, 1:]
 
 
-def loss_of(model: nn.Module, batch: Batch, *, half: bool) -> Tensor:
-    letters, nexts = batch
-    with torch.autocast("cpu", dtype=torch.float16, enabled=half):
-        logits = model(letters).float()  # the loss is a sum of exponentials: FP32 only
-        return F.cross_entropy(logits.flatten(0, 1), nexts.flatten())
-
-
 def by_row(counted: ampwise.DeviceCensus) -> Rows:
     """What the gradients held: by layer, and in the whole model."""
     return {**counted.grouped(row_of), WHOLE: counted.total()}
@@ -130,43 +123,52 @@ class Training:
         self.model = model
         self.optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
         self.scheduler = torch.optim.lr_scheduler.LinearLR(self.optimizer, 0.05, total_iters=WARMUP_STEPS)
-        self.scaler = ampwise.GradScaler("cpu", init_scale=2.0**scale_exponent)
+        self.engine = ampwise.Engine(
+            model,
+            self.optimizer,
+            precision="fp16",
+            clip_norm=MAX_NORM,
+            scheduler=self.scheduler,
+            scaling={"init_scale": 2.0**scale_exponent},
+        )
         self.rows: Rows = {}
         self.losses: list[float] = []
 
     @property
     def skipped(self) -> int:
-        return self.scaler.skipped_steps
+        return self.engine.skipped_steps
+
+    @property
+    def scale(self) -> float:
+        return self.engine.scaler.get_scale()
 
     @property
     def scale_exponent(self) -> int:
-        return round(log2(self.scaler.get_scale()))  # exact: it starts at a power of two and moves by them
+        return round(log2(self.scale))  # exact: it starts at a power of two and moves by them
 
     def __str__(self) -> str:
-        state = f"steps {len(self.losses)}, skipped {self.skipped}, loss scale {self.scaler.get_scale():.0f}"
+        state = f"steps {len(self.losses)}, skipped {self.skipped}, loss scale {self.scale:.0f}"
         return f"{state}, loss {self.losses[0]:.2f} → {self.losses[-1]:.2f}"
 
+    def loss(self, letters: Tensor, nexts: Tensor) -> Tensor:
+        logits = self.model(letters).float()  # the loss is a sum of exponentials: FP32 only
+        return F.cross_entropy(logits.flatten(0, 1), nexts.flatten())
+
     def step(self, batch: Batch) -> None:
-        """One step under a loss scale. Copy this; know that on a GPU what is asked of the scaler waits for it."""
-        loss = loss_of(self.model, batch, half=True)
-        self.optimizer.zero_grad(set_to_none=True)
-        self.scaler.scale(loss).backward()  # outside autocast: each operation's backward keeps its dtype
-        self.scaler.clip_(self.optimizer, MAX_NORM)
-        self.scaler.step(self.optimizer)
-        self.scaler.update()
-        self.losses.append(loss.item())
-        if self.scaler.skipped:
-            return  # the weights did not move, so the schedule must not; nor are infs gradients to count
-        self.scheduler.step()
-        counted = by_row(self.scaler.census(self.model))  # in true units, and before clipping changed them
-        self.rows = {name: census + self.rows.get(name, Census()) for name, census in counted.items()}
+        """One step under a loss scale. Copy this; know that on a GPU what is asked of a step waits for it."""
+        step = self.engine.step(self.loss, *batch)
+        self.losses.append(step.loss)
+        if step.applied:  # or there would be infs among the gradients
+            counted = by_row(self.engine.census())  # in true units, and before clipping changed them
+            self.rows = {name: census + self.rows.get(name, Census()) for name, census in counted.items()}
 
     def zeroed_by_autocast(self, batch: Batch, scale_exponent: int) -> str:
         """The share of one batch's gradients that FP32 arithmetic finds and FP16 autocast makes zero."""
         parameters = list(self.model.parameters())
-        wide = torch.autograd.grad(loss_of(self.model, batch, half=False), parameters)
-        scaled_loss = loss_of(self.model, batch, half=True) * 2.0**scale_exponent
-        narrow = torch.autograd.grad(scaled_loss, parameters)
+        wide = torch.autograd.grad(self.loss(*batch), parameters)
+        with self.engine.autocast():
+            loss = self.loss(*batch)
+        narrow = torch.autograd.grad(loss * 2.0**scale_exponent, parameters)
         if not all(n.isfinite().all() for n in narrow):
             return "unknown, for it overflows"
         zeroed = sum(int(((w != 0) & (n == 0)).sum()) for w, n in zip(wide, narrow, strict=True))

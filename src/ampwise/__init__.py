@@ -16,10 +16,14 @@ if TYPE_CHECKING:
     from ampwise.census.count import Count as Count
     from ampwise.census.device import DeviceCensus as DeviceCensus
     from ampwise.census.measure import census as census
+    from ampwise.engine.engine import Engine as Engine
+    from ampwise.engine.precision.keep import keep as keep
+    from ampwise.engine.precision.policy import Policy as Policy
     from ampwise.engine.scaling.scaler import GradScaler as GradScaler
     from ampwise.errors import AmpwiseError as AmpwiseError
     from ampwise.errors import BadInput as BadInput
     from ampwise.errors import MissingDependency as MissingDependency
+    from ampwise.errors import PrecisionUnavailable as PrecisionUnavailable
     from ampwise.errors import ScaleCollapsed as ScaleCollapsed
     from ampwise.errors import UnknownName as UnknownName
     from ampwise.errors import UnsupportedTensor as UnsupportedTensor
@@ -45,12 +49,15 @@ _HOMES = {
     "Count": "census.count",
     "DeviceCensus": "census.device",
     "Edit": "finding",
+    "Engine": "engine.engine",
     "Finding": "finding",
     "Format": "formats",
     "Gpu": "hardware",
     "GradScaler": "engine.scaling.scaler",
     "MissingDependency": "errors",
     "Place": "finding",
+    "Policy": "engine.precision.policy",
+    "PrecisionUnavailable": "errors",
     "Rule": "finding",
     "ScaleCollapsed": "errors",
     "Severity": "finding",
@@ -62,6 +69,7 @@ _HOMES = {
     "find_format": "formats",
     "find_gpu": "hardware",
     "find_rule": "rules",
+    "keep": "engine.precision.keep",
 }
 
 __all__ = sorted(_HOMES)

@@ -5,6 +5,7 @@
     ├── BadInput             an argument that makes no sense (also a ValueError)
     ├── UnsupportedTensor    a tensor that cannot be measured or cast (also a TypeError)
     ├── MissingDependency    an optional package is needed and absent (also an ImportError)
+    ├── PrecisionUnavailable a precision that the device cannot run (also a RuntimeError)
     └── ScaleCollapsed       gradients overflow at the lowest loss scale allowed (also a FloatingPointError)
 
 Every message says what was asked, what is possible, and what to do. The command line prints it as one line
@@ -16,7 +17,15 @@ from __future__ import annotations
 import copyreg
 from collections.abc import Iterable
 
-__all__ = ["AmpwiseError", "BadInput", "MissingDependency", "ScaleCollapsed", "UnknownName", "UnsupportedTensor"]
+__all__ = [
+    "AmpwiseError",
+    "BadInput",
+    "MissingDependency",
+    "PrecisionUnavailable",
+    "ScaleCollapsed",
+    "UnknownName",
+    "UnsupportedTensor",
+]
 
 
 class AmpwiseError(Exception):
@@ -47,6 +56,10 @@ class UnsupportedTensor(AmpwiseError, TypeError):
 
 class MissingDependency(AmpwiseError, ImportError):
     """An optional package is needed for what was asked."""
+
+
+class PrecisionUnavailable(AmpwiseError, RuntimeError):
+    """A precision was asked for that the device has no means to run."""
 
 
 class ScaleCollapsed(AmpwiseError, FloatingPointError):

@@ -73,8 +73,9 @@ class Ranks:
 
 def main():
     import distributed_cases  # here, because pytest looks for doctests in this file without its folder on the path
+    import distributed_engine
 
-    ranks = Ranks(distributed_cases.CASES)
+    ranks = Ranks(distributed_cases.CASES | distributed_engine.CASES)
     with tempfile.TemporaryDirectory() as folder:
         for number, line in enumerate(sys.stdin):
             answers = ranks.answer({**json.loads(line), "store": str(Path(folder) / str(number))})

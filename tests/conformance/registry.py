@@ -23,6 +23,7 @@ DISTRIBUTIONS = {
     "torch": "torch",
     "accelerate": "accelerate",
     "lightning": "pytorch-lightning",
+    "fabric": "pytorch-lightning",  # which it comes with
     "deepspeed": "deepspeed",
 }
 

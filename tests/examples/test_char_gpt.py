@@ -83,9 +83,9 @@ def test_the_json_agrees_with_the_gradients_themselves(small, monkeypatch, tmp_p
     kept = []
     clip, census = GradScaler.clip_, GradScaler.census
 
-    def keep_and_clip(scaler, optimizer, max_norm):
-        kept.append({id(p): p.grad / scaler.get_scale() for p in optimizer.param_groups[0]["params"]})
-        return clip(scaler, optimizer, max_norm)
+    def keep_and_clip(scaler, optimizers, max_norm):
+        kept.append({id(p): p.grad / scaler.get_scale() for p in optimizers[0].param_groups[0]["params"]})
+        return clip(scaler, optimizers, max_norm)
 
     def name_and_count(scaler, model):
         kept[-1] = {name: kept[-1][id(p)] for name, p in model.named_parameters()}

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from ampwise.hardware.torch_facts import read_devices, read_fp32_switches
+from ampwise.hardware.torch_facts import read_device, read_devices, read_fp32_switches
 
 
 class FakeCuda:
@@ -53,6 +53,7 @@ def test_each_device_is_asked_for_itself():
     assert (v100.gpu.id, h200.gpu.id, nvl.gpu) == ("v100-sxm2-16", "h200", None)
     assert [device.memory_bytes for device in (v100, h200, nvl)] == [1, 2, 3]
     assert cuda.current == 0, "the current device is left as it was"
+    assert read_device(fake_torch(cuda), 1) == h200
 
 
 def test_on_rocm_the_architecture_is_the_capability():

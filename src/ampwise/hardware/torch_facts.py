@@ -10,7 +10,7 @@ from typing import Any
 from ampwise.hardware.catalog import find_gpu
 from ampwise.hardware.device import Device, Fp32Switches
 
-__all__ = ["TorchFacts", "read_devices", "read_fp32_switches", "read_torch"]
+__all__ = ["TorchFacts", "read_device", "read_devices", "read_fp32_switches", "read_torch"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,11 +68,32 @@ def read_devices(torch: Any) -> tuple[tuple[Device, ...], str | None]:
         warnings.simplefilter("always")
         try:
             count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-            devices = tuple(_read_device(torch, index) for index in range(count))
+            devices = tuple(read_device(torch, index) for index in range(count))
         except RuntimeError as error:
             return (), _first_line(error)
     said = [str(warning.message) for warning in heard if issubclass(warning.category, UserWarning)]
     return devices, _first_line(said[0]) if said and not devices else None
+
+
+def read_device(torch: Any, index: int) -> Device:
+    """One CUDA or ROCm device, by torch's index."""
+    properties = torch.cuda.get_device_properties(index)
+    # On ROCm (major, minor) of an MI250X reads (9, 0), like a Hopper: only the architecture name is safe.
+    capability = (
+        properties.gcnArchName.partition(":")[0] if torch.version.hip else f"{properties.major}.{properties.minor}"
+    )
+    with torch.cuda.device(index):  # is_bf16_supported() is about the current device
+        claimed = bool(torch.cuda.is_bf16_supported())
+        native = bool(torch.cuda.is_bf16_supported(including_emulation=False))
+    return Device(
+        index=index,
+        name=properties.name,
+        capability=capability,
+        memory_bytes=properties.total_memory,
+        bf16_claimed=claimed,
+        bf16_native=native,
+        gpu=find_gpu(properties.name),
+    )
 
 
 def read_fp32_switches(torch: Any) -> Fp32Switches:
@@ -105,26 +126,6 @@ def _matmul_precision(torch: Any) -> str | None:
         return str(torch.get_float32_matmul_precision())
     except RuntimeError:  # the old and the new switches contradict each other
         return None
-
-
-def _read_device(torch: Any, index: int) -> Device:
-    properties = torch.cuda.get_device_properties(index)
-    # On ROCm (major, minor) of an MI250X reads (9, 0), like a Hopper: only the architecture name is safe.
-    capability = (
-        properties.gcnArchName.partition(":")[0] if torch.version.hip else f"{properties.major}.{properties.minor}"
-    )
-    with torch.cuda.device(index):  # is_bf16_supported() is about the current device
-        claimed = bool(torch.cuda.is_bf16_supported())
-        native = bool(torch.cuda.is_bf16_supported(including_emulation=False))
-    return Device(
-        index=index,
-        name=properties.name,
-        capability=capability,
-        memory_bytes=properties.total_memory,
-        bf16_claimed=claimed,
-        bf16_native=native,
-        gpu=find_gpu(properties.name),
-    )
 
 
 def _first_line(said: object) -> str:

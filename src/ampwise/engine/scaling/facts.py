@@ -36,6 +36,11 @@ class Posted:
         return self._numbers
 
     @property
+    def arrived(self) -> bool:
+        """Reading would not wait."""
+        return self._numbers is not None or (self._arrived is not None and self._arrived.query())
+
+    @property
     def lags(self) -> bool:
         """Reading at once would wait for the device."""
         return self._arrived is not None

@@ -34,6 +34,21 @@ class Outcome:
         """Waits if asked before the device has come so far."""
         return self._number(NORM)
 
+    @property
+    def scale(self) -> float:
+        """As it stood after the step; 1 where scaling is off. Known once the iteration is closed."""
+        return math.nan if self.posted is None else self.posted.read()[Fact.SCALE]
+
+    @property
+    def known(self) -> bool:
+        """Asking would not wait."""
+        return self.numbers is None or (self.posted is not None and self.posted.arrived)
+
+    @property
+    def skip_known(self) -> bool:
+        """Asking whether it was skipped would not wait."""
+        return self.known_to_skip is not None or self.known
+
     def _number(self, which: int) -> float:
         if self.numbers is None:
             return math.nan

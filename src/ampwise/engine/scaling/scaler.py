@@ -31,6 +31,9 @@ from ampwise.errors import BadInput
 
 __all__ = ["GradScaler"]
 
+OF_THIS_PROCESS = (
+    "_entries", "_stepped", "_over", "_unwatched", "_besides", "_last", "_posted", "_tally", "_process_group",
+)  # fmt: skip
 MOST_DEVICES = 16  # an integer below is the number of a GPU, and no scale
 
 
@@ -96,6 +99,7 @@ class GradScaler(torch.amp.GradScaler):
         self._stepped: list[Entry] = []  # in this iteration
         self._over = False  # the iteration, so that what is read next belongs to another
         self._unwatched = 0  # steps that nobody looked at
+        self._besides: Tensor | None = None  # what gradients of this iteration are multiplied by, besides the scale
         self._forget()
 
     def _forget(self) -> None:
@@ -113,10 +117,10 @@ class GradScaler(torch.amp.GradScaler):
         """
         entry = self._entries.of(optimizer)
         if not self._enabled:
-            look = self._standing_look(entry)
+            look = self._look_without_scale(entry)
             if look is not None:
                 look.settle_()  # clipping that was asked for before
-            entry.unscaled, entry.look = True, None
+            entry.unscaled = True
             return
         self._check_scale_growth_tracker("unscale_")
         state = self._per_optimizer_states[id(optimizer)]
@@ -211,9 +215,7 @@ class GradScaler(torch.amp.GradScaler):
         entry = self._entries.of(optimizer)
         look = None
         if not closes_over(args, kwargs):  # or gradients are yet to be computed
-            look = self._standing_look(entry)
-            if look is None and self._guard and hasattr(optimizer, "param_groups"):
-                look = self._new_look(entry)
+            look = self._look_without_scale(entry)
         if look is None:
             result = optimizer.step(*args, **kwargs)
             self._unwatched += 1
@@ -260,7 +262,7 @@ class GradScaler(torch.amp.GradScaler):
         self._entries.drop_idle(but=stepped)
         for entry in [*self._entries, *stepped]:
             entry.begin_anew()
-        self._over = True
+        self._over, self._besides = True, None
         if self._enabled:
             self._close(stepped, others, move=new_scale is None)
 
@@ -277,7 +279,7 @@ class GradScaler(torch.amp.GradScaler):
 
     def skipped_for(self, optimizer: Optimizer) -> bool:
         """Whether this optimizer's last step was skipped; for loops with several."""
-        outcome = self._entries.of(optimizer).outcome
+        outcome = self._outcome_of(optimizer)
         return outcome is not None and outcome.skipped
 
     @property
@@ -341,7 +343,7 @@ class GradScaler(torch.amp.GradScaler):
         state = super().__getstate__()
         state["_saved_tally"] = counts
         # Steps in the past stay with this process: they are known by its optimizers. So do its groups of ranks.
-        for name in ("_entries", "_stepped", "_over", "_unwatched", "_last", "_posted", "_tally", "_process_group"):
+        for name in OF_THIS_PROCESS:
             state.pop(name)
         return state
 
@@ -351,6 +353,20 @@ class GradScaler(torch.amp.GradScaler):
         self._begin()
 
     # Inside
+
+    def _look_without_scale(self, entry: Entry) -> Look | None:
+        """Where scaling is off: the look that was taken, or one for the guard's sake."""
+        look = entry.look
+        # After unscale_ they may be clipped, which spreads a NaN and hides an inf: what was seen before counts.
+        if look is None or not entry.unscaled or look.gradients.are_gone_from(entry.optimizer):
+            look = self._standing_look(entry)
+        if look is None and (self._guard or self._besides is not None) and hasattr(entry.optimizer, "param_groups"):
+            look = self._new_look(entry)
+        return look
+
+    def _outcome_of(self, optimizer: Optimizer) -> Outcome | None:
+        """How its last step went."""
+        return self._entries.of(optimizer).outcome
 
     def _stage(self, optimizer: Optimizer) -> OptState:
         if not self._enabled:
@@ -395,7 +411,7 @@ class GradScaler(torch.amp.GradScaler):
         for entry in self._entries if self._over else entries:
             entry.reading = None
         self._over = False
-        scale = self._scale if self._enabled else None
+        scale = self._multiplier()
         home = home_of([entry.optimizer for entry in entries]) if scale is None else scale.device
         looks = look_at(every, scale, max_norm, home=home, process_group=self._process_group, unscale=unscale)
         for entry, look in zip(entries, looks, strict=True):
@@ -406,6 +422,13 @@ class GradScaler(torch.amp.GradScaler):
                 self._per_optimizer_states[id(entry.optimizer)]["found_inf_per_device"] = flags
                 entry.flags, entry.flag_versions = list(flags.values()), versions_of(flags.values())
         return looks[0]
+
+    def _multiplier(self) -> Tensor | None:
+        """What gradients in memory are to be divided by."""
+        scale = self._scale if self._enabled else None
+        if self._besides is None:
+            return scale
+        return self._besides if scale is None else scale * there(self._besides, scale.device)
 
     def _heed(self, entry: Entry, look: Look) -> None:
         """Flags that somebody else has put among ours count too, as they do with torch."""

@@ -1,0 +1,109 @@
+"""What an engine is given: is it what training needs? If not, what to give instead."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+from torch.optim import LBFGS, Optimizer
+
+from ampwise.errors import BadInput
+
+__all__ = ["checked_loss", "checked_models", "checked_optimizers", "checked_size", "loss_and_extra", "where"]
+
+
+def checked_models(given: Any) -> list[Module]:
+    """One model, or several that are trained together."""
+    models = list(given) if isinstance(given, list | tuple) else [given]
+    if not models or not all(isinstance(model, Module) for model in models):
+        wrong = next((type(model).__name__ for model in models if not isinstance(model, Module)), "nothing")
+        raise BadInput(f"Engine(model=...): a torch.nn.Module is expected, or a list of them, not {wrong}.")
+    if not any(parameter.requires_grad for model in models for parameter in model.parameters()):
+        raise BadInput("Engine(model=...): none of its parameters requires a gradient, so there is nothing to train.")
+    return models
+
+
+def checked_optimizers(given: Any, models: Sequence[Module]) -> list[Optimizer]:
+    """One optimizer, or several that step together; they hold parameters of the models and no others."""
+    optimizers = list(given) if isinstance(given, Iterable) else [given]
+    if not optimizers:
+        raise BadInput("Engine(optimizer=[]): at least one optimizer is expected.")
+    for optimizer in optimizers:
+        if isinstance(optimizer, LBFGS):
+            raise BadInput(
+                "Engine(optimizer=LBFGS): it computes gradients itself, several times a step, in a closure, which an "
+                "engine cannot scale or guard. Train with it by hand, in FP32, or use another optimizer."
+            )
+        if not hasattr(optimizer, "param_groups") or not callable(getattr(optimizer, "step", None)):
+            raise BadInput(f"Engine(optimizer=...): an optimizer is expected, not {type(optimizer).__name__}.")
+    _refuse_strangers(optimizers, models)
+    return optimizers
+
+
+def _refuse_strangers(optimizers: Sequence[Optimizer], models: Sequence[Module]) -> None:
+    known = {id(parameter) for model in models for parameter in model.parameters()}
+    held = [id(each) for optimizer in optimizers for group in optimizer.param_groups for each in group["params"]]
+    strangers = sum(each not in known for each in held)
+    if strangers:
+        raise BadInput(
+            f"Engine(optimizer=...): {strangers} of the {len(held)} parameters it holds are not the model's. Make the "
+            "optimizer after the model is moved, sharded or wrapped; if the loss has parameters too, give both: "
+            "Engine([model, criterion], optimizer)."
+        )
+    twice = sum(count > 1 for count in Counter(held).values())
+    if twice:
+        raise BadInput(
+            f"Engine(optimizer=[...]): {twice} parameters are held twice, and would be updated twice a step."
+        )
+
+
+def checked_size(accumulate: Any) -> int:
+    if isinstance(accumulate, bool) or not isinstance(accumulate, int) or accumulate < 1:
+        raise BadInput(f"Engine(accumulate={accumulate!r}): how many micro-batches make a step: 1 or more.")
+    return accumulate
+
+
+def where(models: Sequence[Module]) -> torch.device:
+    """The device that computes: of a model on several, the first that is not the CPU."""
+    devices = {parameter.device: None for model in models for parameter in model.parameters()}
+    if any(device.type == "meta" for device in devices):
+        raise BadInput("Engine(model=...): its parameters are on the meta device, without values. Load or make them.")
+    return next((device for device in devices if device.type != "cpu"), torch.device("cpu"))
+
+
+def loss_and_extra(returned: Any) -> tuple[Tensor, Any]:
+    """What a loss function returned: the loss, or the loss first and anything else after it."""
+    loss, extra = returned, None
+    if isinstance(returned, tuple | list) and len(returned) > 1:
+        loss, extra = returned[0], returned[1] if len(returned) == 2 else tuple(returned[1:])
+    return checked_loss(loss, "the loss function returned"), extra
+
+
+def checked_loss(loss: Any, got: str) -> Tensor:
+    """One number that leads back to parameters."""
+    if loss is None:
+        raise BadInput(f"{got} None. Is a `return loss` missing?")
+    if not isinstance(loss, Tensor):
+        raise BadInput(f"{got} {type(loss).__name__}, and a tensor is expected: the loss.{_hint(loss)}")
+    if loss.numel() != 1:
+        raise BadInput(
+            f"{got} a tensor of shape {tuple(loss.shape)}, and one number is expected. Take its mean: loss.mean()."
+        )
+    if not loss.requires_grad:
+        raise BadInput(
+            f"{got} a loss that does not lead back to any parameter: nothing in it requires a gradient. Was it "
+            "detached, computed under torch.no_grad(), or made a number by .item()?"
+        )
+    return loss
+
+
+def _hint(loss: Any) -> str:
+    if isinstance(loss, Mapping) and "loss" in loss:
+        return " Return its 'loss'."
+    if isinstance(getattr(loss, "loss", None), Tensor):
+        return " Return its .loss."
+    return " Without .item() or float()." if isinstance(loss, int | float) else ""

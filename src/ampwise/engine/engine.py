@@ -1,0 +1,469 @@
+"""The whole training step in one call."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module, ModuleList
+from torch.optim import Optimizer
+
+from ampwise.census.device import DeviceCensus
+from ampwise.engine.arguments import (
+    checked_loss,
+    checked_models,
+    checked_optimizers,
+    checked_size,
+    loss_and_extra,
+    where,
+)
+from ampwise.engine.batches import Batches
+from ampwise.engine.clipping import Clipping
+from ampwise.engine.graph import Graphs
+from ampwise.engine.precision.arithmetic import Arithmetic
+from ampwise.engine.precision.policy import Policy
+from ampwise.engine.precision.precision import choose
+from ampwise.engine.ranks import Ranks, speaks
+from ampwise.engine.rng import restore_rng, rng_state
+from ampwise.engine.saved import VERSION, checked_saved, load_window, saved_window
+from ampwise.engine.scaling.facts import Posted
+from ampwise.engine.scaling.gradients import there
+from ampwise.engine.scaling.outcome import Outcome
+from ampwise.engine.scaling.reading import inverse_of
+from ampwise.engine.scaling.scaler import GradScaler
+from ampwise.engine.schedule import Schedules
+from ampwise.engine.statistics import Statistics
+from ampwise.engine.step import Counts, History, Step
+from ampwise.engine.trained import Trained
+from ampwise.engine.window import Weight, Window
+from ampwise.errors import BadInput
+
+__all__ = ["Engine"]
+
+
+class Engine:
+    """The training step, done right: autocast, loss scaling, accumulation, clipping, schedulers, ranks.
+
+    precision: "fp32", "tf32", "fp16", "bf16", or "auto", which goes by what the device runs fast and says why; or a
+        Policy, which has exceptions by module. What the device cannot do is refused.
+    clip_norm, clip_value: clip gradients, in true units, by the norm of all of them or by the value of each.
+    accumulate: how many micro-batches make a step. Their losses are averaged, or weighed by ``weight``: a function of
+        what the loss function is given, such as ``lambda x, y: (y != padding).sum()``.
+    scheduler: one or several that move once a step; they stand still when a step is skipped.
+    scaling: options for the GradScaler, where the precision needs one: ``{"init_scale": 2.0**12}``.
+    process_group: the ranks among which plain gradients are divided. DDP and FSDP2 need none.
+    graph: capture forward and backward passes in CUDA graphs, for small models: ``step`` only, with a loss function
+        that is the same object each time, batches of few shapes on the GPU, and nothing in it that waits for it.
+    history: how many steps ``engine.history`` keeps.
+
+    A step whose gradients are not finite changes nothing, in any precision: neither weights nor the state of
+    optimizer, scheduler and BatchNorm. With a fused optimizer nothing waits for the GPU.
+
+    >>> model = torch.nn.Linear(4, 1)
+    >>> optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
+    >>> engine = Engine(model, optimizer, precision="bf16", clip_norm=1.0)
+    >>> step = engine.step(lambda x: model(x).square().mean(), torch.ones(8, 4))
+    >>> step.skipped, step.precision, step.lr
+    (False, 'bf16', 0.1)
+    """
+
+    def __init__(
+        self,
+        model: Module | Sequence[Module],
+        optimizer: Optimizer | Iterable[Optimizer],
+        precision: str | Policy = "auto",
+        *,
+        clip_norm: float | None = None,
+        clip_value: float | None = None,
+        accumulate: int = 1,
+        weight: Callable[..., Weight] | None = None,
+        scheduler: Any = None,
+        scaling: Mapping[str, Any] | None = None,
+        process_group: Any | None = None,
+        set_to_none: bool = True,
+        graph: bool = False,
+        history: int = 1000,
+    ) -> None:
+        self._models = checked_models(model)
+        self._trained = Trained(checked_optimizers(optimizer, self._models), self._models)
+        self._schedules = Schedules(scheduler, self._trained.optimizers)
+        self._trained.before_saving(self._schedules.settle)
+        self._clipping = Clipping.checked(clip_norm, clip_value)
+        self._window = Window(checked_size(accumulate))
+        self._weigh = weight
+        self._set_to_none = set_to_none
+        self.device = where(self._models)
+        self._graphs = Graphs(self.device) if graph else None
+        chosen, self.why = choose(precision.base if isinstance(precision, Policy) else precision, self.device)
+        self.policy = precision if isinstance(precision, Policy) else Policy(precision)
+        self._arithmetic = Arithmetic(chosen, self.device.type, cached=not graph)
+        self._ranks = Ranks(self._models, process_group)
+        if graph and self._ranks.several:
+            raise BadInput("Engine(graph=True): not with DDP or FSDP, which exchange gradients in the backward pass.")
+        self._announce()
+        self._divided = process_group is not None  # a rank may have no share of a gradient, and steps along
+        self.scaler = _scaler(self.device, chosen.scaled, scaling, process_group)
+        self._statistics = Statistics(self._models)
+        self.policy.apply(self._models[0] if len(self._models) == 1 else ModuleList(self._models))
+        self._counts = Counts()
+        self.history = History(history)
+        self._inside = False  # of a step
+        self._begun = False  # the window: what it must not change is remembered
+        self._closed = 0  # windows
+
+    def _announce(self) -> None:
+        """Say what "auto" came to, and why."""
+        if self.policy.base == "auto":
+            self._ranks.refuse_different(self.precision)
+            if speaks():
+                print(f"ampwise: {self.why}", file=sys.stderr)
+
+    @property
+    def precision(self) -> str:
+        """The name of the precision that is trained in."""
+        return self._arithmetic.precision.name
+
+    # The step in one call
+
+    def step(self, loss_fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Step:
+        """Run ``loss_fn(*args, **kwargs)``, which returns the loss, and train on it.
+
+        It may return ``(loss, extra)``: the rest is in ``step.extra``. With ``accumulate``, the optimizer has its turn
+        when the window is complete: ``step.closed``.
+        """
+        if self._inside:
+            raise BadInput("engine.step() inside of engine.step(): the loss function only computes the loss.")
+        self._inside = True
+        try:
+            weight = None if self._weigh is None else self._weigh(*args, **kwargs)
+            factor = self._window.factor(weight, self._typical)
+            share, extra = self._pass(loss_fn, args, kwargs, factor)
+            self._window.add(share)
+            return self._next(extra)
+        finally:
+            self._inside = False
+
+    def _pass(
+        self, loss_fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], factor: Weight | None
+    ) -> tuple[Tensor, Any]:
+        """Forward and backward: the loss's share in the window, and what else was returned."""
+        self._begin()
+
+        def one_pass(given: Any) -> tuple[Tensor, Any]:
+            args, kwargs, factor = given
+            loss, extra = self._run(loss_fn, args, kwargs)
+            return self._backward(self._window.share(loss, factor), {}), extra
+
+        if self._graphs is None:
+            return one_pass((args, kwargs, factor))
+        if factor is not None:  # a number would become a constant of the graph
+            factor = _on_device(factor, self.device)
+        given = args, kwargs, factor
+        share, extra = self._graphs.run(one_pass, loss_fn, self._window.length, given, self._trained.all_parameters)
+        return share, extra
+
+    def _run(self, loss_fn: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Tensor, Any]:
+        try:
+            with self._forward():
+                returned = loss_fn(*args, **kwargs)
+            return loss_and_extra(returned)
+        except BaseException:
+            if not self._window.touched:
+                self._drop_window()
+            raise
+
+    # The step in pieces
+
+    @contextmanager
+    def autocast(self) -> Iterator[None]:
+        """The precision, for a forward pass: in training, and to evaluate in what was trained in.
+
+        Gradients need to be enabled for training, as they are unless one turns them off.
+        """
+        if not torch.is_grad_enabled():
+            with self._arithmetic.forward():
+                yield
+            return
+        self._begin()
+        with self._forward():
+            yield
+
+    def backward(self, loss: Tensor, *, weight: Weight | None = None, **kwargs: Any) -> None:
+        """The backward pass of a loss, scaled, and divided by the number of micro-batches.
+
+        A micro-batch may have several losses, one call each. ``kwargs`` are those of ``Tensor.backward``.
+        """
+        self._refuse_inside("backward")
+        checked_loss(loss, "backward() was given")
+        if not self._begun:  # without our autocast, there are no statistics to go back to
+            self._begin(remember=False)
+        share = self._window.share(loss, self._window.factor(weight, self._typical))
+        self._window.add(self._backward(share, kwargs))
+
+    def apply(self) -> Step:
+        """The end of a micro-batch. If it completes the window, the optimizer has its turn."""
+        self._refuse_inside("apply")
+        if not self._window.passes:
+            raise BadInput("apply(): nothing to apply. Call engine.backward(loss) before, once or more a micro-batch.")
+        return self._next(None)
+
+    def flush(self) -> Step | None:
+        """Let the optimizer have its turn though the window is not complete, at the end of the data, say.
+
+        The mean is over the micro-batches there are. None if there are none. ``batches`` does it by itself.
+        """
+        self._refuse_inside("flush")
+        if self._window.passes:
+            self._window.next()
+        if not self._window.count:
+            return None
+        if not self._window.complete:
+            self._ranks.exchange_late()
+        return self._close(None)
+
+    def batches(self, loader: Iterable[Any]) -> Batches:
+        """The batches of a loader, with its end known beforehand: the last window may be shorter.
+
+        As many batches as make a window are fetched at a time.
+        """
+        return Batches(loader, self._window, self.flush)
+
+    def grad(self, outputs: Tensor, inputs: Any, *, create_graph: bool = True, **kwargs: Any) -> tuple[Any, ...]:
+        """``torch.autograd.grad`` in true units, for a penalty on gradients; scaled on the way, so that FP16 holds."""
+        with self._arithmetic.backward():
+            scaled = self.scaler.scale(outputs)
+            gradients: tuple[Any, ...] = torch.autograd.grad(scaled, inputs, create_graph=create_graph, **kwargs)
+            scale = self.scaler._scale
+            if not self.scaler.is_enabled() or scale is None:
+                return gradients
+            inverse = inverse_of(scale)
+            return tuple(None if each is None else each * there(inverse, each.device) for each in gradients)
+
+    # What happened
+
+    @property
+    def lr(self) -> float:
+        """The learning rate of the next step; waits for the last, whose skip would hold the scheduler."""
+        self._schedules.settle()
+        return next((float(lr) for lr in self._trained.lrs), math.nan)
+
+    @property
+    def applied_steps(self) -> int:
+        """How many steps changed the weights; waits for the last."""
+        return self._counts.settle()[0]
+
+    @property
+    def skipped_steps(self) -> int:
+        """How many steps were skipped; waits for the last."""
+        return self._counts.settle()[1]
+
+    @property
+    def accumulating(self) -> bool:
+        """A window is open: some of its micro-batches are done."""
+        return self._window.touched
+
+    def census(self) -> DeviceCensus:
+        """What the gradients of the last step held, by parameter, in true units and before clipping."""
+        return self.scaler.census(self._models[0] if len(self._models) == 1 else ModuleList(self._models))
+
+    def __repr__(self) -> str:
+        window = "" if self._window.size == 1 else f", accumulate {self._window.size}"
+        names = ", ".join(type(each).__name__ for each in self._trained.optimizers)
+        return f"<Engine in {self.precision} on {self.device}, {names}{window}>"
+
+    # State
+
+    def state_dict(self) -> dict[str, Any]:
+        """All but the states of model and optimizer, which are saved beside it. Waits for the last step.
+
+        Plain data and tensors: ``torch.load(..., weights_only=True)`` reads it. In the middle of a window it has the
+        gradients too, so that a run goes on from there as if it had not been broken.
+        """
+        self._refuse_inside("state_dict")
+        applied, skipped = self._counts.settle()
+        return {
+            "version": VERSION,
+            "precision": self.precision,
+            "policy": self.policy.as_dict(),
+            "scaler": self.scaler.state_dict(),
+            "schedulers": self._schedules.state(),
+            "applied_steps": applied,
+            "skipped_steps": skipped,
+            "window": saved_window(self._window, self._trained.parameters, self._statistics.state()),
+            "rng": rng_state(self.device),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any], *, other_precision: bool = False) -> None:
+        """Go on where ``state_dict`` was called; model and optimizer are loaded by themselves, in whatever order.
+
+        other_precision: go on in this engine's precision and policy though the state was saved in another.
+        """
+        checked_saved(
+            state,
+            precision=self.precision,
+            policy=self.policy.as_dict(),
+            schedulers=len(self._schedules),
+            other=other_precision,
+        )
+        if self.scaler.is_enabled() and state["scaler"]:
+            self.scaler.load_state_dict(state["scaler"])
+        self._drop_gradients()
+        load_window(self._window, state["window"], self._trained.parameters)
+        self._begun = self._window.touched
+        if self._begun:
+            self._statistics.load(state["window"]["statistics"])
+        self._schedules.load(state["schedulers"])
+        self._counts = Counts(state["applied_steps"], state["skipped_steps"])
+        self._closed = state["applied_steps"] + state["skipped_steps"]
+        self.history.clear()
+        restore_rng(state["rng"], self.device)
+
+    # Inside
+
+    def _refuse_inside(self, name: str) -> None:
+        if self._inside:
+            raise BadInput(f"engine.{name}() inside of engine.step(): the loss function only computes the loss.")
+
+    def _begin(self, *, remember: bool = True) -> None:
+        """A window, if this is the first of its micro-batches."""
+        if not self._begun:
+            self._drop_gradients()  # of others' backward passes, such as of another engine through this model
+            if remember:
+                self._statistics.remember()
+            else:
+                self._statistics.forget()
+            self._begun = True
+
+    @contextmanager
+    def _forward(self) -> Iterator[None]:
+        with self._ranks.exchanging(self._window.at_its_last), self._arithmetic.forward():
+            yield
+
+    def _backward(self, share: Tensor, kwargs: dict[str, Any]) -> Tensor:
+        try:
+            with self._ranks.exchanging(self._window.at_its_last), self._arithmetic.backward():
+                self.scaler.scale(share).backward(**kwargs)
+        except BaseException as error:
+            self._drop_window()
+            if "backward through the graph a second time" in str(error):
+                error.add_note("ampwise: the loss function must not call backward() itself: return the loss.")
+            raise
+        loss: Any = share.detach()
+        return (loss.full_tensor() if hasattr(loss, "full_tensor") else loss).reshape(())  # type: ignore[no-any-return]
+
+    def _typical(self, weight: Weight) -> float:
+        """The weight of a typical micro-batch, agreed upon once: ranks divide by the same."""
+        return float(self._ranks.mean(weight, self.device)) or 1.0
+
+    def _next(self, extra: Any) -> Step:
+        window = self._window
+        window.next()
+        if window.complete:
+            return self._close(extra)
+        assert window.loss is not None
+        return Step(self._closed + 1, self.precision, window.loss, loss_divisor=window.correction() or 1.0, extra=extra)
+
+    def _close(self, extra: Any) -> Step:
+        """The optimizer's turn."""
+        stepping = self._trained.optimizers if self._divided else self._trained.with_gradients
+        if not stepping:
+            self._drop_window()
+            raise BadInput(
+                "the backward pass reached none of the optimizer's parameters. Does the loss depend on the model, and "
+                "do its parameters require gradients?"
+            )
+        self._schedules.settle()  # which decides on the learning rate of this step
+        lrs = [_posted(lr) for lr in self._trained.lrs]
+        before = self.scaler._outcome_of(stepping[0])
+        try:
+            self._take_step(stepping)
+        except BaseException:
+            outcome = self.scaler._outcome_of(stepping[0])
+            if outcome is None or outcome is before:
+                self._drop_window()
+            else:  # it went wrong after the step
+                self._finish(outcome, lrs, extra)
+            raise
+        outcome = self.scaler._outcome_of(stepping[0])
+        assert outcome is not None
+        return self._finish(outcome, lrs, extra)
+
+    def _take_step(self, stepping: Sequence[Optimizer]) -> None:
+        divisor = self._window.correction()
+        if divisor is not None:
+            if self._window.total is not None:
+                divisor = self._ranks.mean(divisor, self.device)
+            self.scaler._besides = _on_device(divisor, self.device)
+        self._clipping.clip_(self.scaler, stepping)
+        for optimizer in stepping:
+            self.scaler.step(optimizer)
+        self.scaler.update()
+
+    def _finish(self, outcome: Outcome, lrs: Sequence[float | Posted], extra: Any) -> Step:
+        """Nothing of a skipped step is to stay, and nothing of this window in the next."""
+        if outcome.known_to_skip is None and outcome.numbers is not None:
+            self._statistics.restore_if(outcome.numbers[1])
+        elif outcome.skipped:
+            self._statistics.restore()
+        self._closed += 1
+        step = self._step_of(outcome, lrs, extra)
+        self.history.append(step)
+        self._counts.add(outcome)
+        self._schedules.after(outcome)
+        self._window.begin()
+        self._begun = False
+        if self._set_to_none and self._graphs is None:
+            self._trained.drop_gradients()  # whose memory the next forward pass can use
+        return step
+
+    def _step_of(self, outcome: Outcome, lrs: Sequence[float | Posted], extra: Any) -> Step:
+        loss, divisor = self._window.loss, self._window.correction()
+        assert loss is not None
+        return Step(
+            self._closed,
+            self.precision,
+            Posted(loss.reshape(1)),
+            loss_divisor=1.0 if divisor is None else _posted(divisor),
+            outcome=outcome,
+            lrs=lrs,
+            extra=extra,
+        )
+
+    def _drop_window(self) -> None:
+        """As if its micro-batches had not been."""
+        self._statistics.restore()
+        self._drop_gradients()
+        self._window.begin()
+        self._begun = False
+
+    def _drop_gradients(self) -> None:
+        if self._graphs is not None:
+            self._graphs.clear_gradients(self._trained.all_parameters)
+        elif self._set_to_none:
+            self._trained.drop_gradients()
+        else:
+            self._trained.clear_gradients()
+
+
+def _scaler(device: torch.device, scaled: bool, options: Mapping[str, Any] | None, process_group: Any) -> GradScaler:
+    try:
+        return GradScaler(device, enabled=scaled, process_group=process_group, **(options or {}))
+    except TypeError as error:
+        raise BadInput(f"Engine(scaling=...): {error}. The options are those of ampwise.GradScaler.") from None
+
+
+def _on_device(number: Weight, device: torch.device) -> Tensor:
+    """In FP32. A number is filled in, since a copy from the host would wait."""
+    if isinstance(number, Tensor):
+        return there(number.float(), device)
+    return torch.full((), number, dtype=torch.float32, device=device)
+
+
+def _posted(number: float | Tensor) -> float | Posted:
+    """A number that may change before someone asks."""
+    return Posted(number.detach().reshape(1)) if isinstance(number, Tensor) else number

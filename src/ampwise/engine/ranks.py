@@ -1,0 +1,94 @@
+"""Models on several ranks: gradients are exchanged once a window, and numbers are agreed upon."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import Module
+
+from ampwise.errors import BadInput
+
+__all__ = ["Ranks", "speaks"]
+
+
+def speaks() -> bool:
+    """Of several ranks the first speaks."""
+    return not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0
+
+
+class Ranks:
+    """The wrappers that exchange gradients, found in a model: DDP and FSDP1 by ``no_sync``, FSDP2 by its switch."""
+
+    def __init__(self, models: Sequence[Module], process_group: Any | None = None) -> None:
+        found = [module for model in models for module in model.modules()]
+        self._holding: list[Any] = [each for each in found if callable(getattr(each, "no_sync", None))]
+        sharded: list[Any] = [each for each in found if callable(getattr(each, "set_requires_gradient_sync", None))]
+        inner = {id(inside) for outer in sharded for inside in outer.modules() if inside is not outer}
+        self._sharded = [module for module in sharded if id(module) not in inner]
+        self._exchanging = True  # as FSDP2's switch is set
+        self.process_group = process_group
+        if process_group is None and self._holding:
+            self.process_group = getattr(self._holding[0], "process_group", None)
+
+    @property
+    def several(self) -> bool:
+        """The model is spread over ranks, or copied to them."""
+        return dist.is_available() and dist.is_initialized() and bool(self._holding or self._sharded)
+
+    @contextmanager
+    def exchanging(self, wanted: bool) -> Iterator[None]:
+        """A micro-batch, forward and backward: gradients are exchanged in the last of a window only."""
+        self._switch(wanted)
+        if wanted or not self._holding:
+            yield
+            return
+        with ExitStack() as stack:
+            for module in self._holding:
+                stack.enter_context(module.no_sync())
+            yield
+
+    def _switch(self, wanted: bool) -> None:
+        if wanted != self._exchanging:
+            for module in self._sharded:
+                module.set_requires_gradient_sync(wanted)
+            self._exchanging = wanted
+
+    def exchange_late(self) -> None:
+        """Exchange gradients of a window that ended before its last micro-batch."""
+        if not self.several:
+            return
+        if self._sharded or not all(hasattr(module, "reducer") for module in self._holding):
+            raise BadInput(
+                "flush(): sharded gradients are exchanged in the backward pass only. Let the engine know the end of "
+                "the data beforehand: for batch in engine.batches(loader)."
+            )
+        for module in self._holding:
+            for parameter in module.parameters():
+                if parameter.grad is not None:
+                    dist.all_reduce(parameter.grad, group=module.process_group)
+                    parameter.grad /= dist.get_world_size(module.process_group)
+
+    def mean(self, number: float | Tensor, device: torch.device) -> float | Tensor:
+        """Over all ranks, the same on each."""
+        if not self.several:
+            return number
+        shared = torch.as_tensor(number, dtype=torch.float64, device=device).clone()
+        dist.all_reduce(shared, group=self.process_group)
+        return shared / dist.get_world_size(self.process_group)
+
+    def refuse_different(self, chosen: str) -> None:
+        """Ranks on unlike devices would choose unlike precisions, and train apart."""
+        if not self.several:
+            return
+        everyone: list[Any] = [None] * dist.get_world_size(self.process_group)
+        dist.all_gather_object(everyone, chosen, group=self.process_group)
+        if len(set(everyone)) > 1:
+            of_each = ", ".join(f"{name} on rank {rank}" for rank, name in enumerate(everyone))
+            raise BadInput(
+                f"Engine(precision='auto'): the ranks' devices differ: {of_each}. Name one that all can run."
+            )

@@ -1,0 +1,203 @@
+"""What one knows of a step: facts that stay on the device until someone asks."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections import deque
+from collections.abc import Iterator, Sequence
+from typing import Any, overload
+
+from torch import Tensor
+
+from ampwise.engine.scaling.facts import Posted
+from ampwise.engine.scaling.outcome import Outcome
+from ampwise.errors import BadInput
+
+__all__ = ["Counts", "History", "Step"]
+
+FACTS = ("loss", "skipped", "grad_norm", "scale", "precision", "lr")
+SURELY_THERE = 4  # steps later, a number has arrived, so that keeping it costs no memory of the device
+
+
+class Step:
+    """How a step went. Asking for a number that is still on its way waits for it, and for nothing that came after.
+
+    number: of the step, from 1 on. closed: the window is complete, and the optimizer had its turn; before that,
+    there are a loss and nothing else. extra: what the loss function returned besides the loss.
+    """
+
+    __slots__ = ("_loss", "_loss_divisor", "_lrs", "_outcome", "_settled", "closed", "extra", "number", "precision")
+
+    def __init__(
+        self,
+        number: int,
+        precision: str,
+        loss: Posted | Tensor,
+        *,
+        loss_divisor: float | Tensor | Posted = 1.0,
+        outcome: Outcome | None = None,
+        lrs: Sequence[float | Posted] = (),
+        extra: Any = None,
+    ) -> None:
+        self.number, self.precision, self.extra = number, precision, extra
+        self.closed = outcome is not None
+        self._loss: Posted | Tensor | float = loss
+        self._loss_divisor = loss_divisor
+        self._outcome = outcome
+        self._lrs: tuple[float | Posted, ...] = tuple(lrs)
+        self._settled: tuple[bool, float, float] | None = None
+
+    @property
+    def loss(self) -> float:
+        """The mean over the window's micro-batches so far, or over their tokens."""
+        if not isinstance(self._loss, float):
+            divisor = _number(self._loss_divisor)
+            self._loss = _number(self._loss) / divisor if divisor else math.nan
+        return self._loss
+
+    @property
+    def skipped(self) -> bool:
+        """A gradient was not finite, and nothing has changed but the loss scale."""
+        return self._facts()[0]
+
+    @property
+    def applied(self) -> bool:
+        """The weights have changed."""
+        return self.closed and not self.skipped
+
+    @property
+    def grad_norm(self) -> float:
+        """Of all gradients, in true units, before clipping. NaN while the window is open."""
+        return self._facts()[1]
+
+    @property
+    def scale(self) -> float:
+        """The loss scale as the step left it; 1 without scaling. NaN while the window is open."""
+        return self._facts()[2]
+
+    @property
+    def lr(self) -> float:
+        """The learning rate of this step: that of the first parameter group. NaN while the window is open."""
+        return self.lrs[0] if self._lrs else math.nan
+
+    @property
+    def lrs(self) -> tuple[float, ...]:
+        """The learning rates of all parameter groups, of one optimizer after the other."""
+        lrs = tuple(_number(lr) for lr in self._lrs)
+        self._lrs = lrs
+        return lrs
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain data, such as for JSON; waits for what is on its way."""
+        return {"number": self.number, **{fact: getattr(self, fact) for fact in FACTS}}
+
+    def settle_if_there(self) -> None:
+        """Turn what has arrived into numbers, and let go of what carried them."""
+        if self._outcome is not None and self._outcome.known:
+            self._facts()
+            _ = self.loss, self.lrs
+
+    def bare(self) -> Step:
+        """Without ``extra``, which may be large."""
+        if self.extra is None:
+            return self
+        other = copy.copy(self)
+        other.extra = None
+        return other
+
+    def __repr__(self) -> str:
+        # Printing must not wait for the device.
+        if not self.closed:
+            return f"<Step {self.number}, {self.precision}, accumulating>"
+        if self._settled is None and not (self._outcome is not None and self._outcome.known):
+            return f"<Step {self.number}, {self.precision}, on its way>"
+        how = "skipped, " if self.skipped else ""
+        scale = "" if self.scale == 1 else f", scale {self.scale:g}"
+        return (
+            f"<Step {self.number}, {self.precision}, {how}loss {self.loss:.4g}, grad_norm {self.grad_norm:.4g}{scale}, "
+            f"lr {self.lr:.4g}>"
+        )
+
+    def _facts(self) -> tuple[bool, float, float]:
+        if self._settled is None:
+            if self._outcome is None:
+                return False, math.nan, math.nan
+            self._settled = self._outcome.skipped, self._outcome.norm, self._outcome.scale
+            self._outcome = None
+        return self._settled
+
+
+def _number(value: Posted | Tensor | float) -> float:
+    if isinstance(value, Posted):
+        return value.read()[0]
+    return float(value.item()) if isinstance(value, Tensor) else value
+
+
+class History(Sequence[Step]):
+    """The last steps whose windows are closed, oldest first.
+
+    ``history["loss"]`` is the list of losses; likewise for skipped, grad_norm, scale and lr.
+    """
+
+    def __init__(self, length: int) -> None:
+        self._steps: deque[Step] = deque(maxlen=length)
+
+    def append(self, step: Step) -> None:
+        self._steps.append(step.bare())
+        if len(self._steps) > SURELY_THERE:
+            self._steps[-1 - SURELY_THERE].settle_if_there()
+
+    def __len__(self) -> int:
+        return len(self._steps)
+
+    @overload
+    def __getitem__(self, which: int) -> Step: ...
+    @overload
+    def __getitem__(self, which: slice) -> list[Step]: ...
+    @overload
+    def __getitem__(self, which: str) -> list[Any]: ...
+    def __getitem__(self, which: int | slice | str) -> Any:
+        if isinstance(which, str):
+            if which not in FACTS:
+                raise BadInput(f"history[{which!r}]: no such fact. There are {', '.join(FACTS)}.")
+            return [getattr(step, which) for step in self._steps]
+        return list(self._steps)[which] if isinstance(which, slice) else self._steps[which]
+
+    def __iter__(self) -> Iterator[Step]:
+        return iter(self._steps)
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Plain data, a dict for each step."""
+        return [step.as_dict() for step in self._steps]
+
+    def clear(self) -> None:
+        self._steps.clear()
+
+    def __repr__(self) -> str:
+        return f"<History of {len(self)} steps>"
+
+
+class Counts:
+    """How many steps were applied and how many skipped: counted as the news arrives."""
+
+    def __init__(self, applied: int = 0, skipped: int = 0) -> None:
+        self._applied, self._skipped = applied, skipped
+        self._awaited: deque[Outcome] = deque()
+
+    def add(self, outcome: Outcome) -> None:
+        self._awaited.append(outcome)
+        while self._awaited and self._awaited[0].skip_known:
+            self._count()
+
+    def settle(self) -> tuple[int, int]:
+        """Both counts; waits for the last step."""
+        while self._awaited:
+            self._count()
+        return self._applied, self._skipped
+
+    def _count(self) -> None:
+        if self._awaited.popleft().skipped:
+            self._skipped += 1
+        else:
+            self._applied += 1

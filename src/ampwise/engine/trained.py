@@ -1,0 +1,74 @@
+"""What an engine trains: the optimizers, the parameters they hold, and the gradients of these."""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.nn import Module, Parameter
+from torch.optim import Optimizer
+
+__all__ = ["Trained"]
+
+
+class Trained:
+    """Optimizers that step together. Parameters may be added to them at any time."""
+
+    def __init__(self, optimizers: Sequence[Optimizer], models: Sequence[Module]) -> None:
+        self.optimizers = list(optimizers)
+        held = {id(parameter) for parameter in self.parameters}
+        # Gradients of parameters that no optimizer has would add up for ever.
+        self._others = [
+            each for model in models for each in model.parameters() if each.requires_grad and id(each) not in held
+        ]
+
+    @property
+    def parameters(self) -> list[Parameter]:
+        """Those that optimizers hold, of one after the other."""
+        return [each for optimizer in self.optimizers for group in optimizer.param_groups for each in group["params"]]
+
+    @property
+    def all_parameters(self) -> list[Parameter]:
+        """Those besides that get gradients."""
+        return self.parameters + self._others
+
+    @property
+    def with_gradients(self) -> list[Optimizer]:
+        """Optimizers with something to do."""
+        return [
+            each
+            for each in self.optimizers
+            if any(parameter.grad is not None for group in each.param_groups for parameter in group["params"])
+        ]
+
+    @property
+    def lrs(self) -> list[float | Tensor]:
+        """The learning rates of all groups, of one optimizer after the other."""
+        return [group.get("lr", math.nan) for optimizer in self.optimizers for group in optimizer.param_groups]
+
+    def drop_gradients(self) -> None:
+        for parameter in self.all_parameters:
+            parameter.grad = None
+
+    def clear_gradients(self) -> None:
+        """Set them to zero, in the memory they have."""
+        for optimizer in self.optimizers:
+            optimizer.zero_grad(set_to_none=False)
+        for parameter in self._others:
+            parameter.grad = None
+
+    def before_saving(self, method: Callable[[], None]) -> None:
+        """Call the method of an object before an optimizer's state is asked for, as long as the object lives."""
+        alive = weakref.WeakMethod(method)
+
+        def call(_: Any) -> None:
+            still = alive()
+            if still is not None:
+                still()
+
+        for optimizer in self.optimizers:
+            if hasattr(optimizer, "register_state_dict_pre_hook"):
+                optimizer.register_state_dict_pre_hook(call)

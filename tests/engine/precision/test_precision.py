@@ -1,0 +1,254 @@
+"""Which precision a device gets: from records of devices we have not, and from the one that is here."""
+
+import pickle
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ampwise.engine.precision.precision import (
+    PRECISIONS,
+    Facts,
+    choose,
+    cpu_facts,
+    decide,
+    facts_of,
+    gpu_facts,
+    other_facts,
+)
+from ampwise.errors import BadInput, PrecisionUnavailable, UnknownName
+from ampwise.hardware import Cpu, Device, find_gpu
+
+XEON = Cpu(model="Intel Xeon 8488C", features=("amx_bf16", "avx512_bf16"))
+
+
+def device(name, capability, *, native=None):
+    if native is None:
+        native = capability.startswith("gfx") or float(capability) >= 8
+    return Device(
+        index=0,
+        name=name,
+        capability=capability,
+        memory_bytes=2**34,
+        bf16_claimed=True,
+        bf16_native=native,
+        gpu=find_gpu(name),
+    )
+
+
+V100 = device("Tesla V100-SXM2-16GB", "7.0")
+P100 = device("Tesla P100-PCIE-16GB", "6.0")
+T4 = device("Tesla T4", "7.5")
+A100 = device("NVIDIA A100-SXM4-80GB", "8.0")
+RTX_3090 = device("NVIDIA GeForce RTX 3090", "8.6")
+H200 = device("NVIDIA H200", "9.0")
+GTX_1660 = device("NVIDIA GeForce GTX 1660", "7.5")  # like a T4 by its capability, and without its matrix units
+MI300X = device("AMD Instinct MI300X", "gfx942")
+NEW_AMD = device("AMD Instinct of next year", "gfx9999")
+OLD_AMD = device("AMD Radeon of yesterday", "gfx803", native=False)
+
+UNITS = "it has BF16 matrix units, and BF16's range needs no loss scale"
+
+
+@pytest.mark.parametrize(
+    ("gpu", "best", "why", "runs"),
+    [
+        (P100, "fp32", "it has no matrix units, without which 16 bits gain little", "fp32 fp16"),
+        (V100, "fp16", "it has FP16 matrix units, and none for BF16", "fp32 fp16"),
+        (T4, "fp16", "it has FP16 matrix units, and none for BF16", "fp32 fp16"),
+        (GTX_1660, "fp32", "it is not known whether it has matrix units for 16 bits", "fp32 fp16"),
+        (A100, "bf16", UNITS, "fp32 tf32 fp16 bf16"),
+        (RTX_3090, "bf16", UNITS, "fp32 tf32 fp16 bf16"),
+        (H200, "bf16", UNITS, "fp32 tf32 fp16 bf16"),
+        (MI300X, "bf16", UNITS, "fp32 tf32 fp16 bf16"),
+        (NEW_AMD, "fp32", "it is not known whether it has matrix units for 16 bits", "fp32 fp16 bf16"),
+        (OLD_AMD, "fp32", "it is not known whether it has matrix units for 16 bits", "fp32 fp16"),
+    ],
+    ids=lambda value: value.name if isinstance(value, Device) else "",
+)
+def test_what_a_gpu_gets(gpu, best, why, runs):
+    facts = gpu_facts(gpu)
+    chosen = decide("auto", facts)
+    assert chosen == (PRECISIONS[best], f"{best} on {gpu.name}: {why}")
+    assert facts.runs == tuple(runs.split())
+
+
+@pytest.mark.parametrize(
+    ("cpu", "best", "why"),
+    [
+        (
+            XEON,
+            "bf16",
+            "bf16 on Intel Xeon 8488C: it has BF16 matrix tiles (amx_bf16), and BF16's range needs no loss scale",
+        ),
+        (
+            Cpu(model=None, features=("bf16", "asimdhp", "sve")),
+            "bf16",
+            "bf16 on this CPU: it has BF16 dot and matrix products (bf16), and BF16's range needs no loss scale",
+        ),
+        (
+            Cpu(model="EPYC 7763", features=()),
+            "fp32",
+            "fp32 on EPYC 7763: it has no BF16 instructions: 16 bits would be slower",
+        ),
+        (Cpu(model="Z80", features=None), "fp32", "fp32 on Z80: it is not known which instructions it has"),
+    ],
+)
+def test_what_a_cpu_gets(cpu, best, why):
+    facts = cpu_facts(cpu)
+    assert decide("auto", facts) == (PRECISIONS[best], why)
+    assert facts.runs == ("fp32", "fp16", "bf16")
+
+
+def test_of_other_devices_only_what_autocast_takes_is_known():
+    facts = other_facts("mps", (torch.float16,))
+    assert facts.runs == ("fp32", "fp16")
+    assert decide("auto", facts) == (PRECISIONS["fp32"], facts.why)
+    assert facts.why == "fp32 on mps: nothing is known here about what is fast on mps"
+
+
+@pytest.mark.parametrize(
+    ("facts", "asked", "text"),
+    [
+        (
+            gpu_facts(V100),
+            "bf16",
+            "Engine(precision='bf16'): Tesla V100-SXM2-16GB (compute capability 7.0) has no BF16 matrix units. "
+            "It runs fp32, fp16. Use precision='auto' to let ampwise choose.",
+        ),
+        (
+            gpu_facts(OLD_AMD),
+            "tf32",
+            "Engine(precision='tf32'): AMD Radeon of yesterday (gfx803) is not known to have TF32 matrix units. "
+            "It runs fp32, fp16. Use precision='auto' to let ampwise choose.",
+        ),
+        (
+            cpu_facts(XEON),
+            "tf32",
+            "Engine(precision='tf32'): Intel Xeon 8488C has no TF32, which is a format of NVIDIA's matrix units. "
+            "It runs fp32, fp16, bf16. Use precision='auto' to let ampwise choose.",
+        ),
+        (
+            other_facts("mps", (torch.float16,)),
+            "bf16",
+            "Engine(precision='bf16'): torch's autocast does not take torch.bfloat16 on mps. "
+            "It runs fp32, fp16. Use precision='auto' to let ampwise choose.",
+        ),
+    ],
+    ids=["none", "not known", "cpu", "mps"],
+)
+def test_what_a_device_cannot_run_is_refused(facts, asked, text):
+    with pytest.raises(PrecisionUnavailable) as refused:
+        decide(asked, facts)
+    assert str(refused.value) == text
+    assert isinstance(refused.value, RuntimeError)
+    assert str(pickle.loads(pickle.dumps(refused.value))) == text
+
+
+NAMES = "The precisions are auto, fp32, tf32, fp16, bf16."
+
+
+@pytest.mark.parametrize(
+    ("asked", "text"),
+    [
+        ("float16", f"unknown precision 'float16'. Here that is called 'fp16'. {NAMES}"),
+        ("half", f"unknown precision 'half'. Here that is called 'fp16'. {NAMES}"),
+        ("16-mixed", f"unknown precision '16-mixed'. Here that is called 'fp16'. {NAMES}"),
+        ("bfloat16", f"unknown precision 'bfloat16'. Here that is called 'bf16'. {NAMES}"),
+        ("torch.bfloat16", f"unknown precision 'torch.bfloat16'. Here that is called 'bf16'. {NAMES}"),
+        ("bf16-mixed", f"unknown precision 'bf16-mixed'. Here that is called 'bf16'. {NAMES}"),
+        ("no", f"unknown precision 'no'. Here that is called 'fp32'. {NAMES}"),
+        ("32", f"unknown precision '32'. Here that is called 'fp32'. {NAMES}"),
+        ("fp8", f"unknown precision 'fp8'. FP8 training is not here yet. {NAMES}"),
+        ("BF16", f"unknown precision 'BF16'. Did you mean bf16 or fp16? {NAMES}"),
+        ("", f"unknown precision ''. {NAMES}"),
+    ],
+)
+def test_an_unknown_name_is_answered_with_the_right_one(asked, text):
+    with pytest.raises(UnknownName) as refused:
+        choose(asked, torch.device("cpu"))
+    assert str(refused.value) == text
+
+
+@pytest.mark.parametrize(
+    ("asked", "text"),
+    [
+        (
+            torch.float16,
+            f"Engine(precision=torch.float16): a name is expected. Here that is called 'fp16'. {NAMES}",
+        ),
+        (16, f"Engine(precision=16): a name is expected. Here that is called 'fp16'. {NAMES}"),
+        (None, f"Engine(precision=None): a name is expected. {NAMES}"),
+        (True, f"Engine(precision=True): a name is expected. {NAMES}"),
+    ],
+)
+def test_something_that_is_no_name_is_refused(asked, text):
+    with pytest.raises(BadInput) as refused:
+        choose(asked, torch.device("cpu"))
+    assert str(refused.value) == text
+
+
+def test_a_mistake_is_found_before_the_device_is_asked():
+    with pytest.raises(UnknownName):
+        choose("fp61", torch.device("cuda", 99))
+
+
+def test_a_device_that_is_not_here():
+    seen = torch.cuda.device_count() or "no"
+    with pytest.raises(BadInput, match=f"^device 'cuda:99': torch sees {seen} CUDA devices here. Try: ampwise gpu$"):
+        choose("auto", torch.device("cuda", 99))
+
+
+@pytest.mark.parametrize("name", ["fp32", "fp16", "bf16"])
+def test_what_is_asked_for_is_given(name):
+    chosen = choose(name, torch.device("cpu"))
+    assert chosen == (PRECISIONS[name], "asked for")
+    if chosen.precision.dtype is not None:
+        with torch.autocast("cpu", dtype=chosen.precision.dtype):
+            assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == chosen.precision.dtype
+
+
+@pytest.mark.parametrize(("kind", "runs"), [("xpu", ("fp32", "fp16", "bf16")), ("meta", ("fp32",))])
+def test_autocast_is_asked_what_it_takes(kind, runs):
+    assert facts_of(torch.device(kind)).runs == runs
+
+
+CAPABILITIES = st.one_of(
+    st.tuples(st.integers(3, 15), st.integers(0, 9)).map(lambda pair: f"{pair[0]}.{pair[1]}"),
+    st.from_regex(r"\Agfx[0-9a-f]{3,4}\Z"),
+)
+SOME_GPU = st.builds(
+    device, st.sampled_from(["NVIDIA X", "NVIDIA H200", "Tesla T4"]), CAPABILITIES, native=st.booleans()
+)
+SOME_CPU = st.builds(
+    Cpu, model=st.none() | st.just("X"), features=st.none() | st.lists(st.sampled_from(["bf16", "sve"])).map(tuple)
+)
+SOME_FACTS = SOME_GPU.map(gpu_facts) | SOME_CPU.map(cpu_facts)
+
+
+@given(SOME_FACTS)
+def test_auto_is_never_refused_and_every_precision_is_run_or_lacking(facts: Facts):
+    assert decide("auto", facts).precision.name in facts.runs
+    assert "fp32" in facts.runs
+    assert {*facts.runs, *facts.lacks} == set(PRECISIONS)
+    assert not {*facts.runs} & {*facts.lacks}
+    assert "\n" not in facts.why
+
+
+@pytest.mark.parametrize("name", PRECISIONS)
+def test_a_precision_is_filed_under_its_name_and_scaled_if_its_range_is_short(name):
+    precision = PRECISIONS[name]
+    assert precision.name == name
+    short = precision.dtype is not None and torch.finfo(precision.dtype).max < torch.finfo(torch.float32).max / 2
+    assert precision.scaled is short
+    assert precision.dtype is None or precision.tf32 is None
+
+
+@pytest.mark.gpu
+def test_auto_on_this_gpu_gives_what_autocast_runs():
+    precision, why = choose("auto", torch.device("cuda"))
+    assert torch.cuda.get_device_name() in why
+    here = torch.ones(16, 16, device="cuda")
+    with torch.autocast("cuda", dtype=precision.dtype, enabled=precision.dtype is not None):
+        assert (here @ here).dtype == (precision.dtype or torch.float32)
