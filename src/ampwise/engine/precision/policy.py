@@ -13,13 +13,14 @@ from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
+from ampwise.engine.precision.precision import AUTO, PRECISIONS
 from ampwise.engine.precision.region import checked, forward_in, is_forward_in
 from ampwise.engine.precision.table import Line, table
 from ampwise.errors import AmpwiseError, BadInput, UnknownName
 
 __all__ = ["Applied", "Kept", "Policy"]
 
-BASES = ("auto", "fp32", "tf32", "fp16", "bf16")
+BASES = (AUTO, *PRECISIONS)
 VERSION = 1  # of as_dict
 
 # What torch.compile, FSDP and activation checkpointing put into the path of a module that they wrap.

@@ -19,6 +19,7 @@ from ampwise.hardware.device import Device
 from ampwise.hardware.torch_facts import read_device
 
 __all__ = [
+    "AUTO",
     "PRECISIONS",
     "Chosen",
     "Facts",

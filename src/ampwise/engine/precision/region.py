@@ -15,11 +15,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from ampwise.engine.precision.precision import PRECISIONS
 from ampwise.errors import BadInput, UnknownName
 
 __all__ = ["REGIONS", "call_in", "checked", "forward_in", "in_precision", "inputs_for", "is_forward_in"]
 
-REGIONS = {"fp32": None, "fp16": torch.float16, "bf16": torch.bfloat16}
+# What autocast casts to, or None for no autocast. TF32 is switched for a whole device, not for a region.
+REGIONS = {name: precision.dtype for name, precision in PRECISIONS.items() if not precision.tf32}
 
 FLOAT8 = ("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz")
 NARROW = frozenset({torch.float16, torch.bfloat16, *(getattr(torch, name) for name in FLOAT8)})
