@@ -75,7 +75,7 @@ def by_hand(task: Task, *, graph: bool = False) -> Contender:
     parameters, scaler = list(model.parameters()), torch.amp.GradScaler(task.device)
     if graph:
         with task.switches(), task.autocast(cache_enabled=False):
-            model = torch.cuda.make_graphed_callables(model, batch)
+            torch.cuda.make_graphed_callables(model, batch)  # changes the model's forward()
 
     def plain() -> None:
         with task.autocast():
@@ -134,6 +134,8 @@ def accelerates(task: Task) -> Contender:
 def lightnings(task: Task) -> Contender:
     from lightning_fabric import Fabric
 
+    if task.precision == "fp16" and task.device == "cpu":
+        raise Refused("on a CPU, precision='16-mixed' runs in BF16")
     fabric = Fabric(accelerator=task.device, devices=1, precision=LIGHTNINGS_NAMES[task.precision])
     bare, plain, batch = task.trainee()
     model, optimizer = fabric.setup(bare, plain)

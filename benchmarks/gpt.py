@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-__all__ = ["GPT", "GPT2_124M", "GPT_1M", "GPT_ONE_LAYER", "GPT_4M", "Shape"]
+__all__ = ["GPT", "GPT2_124M", "GPT_1M", "GPT_4M", "GPT_ONE_LAYER", "Shape"]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,7 +5,6 @@ The reference is one process that has all the data of a window at once, and a lo
 
 import io
 import math
-import warnings
 from contextlib import nullcontext, redirect_stderr
 from functools import partial
 
@@ -14,7 +13,6 @@ import torch.distributed as dist
 from distributed_cases import (
     GROWTH_INTERVAL,
     INIT_SCALE,
-    OPTIMIZERS,
     WRAPPERS,
     Collectives,
     digest,
@@ -54,6 +52,10 @@ def whole(model):
     return [p.detach().full_tensor() if isinstance(p, DTensor) else p.detach() for p in model.parameters()]
 
 
+def distance(weights, others):
+    return max((a - b).abs().max().item() for a, b in zip(weights, others, strict=True))
+
+
 def rows_of(number, weighed):
     """How many rows of a micro-batch each rank has."""
     return (number % 3 + 1, 5 + number % 2) if weighed else (4, 4)
@@ -79,6 +81,14 @@ def windows_of(micro_batches, accumulate):
     return [range(micro_batches)[start : start + accumulate] for start in range(0, micro_batches, accumulate)]
 
 
+def smooth(name, model):
+    """An optimizer whose first step is not all sign, so that a gradient rounded otherwise does not turn it around."""
+    optimizer = optimizer_of(name, list(model.parameters()))
+    for group in optimizer.param_groups:
+        group["eps"] = 1e-2
+    return optimizer
+
+
 def decaying(optimizer):
     return torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
 
@@ -86,7 +96,7 @@ def decaying(optimizer):
 def alone(optimizer, precision, windows, due, weighed, clip):
     """One process with all the data of a window at once: weights and norms. In FP32 if nothing else is asked."""
     model = network("alone")
-    optimizer = OPTIMIZERS[optimizer](model.parameters())
+    optimizer = smooth(optimizer, model)
     scheduler, norms = decaying(optimizer), []
     for number, window in enumerate(windows):
         if number in due:
@@ -105,7 +115,7 @@ def alone(optimizer, precision, windows, due, weighed, clip):
 def by_hand(optimizer, precision, windows, mine):
     """DDP with ``no_sync``, torch's scaler and clipping, as one would write it."""
     model = network("ddp")
-    optimizer = OPTIMIZERS[optimizer](model.parameters())
+    optimizer = smooth(optimizer, model)
     scaler = torch.amp.GradScaler("cpu", enabled=precision == "fp16", **SCALING)
     scheduler = decaying(optimizer)
     for window in windows:
@@ -134,7 +144,7 @@ class Run:
 
     def __init__(self, wrapper, optimizer, precision, *, accumulate, weighed, clip, norm=False):
         self.model = network(wrapper, norm)
-        self.optimizer = optimizer_of(optimizer, list(self.model.parameters()))
+        self.optimizer = smooth(optimizer, self.model)
         self.engine = Engine(
             self.model,
             self.optimizer,
@@ -185,7 +195,7 @@ def train(
         for number in range(micro_batches)
     ]
     run = Run(wrapper, optimizer, precision, accumulate=accumulate, weighed=weighed, clip=clip)
-    facts = {"elements": [], "moved": [], "harmed": []}
+    facts = {"elements": [], "collectives": [], "moved": [], "harmed": []}
 
     def feed(numbered):
         for number, batch in numbered:
@@ -194,6 +204,7 @@ def train(
             with Collectives(sizes=True) as collectives:
                 step = run.pieces(*batch, **spoil) if style == "pieces" else run.step(*batch)
             facts["elements"].append(collectives.elements)
+            facts["collectives"].append(collectives.count)
             note(step, before)
 
     def note(step, before):
@@ -220,17 +231,17 @@ def train(
         "counts": [run.engine.applied_steps, run.engine.skipped_steps],
         "weights": digest(weights),
         "finite": all(bool(weight.isfinite().all()) for weight in weights),
-        "away": max((a - b).abs().max().item() for a, b in zip(weights, weights_due, strict=True)),
+        "away": distance(weights, weights_due),
         "norms_away": max((abs(a - b) / b for a, b in zip(good, norms_due, strict=True)), default=0.0),
         "by_hand": by_hand(optimizer, precision, windows, mine) if hand else None,
     }
 
 
 def statistics(overflow):
-    """BatchNorm under DDP: what a rank has in it before and after a window, of which one micro-batch overflows."""
+    """BatchNorm under DDP: what a rank has in it after each of three windows; in the second, one overflows."""
     run = Run("ddp", "adamw-fused", "fp16", accumulate=2, weighed=False, clip=False, norm=True)
     layer, seen = run.model.module[1], []
-    for number in range(6):  # the second window overflows
+    for number in range(6):
         bad = number == 2 and dist.get_rank() in overflow
         run.step(*batch_of(number, of=dist.get_rank(), overflows=bad))
         if number % 2:
@@ -270,12 +281,12 @@ def late_flush(wrapper):
     run.step(*batch_of(0, of=dist.get_rank()))
     try:
         run.engine.flush()
+        refusal = None
     except ValueError as error:
         refusal = str(error)
     steps = [run.step(*batch_of(number, of=dist.get_rank())) for number in (1, 2)]
     weights, _ = alone("adamw-fused", "fp32", [range(3)], (), False, False)
-    away = max((a - b).abs().max().item() for a, b in zip(whole(run.model), weights, strict=True))
-    return {"refusal": refusal, "closed": [step.closed for step in steps], "away": away}
+    return {"refusal": refusal, "closed": [step.closed for step in steps], "away": distance(whole(run.model), weights)}
 
 
 def failing(wrapper):
@@ -289,7 +300,7 @@ def failing(wrapper):
     for number in range(2):
         run.step(*batch_of(number, of=dist.get_rank()))
     weights, _ = alone("adamw-fused", "fp32", [range(2)], (), False, False)
-    return {"failed": failed, "away": max((a - b).abs().max().item() for a, b in zip(whole(run.model), weights, strict=True))}
+    return {"failed": failed, "away": distance(whole(run.model), weights)}
 
 
 class Failing(torch.autograd.Function):
@@ -311,7 +322,7 @@ def auto(alike):
         engine_module.choose = lambda asked, device: choose("bf16", device)
     error = None
     try:
-        with redirect_stderr(said), warnings.catch_warnings():
+        with redirect_stderr(said):
             model = DistributedDataParallel(nn.Linear(2, 1))
             Engine(model, torch.optim.SGD(model.parameters(), lr=0.1))
     except ValueError as caught:

@@ -190,12 +190,12 @@ def set_up(arrangement):
     return model, optimizers, schedulers
 
 
-def by_hand(arrangement, *, order_of_model=False):
+def by_hand(arrangement):
     """The documented loop, with a guard: all optimizers step, or none."""
     model, optimizers, schedulers = set_up(arrangement)
     data, count, dtype = arrangement.batches, arrangement.accumulate, DTYPES[arrangement.precision]
     scaler = torch.amp.GradScaler("cpu", **arrangement.scaling, enabled=arrangement.precision == "fp16")
-    parameters = list(model.parameters()) if order_of_model else [each for it in optimizers for each in held(it)]
+    parameters = list(model.parameters())  # in another order the norm may have another last bit
     run = Run()
     for start in range(0, len(data), count):
         window, loss = data[start : start + count], 0.0

@@ -13,7 +13,16 @@ from torch.optim import LBFGS, Optimizer
 
 from ampwise.errors import BadInput
 
-__all__ = ["checked_loss", "checked_models", "checked_optimizers", "checked_size", "loss_and_extra", "where"]
+__all__ = [
+    "checked_length",
+    "checked_loss",
+    "checked_models",
+    "checked_optimizers",
+    "checked_size",
+    "checked_weight",
+    "loss_and_extra",
+    "where",
+]
 
 
 def checked_models(given: Any) -> list[Module]:
@@ -65,6 +74,21 @@ def checked_size(accumulate: Any) -> int:
     if isinstance(accumulate, bool) or not isinstance(accumulate, int) or accumulate < 1:
         raise BadInput(f"Engine(accumulate={accumulate!r}): how many micro-batches make a step: 1 or more.")
     return accumulate
+
+
+def checked_length(history: Any) -> int:
+    if isinstance(history, bool) or not isinstance(history, int) or history < 0:
+        raise BadInput(f"Engine(history={history!r}): how many steps to keep: 0 or more.")
+    return history
+
+
+def checked_weight(weight: Any) -> Any:
+    if weight is not None and not callable(weight):
+        raise BadInput(
+            f"Engine(weight={weight!r}): a function is expected, of what the loss function is given, such as "
+            "lambda x, y: (y != padding).sum()."
+        )
+    return weight
 
 
 def where(models: Sequence[Module]) -> torch.device:

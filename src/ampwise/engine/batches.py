@@ -22,7 +22,10 @@ class Batches:
 
     def __iter__(self) -> Iterator[Any]:
         source = iter(self._loader)
-        while batches := list(islice(source, self._window.remaining)):
-            self._window.expect(len(batches))
-            yield from batches
+        try:
+            while batches := list(islice(source, self._window.remaining)):
+                self._window.expect(len(batches))
+                yield from batches
+        finally:
+            self._window.expect(None)  # for a loop may have been left early
         self._flush()  # for a batch may have been passed over

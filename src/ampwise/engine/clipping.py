@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
+from torch.nn import Parameter
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 from torch.optim import Optimizer
 
@@ -34,7 +35,9 @@ class Clipping:
             raise BadInput("Engine(clip_norm=..., clip_value=...): one of them is expected, not both.")
         return cls(norm, value)
 
-    def clip_(self, scaler: GradScaler, optimizers: Sequence[Optimizer]) -> None:
+    def clip_(
+        self, scaler: GradScaler, optimizers: Sequence[Optimizer], parameters: Callable[[], list[Parameter]]
+    ) -> None:
         """Look at all gradients at once: they are applied together or not at all. Then clip them.
 
         On a CPU the arithmetic is that of ``clip_grad_norm_``, so that a loop written by hand has the same weights to
@@ -46,12 +49,11 @@ class Clipping:
             return
         for optimizer in optimizers:
             scaler.unscale_(optimizer)
-        parameters = [parameter for each in optimizers for group in each.param_groups for parameter in group["params"]]
         if self.norm is not None:
-            clip_grad_norm_(parameters, self.norm)
+            clip_grad_norm_(parameters(), self.norm)  # of which the order decides on the last bit
         else:
             assert self.value is not None
-            clip_grad_value_(parameters, self.value)
+            clip_grad_value_(parameters(), self.value)
 
 
 def _all_on_cpu(optimizers: Sequence[Optimizer]) -> bool:

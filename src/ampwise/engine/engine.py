@@ -15,10 +15,12 @@ from torch.optim import Optimizer
 
 from ampwise.census.device import DeviceCensus
 from ampwise.engine.arguments import (
+    checked_length,
     checked_loss,
     checked_models,
     checked_optimizers,
     checked_size,
+    checked_weight,
     loss_and_extra,
     where,
 )
@@ -95,7 +97,7 @@ class Engine:
         self._trained.before_saving(self._schedules.settle)
         self._clipping = Clipping.checked(clip_norm, clip_value)
         self._window = Window(checked_size(accumulate))
-        self._weigh = weight
+        self._weigh = checked_weight(weight)
         self._set_to_none = set_to_none
         self.device = where(self._models)
         self._graphs = Graphs(self.device) if graph else None
@@ -109,9 +111,10 @@ class Engine:
         self._divided = process_group is not None  # a rank may have no share of a gradient, and steps along
         self.scaler = _scaler(self.device, chosen.scaled, scaling, process_group)
         self._statistics = Statistics(self._models)
+        self._statistics_within = Statistics(self._models)  # a window, as of the micro-batch at hand
         self.policy.apply(self._models[0] if len(self._models) == 1 else ModuleList(self._models))
         self._counts = Counts()
-        self.history = History(history)
+        self.history = History(checked_length(history))
         self._inside = False  # of a step
         self._begun = False  # the window: what it must not change is remembered
         self._closed = 0  # windows
@@ -152,7 +155,10 @@ class Engine:
         self, loss_fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], factor: Weight | None
     ) -> tuple[Tensor, Any]:
         """Forward and backward: the loss's share in the window, and what else was returned."""
-        self._begin()
+        if self._window.touched:
+            self._statistics_within.remember()
+        else:
+            self._begin()
 
         def one_pass(given: Any) -> tuple[Tensor, Any]:
             args, kwargs, factor = given
@@ -171,11 +177,19 @@ class Engine:
         try:
             with self._forward():
                 returned = loss_fn(*args, **kwargs)
+            self._refuse_gradients()
             return loss_and_extra(returned)
         except BaseException:
-            if not self._window.touched:
+            if self._window.touched:
+                self._statistics_within.restore()
+            else:
                 self._drop_window()
             raise
+
+    def _refuse_gradients(self) -> None:
+        """A loss function that has called backward() itself would be counted twice."""
+        if self._set_to_none and self._graphs is None and not self._window.touched and self._trained.has_gradients:
+            raise BadInput("the loss function must not call backward() itself: it returns the loss.")
 
     # The step in pieces
 
@@ -189,7 +203,8 @@ class Engine:
             with self._arithmetic.forward():
                 yield
             return
-        self._begin()
+        if not self._begun and any(model.training for model in self._models):  # or it may be an evaluation
+            self._begin()
         with self._forward():
             yield
 
@@ -238,10 +253,10 @@ class Engine:
         with self._arithmetic.backward():
             scaled = self.scaler.scale(outputs)
             gradients: tuple[Any, ...] = torch.autograd.grad(scaled, inputs, create_graph=create_graph, **kwargs)
-            scale = self.scaler._scale
-            if not self.scaler.is_enabled() or scale is None:
+            if not self.scaler.is_enabled():
                 return gradients
-            inverse = inverse_of(scale)
+            assert self.scaler._scale is not None
+            inverse = inverse_of(self.scaler._scale)
             return tuple(None if each is None else each * there(inverse, each.device) for each in gradients)
 
     # What happened
@@ -285,6 +300,13 @@ class Engine:
         gradients too, so that a run goes on from there as if it had not been broken.
         """
         self._refuse_inside("state_dict")
+        if self._window.passes:
+            raise BadInput("state_dict() between backward() and apply(): save after engine.apply().")
+        if self._window.touched:
+            self._ranks.refuse_open_window()
+        return self._state()
+
+    def _state(self) -> dict[str, Any]:
         applied, skipped = self._counts.settle()
         return {
             "version": VERSION,
@@ -302,7 +324,20 @@ class Engine:
         """Go on where ``state_dict`` was called; model and optimizer are loaded by themselves, in whatever order.
 
         other_precision: go on in this engine's precision and policy though the state was saved in another.
+        A state that cannot be gone on with is refused, and nothing has changed.
         """
+        self._refuse_inside("load_state_dict")
+        before = self._state()
+        try:
+            self._load(state, other_precision)
+        except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+            self._load(before, True)
+            if isinstance(error, BadInput):
+                raise
+            raise BadInput(f"load_state_dict(): the state is damaged ({type(error).__name__}: {error}).") from error
+        self.history.clear()
+
+    def _load(self, state: Mapping[str, Any], other_precision: bool) -> None:
         checked_saved(
             state,
             precision=self.precision,
@@ -313,6 +348,7 @@ class Engine:
         if self.scaler.is_enabled() and state["scaler"]:
             self.scaler.load_state_dict(state["scaler"])
         self._drop_gradients()
+        self._ranks.drop_unexchanged()
         load_window(self._window, state["window"], self._trained.parameters)
         self._begun = self._window.touched
         if self._begun:
@@ -320,7 +356,6 @@ class Engine:
         self._schedules.load(state["schedulers"])
         self._counts = Counts(state["applied_steps"], state["skipped_steps"])
         self._closed = state["applied_steps"] + state["skipped_steps"]
-        self.history.clear()
         restore_rng(state["rng"], self.device)
 
     # Inside
@@ -330,14 +365,13 @@ class Engine:
             raise BadInput(f"engine.{name}() inside of engine.step(): the loss function only computes the loss.")
 
     def _begin(self, *, remember: bool = True) -> None:
-        """A window, if this is the first of its micro-batches."""
-        if not self._begun:
-            self._drop_gradients()  # of others' backward passes, such as of another engine through this model
-            if remember:
-                self._statistics.remember()
-            else:
-                self._statistics.forget()
-            self._begun = True
+        """Begin a window."""
+        self._drop_gradients()  # of others' backward passes, such as of another engine through this model
+        if remember:
+            self._statistics.remember()
+        else:
+            self._statistics.forget()
+        self._begun = True
 
     @contextmanager
     def _forward(self) -> Iterator[None]:
@@ -384,6 +418,7 @@ class Engine:
             self._take_step(stepping)
         except BaseException:
             outcome = self.scaler._outcome_of(stepping[0])
+            self.scaler._abandon()
             if outcome is None or outcome is before:
                 self._drop_window()
             else:  # it went wrong after the step
@@ -397,9 +432,9 @@ class Engine:
         divisor = self._window.correction()
         if divisor is not None:
             if self._window.total is not None:
-                divisor = self._ranks.mean(divisor, self.device)
+                self._window.agreed = divisor = self._ranks.mean(divisor, self.device)
             self.scaler._besides = _on_device(divisor, self.device)
-        self._clipping.clip_(self.scaler, stepping)
+        self._clipping.clip_(self.scaler, stepping, self._trained.in_model_order)
         for optimizer in stepping:
             self.scaler.step(optimizer)
         self.scaler.update()
@@ -415,6 +450,7 @@ class Engine:
         self.history.append(step)
         self._counts.add(outcome)
         self._schedules.after(outcome)
+        self._window.learn()
         self._window.begin()
         self._begun = False
         if self._set_to_none and self._graphs is None:
@@ -438,6 +474,7 @@ class Engine:
         """As if its micro-batches had not been."""
         self._statistics.restore()
         self._drop_gradients()
+        self._ranks.drop_unexchanged()
         self._window.begin()
         self._begun = False
 

@@ -68,10 +68,24 @@ class Ranks:
                 "the data beforehand: for batch in engine.batches(loader)."
             )
         for module in self._holding:
-            for parameter in module.parameters():
-                if parameter.grad is not None:
-                    dist.all_reduce(parameter.grad, group=module.process_group)
-                    parameter.grad /= dist.get_world_size(module.process_group)
+            ignored = set(getattr(module, "parameters_to_ignore", ()))
+            named = [(name, each) for name, each in module.module.named_parameters() if each.grad is not None]
+            _average_([each.grad for name, each in named if name not in ignored], module.process_group)
+
+    def drop_unexchanged(self) -> None:
+        """Gradients of an open window that FSDP2 keeps to itself."""
+        for module in self._sharded:
+            for inner in module.modules():
+                if hasattr(inner, "_get_fsdp_state"):
+                    _drop_kept_by(inner._get_fsdp_state())
+
+    def refuse_open_window(self) -> None:
+        """Before saving: FSDP2 keeps the gradients of an open window to itself."""
+        if self._sharded:
+            raise BadInput(
+                "state_dict() in the middle of a window: FSDP2 has its gradients, and does not give them. Save when "
+                "step.closed is true."
+            )
 
     def mean(self, number: float | Tensor, device: torch.device) -> float | Tensor:
         """Over all ranks, the same on each."""
@@ -92,3 +106,23 @@ class Ranks:
             raise BadInput(
                 f"Engine(precision='auto'): the ranks' devices differ: {of_each}. Name one that all can run."
             )
+
+
+def _average_(gradients: Sequence[Tensor], group: Any) -> None:
+    """In place, over ranks, those of a dtype in one exchange."""
+    for dtype in {gradient.dtype for gradient in gradients}:
+        alike = [gradient for gradient in gradients if gradient.dtype == dtype]
+        flat = torch.cat([gradient.flatten() for gradient in alike])
+        dist.all_reduce(flat, group=group)
+        flat /= dist.get_world_size(group)
+        for gradient, part in zip(alike, flat.split([each.numel() for each in alike]), strict=True):
+            gradient.copy_(part.view_as(gradient))
+
+
+def _drop_kept_by(state: Any) -> None:
+    """Private to torch, where there is no other way: set what it would add to the next exchange to nothing."""
+    groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
+    for kept in (kept for group in groups if group is not None for kept in group.fsdp_params):
+        kept.unsharded_accumulated_grad = None
+        if hasattr(kept, "_unsharded_param"):
+            kept._unsharded_param.grad = None

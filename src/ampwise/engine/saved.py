@@ -28,7 +28,14 @@ def checked_saved(state: Any, *, precision: str, policy: Mapping[str, Any], sche
         raise BadInput(
             f"load_state_dict(): saved with {len(state['schedulers'])} schedulers, and this engine has {schedulers}."
         )
+    if precision == "fp16" == state["precision"] and not state["scaler"]:
+        raise BadInput("load_state_dict(): the state of the loss scale is missing.")
     if other:
+        if state["window"]["gradients"] is not None and state["precision"] != precision:
+            raise BadInput(
+                f"load_state_dict(): saved in {state['precision']} in the middle of a window, whose gradients do not "
+                f"fit {precision}. Save between windows, when step.closed is true."
+            )
         return
     if state["precision"] != precision:
         raise BadInput(
@@ -49,6 +56,7 @@ def saved_window(window: Window, parameters: Sequence[Parameter], statistics: li
         gradients = [None if each.grad is None else each.grad.detach().clone() for each in parameters]
     return {
         "length": window.length,
+        "divisor": window.divisor,
         "count": window.count,
         "loss": window.loss,
         "total": window.total,
@@ -69,7 +77,7 @@ def load_window(window: Window, saved: Mapping[str, Any], parameters: Sequence[P
     window.unit = saved["unit"]
     if saved["gradients"] is not None:
         _load_gradients(parameters, saved["gradients"])
-        window.length, window.count = saved["length"], saved["count"]
+        window.length, window.divisor, window.count = saved["length"], saved["divisor"], saved["count"]
         window.loss, window.total = saved["loss"], saved["total"]
 
 

@@ -19,21 +19,29 @@ class Trained:
 
     def __init__(self, optimizers: Sequence[Optimizer], models: Sequence[Module]) -> None:
         self.optimizers = list(optimizers)
+        everything = [id(parameter) for model in models for parameter in model.parameters()]
+        self._places = {identity: place for place, identity in enumerate(everything)}
         held = {id(parameter) for parameter in self.parameters}
         # Gradients of parameters that no optimizer has would add up for ever.
-        self._others = [
-            each for model in models for each in model.parameters() if each.requires_grad and id(each) not in held
-        ]
+        self._others = [each for model in models for each in model.parameters() if id(each) not in held]
 
     @property
     def parameters(self) -> list[Parameter]:
         """Those that optimizers hold, of one after the other."""
         return [each for optimizer in self.optimizers for group in optimizer.param_groups for each in group["params"]]
 
+    def in_model_order(self) -> list[Parameter]:
+        """Those that optimizers hold, as ``model.parameters()`` has them; then those added later."""
+        return sorted(self.parameters, key=lambda each: self._places.get(id(each), len(self._places)))
+
     @property
     def all_parameters(self) -> list[Parameter]:
-        """Those besides that get gradients."""
+        """Those besides that may get gradients."""
         return self.parameters + self._others
+
+    @property
+    def has_gradients(self) -> bool:
+        return any(parameter.grad is not None for parameter in self.parameters)
 
     @property
     def with_gradients(self) -> list[Optimizer]:
@@ -51,7 +59,8 @@ class Trained:
 
     def drop_gradients(self) -> None:
         for parameter in self.all_parameters:
-            parameter.grad = None
+            if parameter.grad is not None:
+                parameter.grad = None
 
     def clear_gradients(self) -> None:
         """Set them to zero, in the memory they have."""

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ampwise.engine.scaling.scale import is_number
@@ -26,17 +27,19 @@ class Window:
 
     def __init__(self, size: int) -> None:
         self.size = size  # micro-batches, as a rule
-        self.unit: float | None = None  # the weight of a typical micro-batch; the same on all ranks
+        self.unit: Weight | None = None  # the weight of a typical micro-batch; the same on all ranks
         self.begin()
 
     def begin(self) -> None:
         """Without a micro-batch."""
-        self.length = self.size  # of this window
+        self.length = self.size  # of this window, as far as is known
+        self.divisor = self.size  # of its losses: the length that was known at its first
         self.count = 0  # micro-batches that are complete
         self.loss: Tensor | None = None  # the sum of shares so far, on the device
         self.passes = 0  # backward passes of the micro-batch at hand
         self.weight: Weight | None = None  # of the micro-batch at hand
         self.total: Weight | None = None  # of all so far
+        self.agreed: Weight | None = None  # the correction by weights, over all ranks
 
     @property
     def touched(self) -> bool:
@@ -57,12 +60,14 @@ class Window:
     def complete(self) -> bool:
         return self.count >= self.length
 
-    def expect(self, more: int) -> None:
-        """Only so many more micro-batches are to come."""
-        self.length = self.count + more
+    def expect(self, more: int | None) -> None:
+        """So many more micro-batches are to come; None: as many as are wanted."""
+        self.length = self.size if more is None else self.count + more
 
     def factor(self, weight: Weight | None, settle_unit: Callable[[Weight], float]) -> Weight | None:
         """What the loss of the micro-batch at hand is to be multiplied by; None: divide it by the length."""
+        if not self.touched:
+            self.divisor = self.length
         if self.passes == 0:
             if self.count and (weight is None) != (self.total is None):
                 raise BadInput("some micro-batches of this window have a weight and some do not. Weigh all, or none.")
@@ -73,17 +78,20 @@ class Window:
             return None
         if self.unit is None:
             self.unit = settle_unit(self.weight)
-        return self.weight / (self.unit * self.length)
+        return self.weight / (self.unit * self.divisor)
 
     def share(self, loss: Tensor, factor: Weight | None) -> Tensor:
         """What the loss of a micro-batch contributes to that of the window."""
         if factor is not None:
             return loss * factor
-        return loss if self.length == 1 else loss / self.length
+        return loss if self.divisor == 1 else loss / self.divisor
 
     def add(self, share: Tensor) -> None:
         """A backward pass is done."""
         self.passes += 1
+        if self.weight is not None:  # the mean of nothing is NaN, and counts for nothing
+            counts = torch.as_tensor(self.weight, device=share.device) > 0
+            share = torch.where(counts, share, 0.0)
         self.loss = share if self.loss is None else self.loss + share
 
     def next(self) -> None:
@@ -95,9 +103,19 @@ class Window:
     def correction(self) -> Weight | None:
         """What gradients and loss are to be divided by to be means; None if they are."""
         if self.total is None:
-            return None if self.count == self.length else self.count / self.length
+            return None if self.count == self.divisor else self.count / self.divisor
         assert self.unit is not None
-        return self.total / (self.unit * self.length)
+        return self.total / (self.unit * self.divisor)
+
+    def learn(self) -> None:
+        """What is typical, from this window, for the next."""
+        if self.unit is None or self.agreed is None:
+            return
+        seen = self.unit * self.agreed * (self.divisor / self.count)
+        if isinstance(seen, Tensor):
+            self.unit = torch.where(seen > 0, seen, self.unit)
+        elif seen > 0:
+            self.unit = seen
 
 
 def _checked(weight: Any) -> Weight:

@@ -31,6 +31,8 @@ from .equivalence_loops import (
 # A distance is relative to the way the parameters have come in the run: norm(a - b) / norm(b - start).
 # clip_ accumulates the norm in FP64 and may round a gradient once where torch rounds it twice.
 # What a run of 200 steps showed stands in brackets; a tolerance is a few times that.
+pytestmark = pytest.mark.usefixtures("small_operations_are_cheap")
+
 CLIP_TOLERANCES = {
     "Muon": 5e-4,  # [6e-5] orthogonalises in BF16, where a last bit may become 2**-8
     "others": 1e-6,  # [3e-7]
@@ -44,17 +46,6 @@ FLOAT64_TOLERANCES = {
 }
 OTHER_SCALE_TOLERANCE = 1e-6  # [2e-7] a scale that is no power of two rounds a gradient twice more
 AUTOCAST_TOLERANCES = {torch.float16: 2e-3, torch.bfloat16: 2e-2}  # [4e-4, 3e-3] 11 and 8 bits
-
-
-@pytest.fixture(autouse=True, scope="module")
-def small_operations_are_cheap():
-    """oneDNN sets up for a millisecond where the multiplication takes ten microseconds."""
-    threads, onednn = torch.get_num_threads(), torch._C._get_mkldnn_enabled()
-    torch.set_num_threads(1)
-    torch._C._set_mkldnn_enabled(False)
-    yield
-    torch.set_num_threads(threads)
-    torch._C._set_mkldnn_enabled(onednn)
 
 
 def clip_in_torch(scaler, optimizer):

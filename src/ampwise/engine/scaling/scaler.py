@@ -364,6 +364,14 @@ class GradScaler(torch.amp.GradScaler):
             look = self._new_look(entry)
         return look
 
+    def _abandon(self) -> None:
+        """The iteration, after a step that failed: what comes next is another."""
+        if self._enabled:
+            self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
+        for entry in self._entries:
+            entry.begin_anew()
+        self._stepped, self._over, self._besides = [], True, None
+
     def _outcome_of(self, optimizer: Optimizer) -> Outcome | None:
         """How its last step went."""
         return self._entries.of(optimizer).outcome
