@@ -9,7 +9,7 @@ from torch.nn.functional import cross_entropy
 
 from ampwise import Engine
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")]
 
 DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 BATCHES = 12
@@ -56,6 +56,13 @@ def by_hand(model, precision, data, *, accumulate=1, clip=None, init_scale=2.0**
     return [parameter.detach().clone() for parameter in model.parameters()]
 
 
+@pytest.fixture
+def no_waiting():
+    """From its call on, whatever waits for the device raises."""
+    yield lambda: torch.cuda.set_sync_debug_mode("error")
+    torch.cuda.set_sync_debug_mode("default")
+
+
 def by_engine(model, data, **options):
     engine = Engine(model, adamw(model), **options)
 
@@ -95,7 +102,7 @@ def test_an_overflow_is_skipped_and_the_scale_found():
 
 
 @pytest.mark.parametrize("precision", list(DTYPES))
-def test_nothing_waits(precision):
+def test_nothing_waits(precision, no_waiting):
     model = build(norm=True)
     optimizer = adamw(model)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
@@ -107,18 +114,15 @@ def test_nothing_waits(precision):
     data = batches(30)
     for x, y in data[:10]:
         engine.step(loss_fn, x, y)
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        for x, y in data[10:]:
-            engine.step(loss_fn, x, y)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
+    no_waiting()
+    for x, y in data[10:]:
+        engine.step(loss_fn, x, y)
+    torch.cuda.set_sync_debug_mode("default")
     assert engine.applied_steps == 15
     assert engine.history["loss"][-1] > 0
 
 
-def test_token_weights_do_not_wait():
+def test_token_weights_do_not_wait(no_waiting):
     model = build()
     engine = Engine(model, adamw(model), "bf16", accumulate=2, weight=lambda x, y: (y != 0).sum())
 
@@ -128,13 +132,10 @@ def test_token_weights_do_not_wait():
     data = batches(12)
     for x, y in data[:4]:
         engine.step(loss_fn, x, y)
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        for x, y in data[4:]:
-            step = engine.step(loss_fn, x, y)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
+    no_waiting()
+    for x, y in data[4:]:
+        step = engine.step(loss_fn, x, y)
+    torch.cuda.set_sync_debug_mode("default")
     assert step.closed
     assert step.loss > 0
 

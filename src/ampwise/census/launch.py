@@ -87,14 +87,14 @@ class Counted:
         # Memory is reused in the stream's order, so the gradients may go now; an unread result must not hold them.
         batch.kept.clear()
         self.batch, self.buffer = batch, buffer
-        # An event inside a capture means nothing outside it; whoever replays the graph has to wait for it anyway.
+        # A stream that captures means nothing outside; whoever replays the graph has to wait for it anyway.
         captured = batch.device.type != "cuda" or torch.cuda.is_current_stream_capturing()
-        self._counted = None if captured else torch.cuda.current_stream(batch.device).record_event()
+        self._stream = None if captured else torch.cuda.current_stream(batch.device)
 
     def fetch(self) -> list[Census]:
         """Bring the counts to the host, which waits for the device."""
-        if self._counted is not None:  # whoever asks may be on another stream
-            torch.cuda.current_stream(self.batch.device).wait_event(self._counted)
+        if self._stream is not None:  # whoever asks may be on another
+            torch.cuda.current_stream(self.batch.device).wait_stream(self._stream)
         return read_census(self.buffer, self.batch)
 
 

@@ -44,7 +44,7 @@ class Clipping:
         the last bit. Elsewhere clipping is left to the optimizer's kernel, which spares two sweeps of the gradients.
         """
         by_torch = self.norm is not None and _all_on_cpu(optimizers)
-        scaler.clip_(optimizers, NO_CLIPPING if self.norm is None or by_torch else self.norm)
+        scaler._judge(optimizers, NO_CLIPPING if self.norm is None or by_torch else self.norm)
         if self.value is None and not by_torch:
             return
         for optimizer in optimizers:

@@ -162,8 +162,9 @@ class Engine:
 
         def one_pass(given: Any) -> tuple[Tensor, Any]:
             args, kwargs, factor = given
-            loss, extra = self._run(loss_fn, args, kwargs)
-            return self._backward(self._window.share(loss, factor), {}), extra
+            with self._arithmetic.products():
+                loss, extra = self._run(loss_fn, args, kwargs)
+                return self._backward(self._window.share(loss, factor), {}), extra
 
         if self._graphs is None:
             return one_pass((args, kwargs, factor))
@@ -175,7 +176,7 @@ class Engine:
 
     def _run(self, loss_fn: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Tensor, Any]:
         try:
-            with self._forward():
+            with self._ranks.exchanging(self._window.at_its_last), self._arithmetic.forward():
                 returned = loss_fn(*args, **kwargs)
             self._refuse_gradients()
             return loss_and_extra(returned)
@@ -200,12 +201,16 @@ class Engine:
         Gradients need to be enabled for training, as they are unless one turns them off.
         """
         if not torch.is_grad_enabled():
-            with self._arithmetic.forward():
+            with self._arithmetic.products(), self._arithmetic.forward():
                 yield
             return
         if not self._begun and any(model.training for model in self._models):  # or it may be an evaluation
             self._begin()
-        with self._forward():
+        with (
+            self._arithmetic.products(),
+            self._ranks.exchanging(self._window.at_its_last),
+            self._arithmetic.forward(),
+        ):
             yield
 
     def backward(self, loss: Tensor, *, weight: Weight | None = None, **kwargs: Any) -> None:
@@ -218,7 +223,8 @@ class Engine:
         if not self._begun:  # without our autocast, there are no statistics to go back to
             self._begin(remember=False)
         share = self._window.share(loss, self._window.factor(weight, self._typical))
-        self._window.add(self._backward(share, kwargs))
+        with self._arithmetic.products():
+            self._window.add(self._backward(share, kwargs))
 
     def apply(self) -> Step:
         """The end of a micro-batch. If it completes the window, the optimizer has its turn."""
@@ -250,7 +256,7 @@ class Engine:
 
     def grad(self, outputs: Tensor, inputs: Any, *, create_graph: bool = True, **kwargs: Any) -> tuple[Any, ...]:
         """``torch.autograd.grad`` in true units, for a penalty on gradients; scaled on the way, so that FP16 holds."""
-        with self._arithmetic.backward():
+        with self._arithmetic.products(), self._arithmetic.backward():
             scaled = self.scaler.scale(outputs)
             gradients: tuple[Any, ...] = torch.autograd.grad(scaled, inputs, create_graph=create_graph, **kwargs)
             if not self.scaler.is_enabled():
@@ -373,11 +379,6 @@ class Engine:
             self._statistics.forget()
         self._begun = True
 
-    @contextmanager
-    def _forward(self) -> Iterator[None]:
-        with self._ranks.exchanging(self._window.at_its_last), self._arithmetic.forward():
-            yield
-
     def _backward(self, share: Tensor, kwargs: dict[str, Any]) -> Tensor:
         try:
             with self._ranks.exchanging(self._window.at_its_last), self._arithmetic.backward():
@@ -434,6 +435,7 @@ class Engine:
             if self._window.total is not None:
                 self._window.agreed = divisor = self._ranks.mean(divisor, self.device)
             self.scaler._besides = _on_device(divisor, self.device)
+        self.scaler._aside = self._window.loss
         self._clipping.clip_(self.scaler, stepping, self._trained.in_model_order)
         for optimizer in stepping:
             self.scaler.step(optimizer)
@@ -458,12 +460,11 @@ class Engine:
         return step
 
     def _step_of(self, outcome: Outcome, lrs: Sequence[float | Posted], extra: Any) -> Step:
-        loss, divisor = self._window.loss, self._window.correction()
-        assert loss is not None
+        divisor = self._window.correction()
         return Step(
             self._closed,
             self.precision,
-            Posted(loss.reshape(1)),
+            self._window.loss if outcome.posted is None else None,
             loss_divisor=1.0 if divisor is None else _posted(divisor),
             outcome=outcome,
             lrs=lrs,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -14,6 +14,8 @@ from torch.nn import Module
 from ampwise.errors import BadInput
 
 __all__ = ["Ranks", "speaks"]
+
+AS_THEY_DO: AbstractContextManager[Any] = nullcontext()
 
 
 def speaks() -> bool:
@@ -40,13 +42,13 @@ class Ranks:
         """The model is spread over ranks, or copied to them."""
         return dist.is_available() and dist.is_initialized() and bool(self._holding or self._sharded)
 
-    @contextmanager
-    def exchanging(self, wanted: bool) -> Iterator[None]:
+    def exchanging(self, wanted: bool) -> AbstractContextManager[Any]:
         """A micro-batch, forward and backward: gradients are exchanged in the last of a window only."""
         self._switch(wanted)
-        if wanted or not self._holding:
-            yield
-            return
+        return AS_THEY_DO if wanted or not self._holding else self._without_exchange()
+
+    @contextmanager
+    def _without_exchange(self) -> Iterator[None]:
         with ExitStack() as stack:
             for module in self._holding:
                 stack.enter_context(module.no_sync())

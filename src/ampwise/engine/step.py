@@ -33,7 +33,7 @@ class Step:
         self,
         number: int,
         precision: str,
-        loss: Posted | Tensor,
+        loss: Tensor | None = None,
         *,
         loss_divisor: float | Tensor | Posted = 1.0,
         outcome: Outcome | None = None,
@@ -42,7 +42,7 @@ class Step:
     ) -> None:
         self.number, self.precision, self.extra = number, precision, extra
         self.closed = outcome is not None
-        self._loss: Posted | Tensor | float = loss
+        self._loss: Tensor | float | None = loss  # None: it travels with the outcome
         self._loss_divisor = loss_divisor
         self._outcome = outcome
         self._lrs: tuple[float | Posted, ...] = tuple(lrs)
@@ -51,10 +51,16 @@ class Step:
     @property
     def loss(self) -> float:
         """The mean over the window's micro-batches so far, or over their tokens."""
-        if not isinstance(self._loss, float):
-            divisor = _number(self._loss_divisor)
-            self._loss = _number(self._loss) / divisor if divisor else math.nan
+        if self._loss is None:
+            self._facts()
+        if isinstance(self._loss, Tensor):
+            self._loss = self._mean(float(self._loss.item()))
+        assert self._loss is not None
         return self._loss
+
+    def _mean(self, total: float) -> float:
+        divisor = _number(self._loss_divisor)
+        return total / divisor if divisor else math.nan
 
     @property
     def skipped(self) -> bool:
@@ -124,6 +130,8 @@ class Step:
             if self._outcome is None:
                 return False, math.nan, math.nan
             self._settled = self._outcome.skipped, self._outcome.norm, self._outcome.scale
+            if self._loss is None:
+                self._loss = self._mean(self._outcome.aside)
             self._outcome = None
         return self._settled
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 
@@ -11,6 +11,8 @@ from ampwise.engine.precision.precision import Precision
 from ampwise.engine.precision.switches import fp32_products
 
 __all__ = ["Arithmetic"]
+
+AS_IT_IS: AbstractContextManager[Any] = nullcontext()
 
 
 class Arithmetic:
@@ -21,22 +23,19 @@ class Arithmetic:
         self._device_type = device_type
         self._cached = cached  # copies of weights, from their first use in a block to its end
 
-    @contextmanager
-    def forward(self) -> Iterator[None]:
-        dtype = self.precision.dtype
-        cached = None if self._cached else False
-        with (
-            fp32_products(self.precision.tf32),
-            torch.autocast(self._device_type, dtype, enabled=dtype is not None, cache_enabled=cached),
-        ):
-            yield
+    def products(self) -> AbstractContextManager[Any]:
+        """What FP32 products run in, forward and backward."""
+        return AS_IT_IS if self.precision.tf32 is None else fp32_products(self.precision.tf32)
 
-    @contextmanager
-    def backward(self) -> Iterator[None]:
+    def forward(self) -> AbstractContextManager[Any]:
+        """Autocast. Where there is none, it is off, whatever is around."""
+        dtype = self.precision.dtype
+        if dtype is None:
+            return self.backward()
+        return torch.autocast(self._device_type, dtype, cache_enabled=None if self._cached else False)
+
+    def backward(self) -> AbstractContextManager[Any]:
         """Without autocast: each operation runs backward in what it ran in forward."""
-        with fp32_products(self.precision.tf32):
-            if not torch.is_autocast_enabled(self._device_type):
-                yield
-                return
-            with torch.autocast(self._device_type, enabled=False):
-                yield
+        if not torch.is_autocast_enabled(self._device_type):
+            return AS_IT_IS
+        return torch.autocast(self._device_type, enabled=False)

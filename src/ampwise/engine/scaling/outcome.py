@@ -40,6 +40,11 @@ class Outcome:
         return math.nan if self.posted is None else self.posted.read()[Fact.SCALE]
 
     @property
+    def aside(self) -> float:
+        """The number that travelled with the facts, where one did."""
+        return math.nan if self.posted is None else self.posted.read()[-1]
+
+    @property
     def known(self) -> bool:
         """Asking would not wait."""
         return self.numbers is None or (self.posted is not None and self.posted.arrived)

@@ -32,7 +32,8 @@ from ampwise.errors import BadInput
 __all__ = ["GradScaler"]
 
 OF_THIS_PROCESS = (
-    "_entries", "_stepped", "_over", "_unwatched", "_besides", "_last", "_posted", "_tally", "_process_group",
+    "_entries", "_stepped", "_over", "_unwatched", "_aside", "_besides", "_last", "_posted", "_tally", "_idle_scale",
+    "_process_group",
 )  # fmt: skip
 MOST_DEVICES = 16  # an integer below is the number of a GPU, and no scale
 
@@ -99,12 +100,14 @@ class GradScaler(torch.amp.GradScaler):
         self._stepped: list[Entry] = []  # in this iteration
         self._over = False  # the iteration, so that what is read next belongs to another
         self._unwatched = 0  # steps that nobody looked at
+        self._aside: Tensor | None = None  # a number that travels with the facts
         self._besides: Tensor | None = None  # what gradients of this iteration are multiplied by, besides the scale
         self._forget()
 
     def _forget(self) -> None:
         """Facts of steps in the past."""
         self._tally: Tensor | None = None
+        self._idle_scale: tuple[Tensor, Tensor] | None = None  # one that stays 1, where scaling is off
         self._last: Outcome | None = None
         self._posted: Posted | None = None
 
@@ -265,6 +268,7 @@ class GradScaler(torch.amp.GradScaler):
         self._over, self._besides = True, None
         if self._enabled:
             self._close(stepped, others, move=new_scale is None)
+        self._aside = None
 
     # What happened
 
@@ -364,13 +368,21 @@ class GradScaler(torch.amp.GradScaler):
             look = self._new_look(entry)
         return look
 
+    def _judge(self, optimizers: Sequence[Optimizer], max_norm: float) -> None:
+        """Look at gradients of several optimizers together, and clip them at the step: ``clip_``, for an engine.
+
+        Nothing has been asked of this iteration before.
+        """
+        every = {self._entries.of(each): gradients_of(each) for each in optimizers}
+        self._look_at(list(every), list(every.values()), max_norm)
+
     def _abandon(self) -> None:
         """The iteration, after a step that failed: what comes next is another."""
         if self._enabled:
             self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
         for entry in self._entries:
             entry.begin_anew()
-        self._stepped, self._over, self._besides = [], True, None
+        self._stepped, self._over, self._besides, self._aside = [], True, None, None
 
     def _outcome_of(self, optimizer: Optimizer) -> Outcome | None:
         """How its last step went."""
@@ -478,14 +490,21 @@ class GradScaler(torch.amp.GradScaler):
                 self._limits, growth=self._growth_factor, backoff=self._backoff_factor, interval=self._growth_interval
             )
         else:
-            device = rows[0].device if self._tally is None else self._tally.device
-            scale, tracker = torch.ones((), device=device), torch.zeros((), dtype=torch.int32, device=device)
+            scale, tracker = self._scale_without_scaling(rows[0].device)
             limits = WITHOUT_SCALE
         numbers = [there(row, scale.device) for row in rows]
         if self._tally is None:
             self._tally = new_tally(scale.device, *self._saved_tally)
         outcomes = numbers[0].unsqueeze(0) if len(numbers) == 1 else torch.stack(numbers)
-        return advance_(scale, tracker, self._tally, outcomes, stepped, limits, move=move)
+        aside = None if self._aside is None else there(self._aside, scale.device)
+        return advance_(scale, tracker, self._tally, outcomes, stepped, limits, move=move, aside=aside)
+
+    def _scale_without_scaling(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        if self._idle_scale is None:
+            with torch.inference_mode(False):  # it outlives a block that the first step may be in
+                tracker = torch.zeros((), dtype=torch.int32, device=device)
+                self._idle_scale = torch.ones((), device=device), tracker
+        return self._idle_scale
 
     def _counts(self) -> tuple[int, int, int]:
         """Overflows in a row, steps applied, steps skipped."""
