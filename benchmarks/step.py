@@ -144,7 +144,7 @@ def whole(heats: Sequence[Heat] | None = None) -> Result:
 
 
 def tiny(turns: Turns | None = None) -> Result:
-    turns = turns or (Turns(40, 20) if has_gpu() else Turns(30, 5))
+    turns = turns or (Turns(25, 20) if has_gpu() else Turns(30, 5))
     shape = GPT_1M if has_gpu() else GPT_ONE_LAYER
     result = Result(
         name=f"step_tiny_{suffix()}",
@@ -266,7 +266,7 @@ def waits() -> Result:
 
 
 def graph(turns: Turns | None = None) -> Result:
-    turns, shape = turns or Turns(40, 20), GPT_1M
+    turns, shape = turns or Turns(25, 20), GPT_1M
     result = Result(
         name="step_graph_gpu",
         title=f"CUDA graphs, {shape.name}",

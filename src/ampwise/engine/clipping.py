@@ -43,6 +43,8 @@ class Clipping:
         On a CPU the arithmetic is that of ``clip_grad_norm_``, so that a loop written by hand has the same weights to
         the last bit. Elsewhere clipping is left to the optimizer's kernel, which spares two sweeps of the gradients.
         """
+        if self.norm is None and self.value is None and not scaler._looks:
+            return
         by_torch = self.norm is not None and _all_on_cpu(optimizers)
         scaler._judge(optimizers, NO_CLIPPING if self.norm is None or by_torch else self.norm)
         if self.value is None and not by_torch:

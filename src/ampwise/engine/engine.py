@@ -35,12 +35,12 @@ from ampwise.engine.rng import restore_rng, rng_state
 from ampwise.engine.saved import VERSION, checked_saved, load_window, saved_window
 from ampwise.engine.scaling.facts import Posted
 from ampwise.engine.scaling.gradients import there
-from ampwise.engine.scaling.outcome import Outcome
+from ampwise.engine.scaling.outcome import Counts, Outcome
 from ampwise.engine.scaling.reading import inverse_of
 from ampwise.engine.scaling.scaler import GradScaler
 from ampwise.engine.schedule import Schedules
 from ampwise.engine.statistics import Statistics
-from ampwise.engine.step import Counts, History, Step
+from ampwise.engine.step import History, Step
 from ampwise.engine.trained import Trained
 from ampwise.engine.window import Weight, Window
 from ampwise.errors import BadInput
@@ -276,12 +276,12 @@ class Engine:
     @property
     def applied_steps(self) -> int:
         """How many steps changed the weights; waits for the last."""
-        return self._counts.settle()[0]
+        return self._counts.settle().applied
 
     @property
     def skipped_steps(self) -> int:
         """How many steps were skipped; waits for the last."""
-        return self._counts.settle()[1]
+        return self._counts.settle().skipped
 
     @property
     def accumulating(self) -> bool:
@@ -313,15 +313,15 @@ class Engine:
         return self._state()
 
     def _state(self) -> dict[str, Any]:
-        applied, skipped = self._counts.settle()
+        counts = self._counts.settle()
         return {
             "version": VERSION,
             "precision": self.precision,
             "policy": self.policy.as_dict(),
             "scaler": self.scaler.state_dict(),
             "schedulers": self._schedules.state(),
-            "applied_steps": applied,
-            "skipped_steps": skipped,
+            "applied_steps": counts.applied,
+            "skipped_steps": counts.skipped,
             "window": saved_window(self._window, self._trained.parameters, self._statistics.state()),
             "rng": rng_state(self.device),
         }

@@ -102,9 +102,22 @@ class Graphs:
             self._gradients[parameter] = torch.zeros_like(parameter) if before is None else before.clone()
         self._put_gradients_back()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
-            returned = one_pass(tree_unflatten(statics, shape))
+        try:
+            with torch.cuda.graph(graph, pool=self._pool):
+                returned = one_pass(tree_unflatten(statics, shape))
+        except Exception as error:
+            _mend_random_numbers()
+            error.add_note(
+                "ampwise: graph=True cannot capture a loss function that waits for the GPU, or copies to it."
+            )
+            raise
         return Captured(graph, [leaf for leaf in statics if isinstance(leaf, Tensor)], returned)
+
+
+def _mend_random_numbers() -> None:
+    """A capture that failed leaves torch's generator believing that it goes on; one that ends tells it otherwise."""
+    with torch.cuda.graph(torch.cuda.CUDAGraph()):
+        torch.zeros((), device="cuda")
 
 
 def _kinds(leaves: Sequence[Any]) -> Hashable:

@@ -14,7 +14,7 @@ from ampwise.engine.scaling.facts import Posted
 from ampwise.engine.scaling.outcome import Outcome
 from ampwise.errors import BadInput
 
-__all__ = ["Counts", "History", "Step"]
+__all__ = ["History", "Step"]
 
 FACTS = ("loss", "skipped", "grad_norm", "scale", "precision", "lr")
 SURELY_THERE = 4  # steps later, a number has arrived, so that keeping it costs no memory of the device
@@ -184,28 +184,3 @@ class History(Sequence[Step]):
 
     def __repr__(self) -> str:
         return f"<History of {len(self)} steps>"
-
-
-class Counts:
-    """How many steps were applied and how many skipped: counted as the news arrives."""
-
-    def __init__(self, applied: int = 0, skipped: int = 0) -> None:
-        self._applied, self._skipped = applied, skipped
-        self._awaited: deque[Outcome] = deque()
-
-    def add(self, outcome: Outcome) -> None:
-        self._awaited.append(outcome)
-        while self._awaited and self._awaited[0].skip_known:
-            self._count()
-
-    def settle(self) -> tuple[int, int]:
-        """Both counts; waits for the last step."""
-        while self._awaited:
-            self._count()
-        return self._applied, self._skipped
-
-    def _count(self) -> None:
-        if self._awaited.popleft().skipped:
-            self._skipped += 1
-        else:
-            self._applied += 1

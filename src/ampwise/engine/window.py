@@ -90,8 +90,8 @@ class Window:
         """A backward pass is done."""
         self.passes += 1
         if self.weight is not None:  # the mean of nothing is NaN, and counts for nothing
-            counts = torch.as_tensor(self.weight, device=share.device) > 0
-            share = torch.where(counts, share, 0.0)
+            nothing = torch.as_tensor(self.weight, device=share.device) == 0
+            share = share.masked_fill(nothing, 0.0)
         self.loss = share if self.loss is None else self.loss + share
 
     def next(self) -> None:
@@ -113,7 +113,7 @@ class Window:
             return
         seen = self.unit * self.agreed * (self.divisor / self.count)
         if isinstance(seen, Tensor):
-            self.unit = torch.where(seen > 0, seen, self.unit)
+            self.unit = seen.masked_fill(~(seen > 0), self.unit)
         elif seen > 0:
             self.unit = seen
 

@@ -160,11 +160,9 @@ def test_the_kernel_moves_the_scale_as_defined(name, optimizers, stepped, move):
         often = 0.9 if turn % 20 < 10 else 0.05
         found = (torch.rand(optimizers, generator=generator) < often).float()
         outcomes = torch.stack([torch.rand(optimizers, generator=generator), found], dim=1)
-        aside = [None, torch.tensor(turn / 7, dtype=torch.float16), torch.tensor(turn / 7)][turn % 3]
-        facts = launch_advance_(*state, outcomes, stepped, LIMITS[name], move=move, aside=aside)
-        right = advance_(*mirror, outcomes, stepped, LIMITS[name], move=move, aside=aside)
+        facts = launch_advance_(*state, outcomes, stepped, LIMITS[name], move=move)
+        right = advance_(*mirror, outcomes, stepped, LIMITS[name], move=move)
         assert torch.equal(facts, right), turn
-        assert aside is None or right[-1] == aside
         assert all(map(torch.equal, state, mirror)), turn
         stuck += int(right[Fact.STUCK])
     assert (state[0].dtype, state[1].dtype) == (torch.float32, torch.int32)

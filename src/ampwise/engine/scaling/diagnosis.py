@@ -6,16 +6,12 @@ import warnings
 from collections.abc import Mapping
 
 from ampwise.census.algebra import Census
-from ampwise.engine.scaling.scale import Limits
 from ampwise.errors import ScaleCollapsed
 
-__all__ = ["WITHOUT_SCALE", "collapsed", "warn_of_skips"]
+__all__ = ["PATIENCE", "collapsed", "warn_of_skips"]
 
 SHOWN = 3  # parameters by name
 PATIENCE = 30  # skips in a row before a word is said where there is no scale to lower: as many as it takes FP16
-
-# Steps without scaling are counted as if by a scale that is at its floor, and very patient.
-WITHOUT_SCALE = Limits(growth=2.0, backoff=0.5, interval=2**31 - 1, floor=1.0, ceiling=1.0, hysteresis=PATIENCE)
 
 
 def collapsed(floor: float, in_a_row: int, censuses: Mapping[str, Census]) -> ScaleCollapsed:
@@ -28,14 +24,13 @@ def collapsed(floor: float, in_a_row: int, censuses: Mapping[str, Census]) -> Sc
 
 
 def warn_of_skips(in_a_row: int, censuses: Mapping[str, Census]) -> None:
-    """Say once that nothing is learned any more."""
-    if in_a_row == PATIENCE:
-        warnings.warn(
-            f"GradScaler: {in_a_row} steps in a row were skipped because gradients are not finite. {_cause(censuses)} "
-            "Look for what is not finite in the data, the loss or the weights.",
-            RuntimeWarning,
-            stacklevel=6,
-        )
+    """Say that nothing is learned any more."""
+    warnings.warn(
+        f"GradScaler: {in_a_row} steps in a row were skipped because gradients are not finite. {_cause(censuses)} "
+        "Look for what is not finite in the data, the loss or the weights.",
+        RuntimeWarning,
+        stacklevel=6,
+    )
 
 
 def _way_out(floor: float) -> str:

@@ -101,9 +101,8 @@ def judge_totals_kernel(totals, scale, verdict, max_norm, SCALED: tl.constexpr):
 
 @triton.jit
 def advance_kernel(
-    scale, tracker, tally, outcomes, limits, aside, facts, optimizers, stepped, interval, hysteresis,
-    MOVE: tl.constexpr, ASIDE: tl.constexpr,
-):  # fmt: skip
+    scale, tracker, tally, outcomes, limits, facts, optimizers, stepped, interval, hysteresis, MOVE: tl.constexpr
+):
     """One step closed: see ``scale.State.after``. ``limits``: growth, backoff, floor, ceiling in FP64."""
     overflows = 0
     skipped = 0
@@ -146,8 +145,6 @@ def advance_kernel(
     tl.store(facts + 3, applied_steps.to(tl.float64))
     tl.store(facts + 4, skipped_steps.to(tl.float64))
     tl.store(facts + 5, stuck.to(tl.float64))
-    if ASIDE:
-        tl.store(facts + _OUTCOMES + 2 * optimizers, tl.load(aside).to(tl.float64))
 
 
 def launch_totals(counted: Counted, weights: tuple[float, ...] | None) -> Tensor:
@@ -188,26 +185,16 @@ def launch_judge_totals(totals: Tensor, scale: Tensor | None, max_norm: float) -
 
 
 def launch_advance_(
-    scale: Tensor,
-    growth_tracker: Tensor,
-    tally: Tensor,
-    outcomes: Tensor,
-    stepped: int,
-    limits: Limits,
-    *,
-    move: bool,
-    aside: Tensor | None = None,
+    scale: Tensor, growth_tracker: Tensor, tally: Tensor, outcomes: Tensor, stepped: int, limits: Limits, *, move: bool
 ) -> Tensor:
     """Close a step in one launch; returns the facts."""
     count = len(outcomes)
     bounds = (limits.growth, limits.backoff, in_fp32(limits.floor), in_fp32(limits.ceiling))
-    places = Fact.FIRST_OPTIMIZER + 2 * count + (aside is not None)
-    facts = torch.empty(places, dtype=torch.float64, device=scale.device)
+    facts = torch.empty(Fact.FIRST_OPTIMIZER + 2 * count, dtype=torch.float64, device=scale.device)
     with launching_on(scale.device):
         advance_kernel[(1,)](
-            scale, growth_tracker, tally, outcomes, _on_device(bounds, scale.device),
-            facts if aside is None else aside, facts, count, stepped, limits.interval, limits.hysteresis,
-            MOVE=move, ASIDE=aside is not None, num_warps=1,
+            scale, growth_tracker, tally, outcomes, _on_device(bounds, scale.device), facts,
+            count, stepped, limits.interval, limits.hysteresis, MOVE=move, num_warps=1,
         )  # fmt: skip
     return facts
 

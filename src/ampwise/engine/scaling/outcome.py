@@ -1,8 +1,9 @@
-"""How an optimizer's last step went, wherever that is known by now."""
+"""How steps went, wherever that is known by now."""
 
 from __future__ import annotations
 
 import math
+from collections import deque
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -10,19 +11,20 @@ from torch import Tensor
 from ampwise.engine.scaling.facts import Posted
 from ampwise.engine.scaling.scale import Fact
 
-__all__ = ["Outcome"]
+__all__ = ["Counts", "Outcome"]
 
 NORM, FOUND_INF = range(2)
 
 
 @dataclass(slots=True)
 class Outcome:
-    """On the device first, then among the facts of the step that was closed."""
+    """Of an optimizer's last step: on the device first, then among facts that were posted."""
 
-    numbers: Tensor | None  # norm and found_inf; None of a step that nobody looked at
+    numbers: Tensor | None  # norm and found_inf first; None of a step that nobody looked at
     known_to_skip: bool | None = None  # where the host had to be told at once
     posted: Posted | None = None
-    index: int = 0  # of the optimizer, among the posted facts
+    place: int = 0  # of the numbers, among the posted facts
+    scaled: bool = False  # they begin with the scale
 
     @property
     def skipped(self) -> bool:
@@ -36,8 +38,8 @@ class Outcome:
 
     @property
     def scale(self) -> float:
-        """As it stood after the step; 1 where scaling is off. Known once the iteration is closed."""
-        return math.nan if self.posted is None else self.posted.read()[Fact.SCALE]
+        """As it stood after the step; 1 where scaling is off."""
+        return self.posted.read()[Fact.SCALE] if self.scaled and self.posted is not None else 1.0
 
     @property
     def aside(self) -> float:
@@ -59,4 +61,32 @@ class Outcome:
             return math.nan
         if self.posted is None:
             return float(self.numbers[which].item())
-        return self.posted.read()[Fact.FIRST_OPTIMIZER + 2 * self.index + which]
+        return self.posted.read()[self.place + which]
+
+
+class Counts:
+    """How many steps were applied and how many skipped: counted as the news arrives, in the order of the steps."""
+
+    def __init__(self, applied: int = 0, skipped: int = 0, in_a_row: int = 0) -> None:
+        self.applied, self.skipped = applied, skipped
+        self.in_a_row = in_a_row  # skips, up to the last step that is known
+        self._awaited: deque[Outcome] = deque()
+
+    def add(self, outcome: Outcome) -> bool:
+        """Count what is known; whether that was anything."""
+        self._awaited.append(outcome)
+        known = self._awaited[0].skip_known
+        while self._awaited and self._awaited[0].skip_known:
+            self._count(self._awaited.popleft().skipped)
+        return known
+
+    def settle(self) -> Counts:
+        """Up to date; waits for the last step."""
+        while self._awaited:
+            self._count(self._awaited.popleft().skipped)
+        return self
+
+    def _count(self, skipped: bool) -> None:
+        self.skipped += skipped
+        self.applied += not skipped
+        self.in_a_row = self.in_a_row + 1 if skipped else 0

@@ -40,10 +40,7 @@ class Tally(IntEnum):
 
 
 class Fact(IntEnum):
-    """What a closed step is known by, in FP64.
-
-    For each optimizer its norm follows, and whether it skipped. Then a number that was put aside, if any.
-    """
+    """What a closed step is known by, in FP64. For each optimizer its norm follows, and whether it skipped."""
 
     SCALE = 0
     GROWTH_TRACKER = 1
@@ -111,18 +108,16 @@ def advance_(
     limits: Limits,
     *,
     move: bool = True,
-    aside: Tensor | None = None,
 ) -> Tensor:
     """Close a step: move the scale, count, and return the facts.
 
     ``outcomes`` has a row for each optimizer: the norm and found_inf. An overflow of any of them lowers the
-    scale; the first ``stepped`` of them are counted. With ``move`` false, the scale is left alone. ``aside`` is one
-    more number that travels with the facts.
+    scale; the first ``stepped`` of them are counted. With ``move`` false, the scale is left alone.
     """
     if scale.is_cuda and has_kernels():
         from ampwise.engine.scaling.kernel import launch_advance_
 
-        return launch_advance_(scale, growth_tracker, tally, outcomes, stepped, limits, move=move, aside=aside)
+        return launch_advance_(scale, growth_tracker, tally, outcomes, stepped, limits, move=move)
     found = [row[1] > 0 for row in outcomes.tolist()]
     in_a_row, applied, skipped = tally.tolist()
     now = State(scale.item(), int(growth_tracker.item()), in_a_row)
@@ -135,8 +130,6 @@ def advance_(
     counts = [now.in_a_row, applied + stepped - skips, skipped + skips]
     tally.copy_(torch.tensor(counts, device=tally.device))
     facts = [scale.item(), now.growth_tracker, *counts, stuck, *outcomes.flatten().tolist()]
-    if aside is not None:
-        facts.append(aside.item())
     return torch.tensor(facts, dtype=torch.float64, device=scale.device)
 
 

@@ -17,13 +17,13 @@ from torch.optim import Optimizer
 
 from ampwise.census.device import DeviceCensus
 from ampwise.engine.scaling.apply import asks_for_the_scaler, closes_over, refuse_closure, scales_by_itself, take_step
-from ampwise.engine.scaling.diagnosis import WITHOUT_SCALE, collapsed, warn_of_skips
+from ampwise.engine.scaling.diagnosis import PATIENCE, collapsed, warn_of_skips
 from ampwise.engine.scaling.entry import Entries, Entry
 from ampwise.engine.scaling.facts import Posted
 from ampwise.engine.scaling.gradients import Gradients, gradients_of, home_of, refuse_half, there, versions_of
 from ampwise.engine.scaling.look import Look, clip_in_memory_, look_at, no_norm
 from ampwise.engine.scaling.naming import named_census
-from ampwise.engine.scaling.outcome import Outcome
+from ampwise.engine.scaling.outcome import Counts, Outcome
 from ampwise.engine.scaling.scale import Fact, Limits, advance_, is_number, new_tally
 from ampwise.engine.scaling.state import COUNTS, checked_state
 from ampwise.engine.scaling.verdict import NO_CLIPPING
@@ -32,8 +32,8 @@ from ampwise.errors import BadInput
 __all__ = ["GradScaler"]
 
 OF_THIS_PROCESS = (
-    "_entries", "_stepped", "_over", "_unwatched", "_aside", "_besides", "_last", "_posted", "_tally", "_idle_scale",
-    "_process_group",
+    "_entries", "_stepped", "_over", "_unwatched", "_aside", "_besides", "_last", "_posted", "_tally",
+    "_unscaled_counts", "_warned", "_process_group",
 )  # fmt: skip
 MOST_DEVICES = 16  # an integer below is the number of a GPU, and no scale
 
@@ -107,7 +107,8 @@ class GradScaler(torch.amp.GradScaler):
     def _forget(self) -> None:
         """Facts of steps in the past."""
         self._tally: Tensor | None = None
-        self._idle_scale: tuple[Tensor, Tensor] | None = None  # one that stays 1, where scaling is off
+        self._unscaled_counts = _counted(self._saved_tally)  # where scaling is off
+        self._warned = False  # that they are all skipped
         self._last: Outcome | None = None
         self._posted: Posted | None = None
 
@@ -225,7 +226,7 @@ class GradScaler(torch.amp.GradScaler):
             self._record(entry, Outcome(None, known_to_skip=False))
         else:
             result = self._take_step(entry, look, args, kwargs)
-            self._close([entry])
+            self._close_unscaled(entry)
         entry.begin_anew()
         return result
 
@@ -364,7 +365,7 @@ class GradScaler(torch.amp.GradScaler):
         # After unscale_ they may be clipped, which spreads a NaN and hides an inf: what was seen before counts.
         if look is None or not entry.unscaled or look.gradients.are_gone_from(entry.optimizer):
             look = self._standing_look(entry)
-        if look is None and (self._guard or self._besides is not None) and hasattr(entry.optimizer, "param_groups"):
+        if look is None and self._looks and hasattr(entry.optimizer, "param_groups"):
             look = self._new_look(entry)
         return look
 
@@ -383,6 +384,11 @@ class GradScaler(torch.amp.GradScaler):
         for entry in self._entries:
             entry.begin_anew()
         self._stepped, self._over, self._besides, self._aside = [], True, None, None
+
+    @property
+    def _looks(self) -> bool:
+        """A step looks at its gradients, if not asked to look before."""
+        return self._enabled or self._guard or self._besides is not None
 
     def _outcome_of(self, optimizer: Optimizer) -> Outcome | None:
         """How its last step went."""
@@ -478,36 +484,49 @@ class GradScaler(torch.amp.GradScaler):
         rows += [torch.stack([torch.full_like(found, math.nan), found]) for found in others]
         if not rows:
             return
-        before, self._posted = self._posted, Posted(self._advance(rows, len(outcomes), move))
+        before, self._posted = self._posted, self._post(self._advance(rows, len(outcomes), move))
         for index, outcome in enumerate(outcomes):
-            outcome.posted, outcome.index = self._posted, index
+            outcome.posted, outcome.place, outcome.scaled = self._posted, Fact.FIRST_OPTIMIZER + 2 * index, True
         self._raise_if_stuck(before)
 
+    def _close_unscaled(self, entry: Entry) -> None:
+        """Post the facts, and count steps that are known by now. There is nothing to move, and nothing to wait for."""
+        outcome = entry.outcome
+        assert outcome is not None
+        assert outcome.numbers is not None
+        outcome.posted = self._post(outcome.numbers)
+        if outcome.posted.captured:  # steps of a graph are not counted: nobody tells the host of its replays
+            return
+        if self._unscaled_counts.add(outcome):
+            self._warn_if_stuck()
+
+    def _warn_if_stuck(self) -> None:
+        in_a_row = self._unscaled_counts.in_a_row
+        if in_a_row < PATIENCE:
+            self._warned = False
+        elif not self._warned:
+            self._warned = True
+            warn_of_skips(in_a_row, self.census())
+
+    def _post(self, facts: Tensor) -> Posted:
+        return Posted(facts) if self._aside is None else Posted(facts, there(self._aside, facts.device))
+
     def _advance(self, rows: list[Tensor], stepped: int, move: bool) -> Tensor:
-        if self._enabled:
-            scale, tracker = self._check_scale_growth_tracker("update")
-            limits = replace(
-                self._limits, growth=self._growth_factor, backoff=self._backoff_factor, interval=self._growth_interval
-            )
-        else:
-            scale, tracker = self._scale_without_scaling(rows[0].device)
-            limits = WITHOUT_SCALE
+        scale, tracker = self._check_scale_growth_tracker("update")
+        limits = replace(
+            self._limits, growth=self._growth_factor, backoff=self._backoff_factor, interval=self._growth_interval
+        )
         numbers = [there(row, scale.device) for row in rows]
         if self._tally is None:
             self._tally = new_tally(scale.device, *self._saved_tally)
         outcomes = numbers[0].unsqueeze(0) if len(numbers) == 1 else torch.stack(numbers)
-        aside = None if self._aside is None else there(self._aside, scale.device)
-        return advance_(scale, tracker, self._tally, outcomes, stepped, limits, move=move, aside=aside)
-
-    def _scale_without_scaling(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        if self._idle_scale is None:
-            with torch.inference_mode(False):  # it outlives a block that the first step may be in
-                tracker = torch.zeros((), dtype=torch.int32, device=device)
-                self._idle_scale = torch.ones((), device=device), tracker
-        return self._idle_scale
+        return advance_(scale, tracker, self._tally, outcomes, stepped, limits, move=move)
 
     def _counts(self) -> tuple[int, int, int]:
         """Overflows in a row, steps applied, steps skipped."""
+        if not self._enabled:
+            counts = self._unscaled_counts.settle()
+            return counts.in_a_row, counts.applied + self._unwatched, counts.skipped
         in_a_row, applied, skipped = self._saved_tally
         if self._posted is not None:
             facts = self._posted.read()
@@ -521,10 +540,12 @@ class GradScaler(torch.amp.GradScaler):
         settled = before if self._posted.lags else self._posted
         if settled is None or not settled.read()[Fact.STUCK]:
             return
-        in_a_row = int(settled.read()[Fact.IN_A_ROW])
-        if self._enabled:
-            raise collapsed(self._limits.floor, in_a_row, self.census())
-        warn_of_skips(in_a_row, self.census())
+        raise collapsed(self._limits.floor, int(settled.read()[Fact.IN_A_ROW]), self.census())
+
+
+def _counted(tally: tuple[int, int, int]) -> Counts:
+    in_a_row, applied, skipped = tally
+    return Counts(applied, skipped, in_a_row)
 
 
 def _step_without_gradients(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
