@@ -27,7 +27,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR
 
 import ampwise
 from benchmarks.contenders import Refused, Task, accelerates, by_hand, engines, lightnings, ready, unclipped
-from benchmarks.gpt import GPT2_124M, GPT_1M, GPT_4M, GPT_ONE_LAYER
+from benchmarks.gpt import GPT2_124M, GPT_1M, GPT_4M, GPT_ONE_LAYER, Shape
 from benchmarks.harness import Contender, Result, Times, alternate, note
 
 Make = Callable[[Task], Contender]
@@ -108,11 +108,23 @@ ON_GPU = (
     Heat("tf32", False, ALL, Turns(8, 4)),
     Heat("fp16", False, (*ALL, FABRIC_UNCLIPPED), Turns(10, 5)),
     Heat("bf16", False, ALL, Turns(10, 5)),
-    Heat("tf32", True, OURS, Turns(8, 4)),
-    Heat("fp16", True, OURS, Turns(10, 5)),
     Heat("bf16", True, ALL, Turns(10, 5)),
+    Heat("fp16", True, OURS, Turns(10, 5)),
+    Heat("tf32", True, OURS, Turns(8, 4)),
 )
 ON_CPU = (Heat("fp32", False, ALL, Turns(10, 1)), Heat("fp32", True, OURS, Turns(10, 1)))
+
+
+def run_heat(heat: Heat, shape: Shape, result: Result) -> None:
+    task = Task(shape=shape, precision=heat.precision, device=device(), compiled=heat.compiled)
+    times = race(heat.makes, task, heat.turns, result.notes)
+    base = float(result.rows[0][3]) if result.rows else times[0].median_ms  # FP32 by hand comes first
+    for each in times:
+        speed = shape.tokens / each.median_ms * 1e3
+        how = "compiled" if heat.compiled else "eager"
+        result.rows.append(
+            [heat.precision, how, each.name, each.median_ms, speed, each.ratio(times[0]), base / each.median_ms]
+        )
 
 
 def whole(heats: Sequence[Heat] | None = None) -> Result:
@@ -124,16 +136,11 @@ def whole(heats: Sequence[Heat] | None = None) -> Result:
         "to that of the loop written by hand in the same precision, and speed over that loop in FP32, in one run.",
         columns=["precision", "model", "step", "ms", "tokens/s", "ratio", "over fp32"],
     )
-    base = None
-    for precision, compiled, makes, turns in heats or (ON_GPU if has_gpu() else ON_CPU):
-        task = Task(shape=shape, precision=precision, device=device(), compiled=compiled)
-        times = race(makes, task, turns, result.notes)
-        base = base or times[0].median_ms  # FP32 by hand comes first
-        for each in times:
-            speed = shape.tokens / each.median_ms * 1e3
-            how = "compiled" if compiled else "eager"
-            row: Row = [precision, how, each.name, each.median_ms, speed, each.ratio(times[0]), base / each.median_ms]
-            result.rows.append(row)
+    try:
+        for heat in heats or (ON_GPU if has_gpu() else ON_CPU):
+            run_heat(heat, shape, result)
+    except KeyboardInterrupt:
+        result.notes.append("Stopped early: what is missing was not run.")
     result.notes.append("Contenders take turns; medians over 4 to 10 rounds. Ratio: median of those within a round.")
     if not has_gpu():
         result.notes.append("CPU time of the process, one thread.")

@@ -401,7 +401,9 @@ class Engine:
         if window.complete:
             return self._close(extra)
         assert window.loss is not None
-        return Step(self._closed + 1, self.precision, window.loss, loss_divisor=window.correction() or 1.0, extra=extra)
+        divisor = window.correction()
+        divisor = 1.0 if divisor is None else divisor
+        return Step(self._closed + 1, self.precision, window.loss, loss_divisor=divisor, extra=extra)
 
     def _close(self, extra: Any) -> Step:
         """The optimizer's turn."""
