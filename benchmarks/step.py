@@ -210,7 +210,7 @@ class Windows:
             scaler.update()
             self.optimizer.zero_grad()
             if self.scheduler is not None:
-                self.scheduler.step()
+                self.scheduler.step()  # noqa: AMP114 - to know better would wait for the device
 
         return window
 

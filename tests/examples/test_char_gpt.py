@@ -81,17 +81,17 @@ def test_a_narrow_terminal_gets_two_tables(small):
 
 def test_the_json_agrees_with_the_gradients_themselves(small, monkeypatch, tmp_path):
     kept = []
-    clip, census = GradScaler.clip_, GradScaler.census
+    judge, census = GradScaler._judge, GradScaler.census
 
-    def keep_and_clip(scaler, optimizers, max_norm):
+    def keep_and_judge(scaler, optimizers, max_norm):
         kept.append({id(p): p.grad / scaler.get_scale() for p in optimizers[0].param_groups[0]["params"]})
-        return clip(scaler, optimizers, max_norm)
+        return judge(scaler, optimizers, max_norm)
 
     def name_and_count(scaler, model):
         kept[-1] = {name: kept[-1][id(p)] for name, p in model.named_parameters()}
         return census(scaler, model)
 
-    monkeypatch.setattr(GradScaler, "clip_", keep_and_clip)
+    monkeypatch.setattr(GradScaler, "_judge", keep_and_judge)
     monkeypatch.setattr(GradScaler, "census", name_and_count)
     path = tmp_path / "counts.json"
     small.main(["--steps", "2", "--json", str(path)])
