@@ -45,7 +45,7 @@ def test_a_scheduler_follows_at_once_what_is_known(moving):
     schedules, optimizer = moving
     outcome = Late()
     outcome.known = True
-    schedules.after(outcome)
+    schedules.after(outcome, [optimizer])
     assert (rate(optimizer), outcome.waits) == (0.5, 0)
 
 
@@ -54,14 +54,14 @@ def test_a_scheduler_follows_at_once_what_is_known(moving):
 def test_a_scheduler_follows_late_news_before_the_next_step_and_once(moving, skipped, then, asked):
     schedules, optimizer = moving
     outcome = Late(skipped)
-    schedules.after(outcome)
+    schedules.after(outcome, [optimizer])
     assert (rate(optimizer), outcome.waits) == (1.0, 0)
     if asked == "state":
         assert schedules.state()[0]["last_epoch"] == 1 - skipped
     elif asked == "settle":
         schedules.settle()
     else:
-        schedules.after(Late())
+        schedules.after(Late(), [optimizer])
     assert (rate(optimizer), outcome.waits) == (then, 1)
 
 
@@ -69,7 +69,7 @@ def test_loading_forgets_news_of_the_run_before(moving):
     schedules, optimizer = moving
     state = schedules.state()
     outcome = Late()
-    schedules.after(outcome)
+    schedules.after(outcome, [optimizer])
     schedules.load(state)
     schedules.settle()
     assert (rate(optimizer), outcome.waits) == (1.0, 0)
@@ -77,7 +77,7 @@ def test_loading_forgets_news_of_the_run_before(moving):
 
 def test_without_a_scheduler_nobody_waits():
     schedules, outcome = Schedules(None, []), Late()
-    schedules.after(outcome)
+    schedules.after(outcome, [])
     schedules.settle()
     assert (outcome.waits, len(schedules), schedules.state()) == (0, 0, [])
 
@@ -106,3 +106,23 @@ def test_a_history_settles_what_has_arrived_and_waits_for_nothing():
         outcome.known = outcome is not outcomes[0]
     assert all(outcome.waits == 0 for outcome in outcomes)
     assert [step._outcome is None for step in history] == [False, True, True, True, False, False, False, False]
+
+
+def test_a_scheduler_moves_with_its_own_optimizer(moving):
+    schedules, optimizer = moving
+    outcome = Late()
+    outcome.known = True
+    schedules.after(outcome, [SGD(nn.Linear(1, 1).parameters(), lr=1.0)])
+    assert rate(optimizer) == 1.0
+
+
+def test_a_scheduler_that_is_moved_by_someone_else_is_told_of():
+    optimizer = SGD(nn.Linear(1, 1).parameters(), lr=1.0)
+    scheduler = ExponentialLR(optimizer, 0.5)
+    schedules, outcome = Schedules(scheduler, [optimizer]), Late()
+    optimizer.step()
+    outcome.known = True
+    schedules.after(outcome, [optimizer])
+    scheduler.step()
+    with pytest.warns(UserWarning, match="ExponentialLR was moved by someone else: it was given to the engine"):
+        schedules.after(outcome, [optimizer])

@@ -102,8 +102,9 @@ def where(models: Sequence[Module]) -> torch.device:
 def loss_and_extra(returned: Any) -> tuple[Tensor, Any]:
     """What a loss function returned: the loss, or the loss first and anything else after it."""
     loss, extra = returned, None
-    if isinstance(returned, tuple | list) and len(returned) > 1:
-        loss, extra = returned[0], returned[1] if len(returned) == 2 else tuple(returned[1:])
+    if isinstance(returned, tuple | list) and returned:
+        loss, *rest = returned
+        extra = tuple(rest) if len(rest) > 1 else rest[0] if rest else None
     return checked_loss(loss, "the loss function returned"), extra
 
 
@@ -115,8 +116,11 @@ def checked_loss(loss: Any, got: str) -> Tensor:
         raise BadInput(f"{got} {type(loss).__name__}, and a tensor is expected: the loss.{_hint(loss)}")
     if loss.numel() != 1:
         raise BadInput(
-            f"{got} a tensor of shape {tuple(loss.shape)}, and one number is expected. Take its mean: loss.mean()."
+            f"{got} a tensor of shape {tuple(loss.shape)}, and one number is expected: the loss, before anything else. "
+            "If these are losses, take their mean: loss.mean()."
         )
+    if not torch.is_grad_enabled():
+        raise BadInput("gradients are turned off here, by torch.no_grad() or inference_mode(): nothing can be trained.")
     if not loss.requires_grad:
         raise BadInput(
             f"{got} a loss that does not lead back to any parameter: nothing in it requires a gradient. Was it "

@@ -20,12 +20,18 @@ class Batches:
     def __len__(self) -> int:
         return len(self._loader)  # type: ignore[arg-type]
 
+    def __bool__(self) -> bool:
+        return True  # and no question to a loader that may have no length
+
     def __iter__(self) -> Iterator[Any]:
-        source = iter(self._loader)
+        source, window = iter(self._loader), self._window
+        seen, length = window.seen, window.length
         try:
-            while batches := list(islice(source, self._window.remaining)):
-                self._window.expect(len(batches))
+            while batches := list(islice(source, window.remaining)):
+                window.expect(len(batches))
                 yield from batches
         finally:
-            self._window.expect(None)  # for a loop may have been left early
-        self._flush()  # for a batch may have been passed over
+            trained = window.seen != seen  # or they were looked at only, maybe in the middle of a window
+            window.length = window.size if trained else length  # the loop may have been left early
+        if trained:
+            self._flush()  # where a batch was passed over

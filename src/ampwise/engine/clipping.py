@@ -6,11 +6,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn import Parameter
-from torch.nn.utils import clip_grad_norm_, clip_grad_value_
+from torch.nn.utils import clip_grad_norm_
 from torch.optim import Optimizer
 
+from ampwise.engine.scaling.gradients import clamp_, gradients_of
 from ampwise.engine.scaling.scale import is_number
 from ampwise.engine.scaling.scaler import GradScaler
 from ampwise.engine.scaling.verdict import NO_CLIPPING
@@ -35,6 +37,11 @@ class Clipping:
             raise BadInput("Engine(clip_norm=..., clip_value=...): one of them is expected, not both.")
         return cls(norm, value)
 
+    def __str__(self) -> str:
+        if self.norm is not None:
+            return f", clip_norm {self.norm:g}"
+        return "" if self.value is None else f", clip_value {self.value:g}"
+
     def clip_(
         self, scaler: GradScaler, optimizers: Sequence[Optimizer], parameters: Callable[[], list[Parameter]]
     ) -> None:
@@ -53,15 +60,18 @@ class Clipping:
             scaler.unscale_(optimizer)
         if self.norm is not None:
             clip_grad_norm_(parameters(), self.norm)  # of which the order decides on the last bit
-        else:
-            assert self.value is not None
-            clip_grad_value_(parameters(), self.value)
+            return
+        assert self.value is not None
+        for optimizer in optimizers:
+            clamp_(gradients_of(optimizer).values, self.value)
 
 
 def _all_on_cpu(optimizers: Sequence[Optimizer]) -> bool:
-    """Plain tensors on a CPU: no shards, whose norm is one of all ranks."""
+    """Plain tensors on a CPU: no shards, whose norm is one of all ranks, and none that torch has no norm of."""
     return all(
-        type(parameter.grad) is Tensor and parameter.grad.device.type == "cpu"
+        type(parameter.grad) is Tensor
+        and parameter.grad.device.type == "cpu"
+        and parameter.grad.layout is torch.strided
         for optimizer in optimizers
         for group in optimizer.param_groups
         for parameter in group["params"]

@@ -94,7 +94,6 @@ class Engine:
         self._models = checked_models(model)
         self._trained = Trained(checked_optimizers(optimizer, self._models), self._models)
         self._schedules = Schedules(scheduler, self._trained.optimizers)
-        self._trained.before_saving(self._schedules.settle)
         self._clipping = Clipping.checked(clip_norm, clip_value)
         self._window = Window(checked_size(accumulate))
         self._weigh = checked_weight(weight)
@@ -108,16 +107,22 @@ class Engine:
         if graph and self._ranks.several:
             raise BadInput("Engine(graph=True): not with DDP or FSDP, which exchange gradients in the backward pass.")
         self._announce()
+        self._ranks.warn_if_apart(self._trained.parameters)
         self._divided = process_group is not None  # a rank may have no share of a gradient, and steps along
         self.scaler = _scaler(self.device, chosen.scaled, scaling, process_group)
         self._statistics = Statistics(self._models)
         self._statistics_within = Statistics(self._models)  # a window, as of the micro-batch at hand
-        self.policy.apply(self._models[0] if len(self._models) == 1 else ModuleList(self._models))
         self._counts = Counts()
         self.history = History(checked_length(history))
         self._inside = False  # of a step
         self._begun = False  # the window: what it must not change is remembered
         self._closed = 0  # windows
+        self._stepping = False  # optimizers, by the engine itself
+        self._stock: Any = None  # of gradients, where they must not change
+        # Last, as nothing that is refused may leave a trace.
+        self.policy.apply(self._models[0] if len(self._models) == 1 else ModuleList(self._models))
+        self._trained.before_saving(self._schedules.settle)
+        self._trained.before_stepping(self._refuse_others_step)
 
     def _announce(self) -> None:
         """Say what "auto" came to, and why."""
@@ -139,14 +144,20 @@ class Engine:
         It may return ``(loss, extra)``: the rest is in ``step.extra``. With ``accumulate``, the optimizer has its turn
         when the window is complete: ``step.closed``.
         """
-        if self._inside:
-            raise BadInput("engine.step() inside of engine.step(): the loss function only computes the loss.")
+        self._refuse_inside("step")
+        if not callable(loss_fn):
+            raise BadInput(
+                "step() takes the loss function, and what it is to be given: engine.step(loss_fn, x, y). For a loss "
+                "that is there already: engine.backward(loss), then engine.apply()."
+            )
         self._inside = True
         try:
             weight = None if self._weigh is None else self._weigh(*args, **kwargs)
             factor = self._window.factor(weight, self._typical)
             share, extra = self._pass(loss_fn, args, kwargs, factor)
             self._window.add(share)
+            if not self._window.at_its_last:
+                self._take_stock()
             return self._next(extra)
         finally:
             self._inside = False
@@ -156,6 +167,8 @@ class Engine:
     ) -> tuple[Tensor, Any]:
         """Forward and backward: the loss's share in the window, and what else was returned."""
         if self._window.touched:
+            self._refuse_changes()
+            self._statistics.remember_new()
             self._statistics_within.remember()
         else:
             self._begin()
@@ -189,8 +202,25 @@ class Engine:
 
     def _refuse_gradients(self) -> None:
         """A loss function that has called backward() itself would be counted twice."""
-        if self._set_to_none and self._graphs is None and not self._window.touched and self._trained.has_gradients:
+        if self._graphs is not None:
+            return
+        if self._trained.has_gradients if self._stock is None else self._stock != self._trained.stock():
+            self._drop_window()
             raise BadInput("the loss function must not call backward() itself: it returns the loss.")
+
+    def _refuse_changes(self) -> None:
+        """An open window has gradients, which are nobody else's."""
+        if self._stock is not None and self._stock != self._trained.stock():
+            self._drop_window()
+            raise BadInput(
+                "gradients of an open window were changed by someone else: by zero_grad() or clipping, which are the "
+                "engine's to do (clip_norm=...), or by another backward pass through these parameters."
+            )
+
+    def _take_stock(self) -> None:
+        """Of gradients that must not change, where there are any."""
+        bare = self._graphs is not None or (self._set_to_none and not self._window.touched)
+        self._stock = None if bare else self._trained.stock()
 
     # The step in pieces
 
@@ -204,8 +234,10 @@ class Engine:
             with self._arithmetic.products(), self._arithmetic.forward():
                 yield
             return
-        if not self._begun and any(model.training for model in self._models):  # or it may be an evaluation
-            self._begin()
+        if self._window.touched:
+            self._statistics.remember_new()
+        elif not self._begun and (self._statistics.moves or any(model.training for model in self._models)):
+            self._begin()  # unless it is an evaluation
         with (
             self._arithmetic.products(),
             self._ranks.exchanging(self._window.at_its_last),
@@ -220,17 +252,25 @@ class Engine:
         """
         self._refuse_inside("backward")
         checked_loss(loss, "backward() was given")
-        if not self._begun:  # without our autocast, there are no statistics to go back to
+        if weight is None and self._weigh is not None and not self._window.passes:
+            raise BadInput("backward(loss): this engine weighs micro-batches. Give backward(loss, weight=...).")
+        if self._window.touched:
+            self._refuse_changes()
+        elif self._begun:
+            self._drop_gradients()  # of others' backward passes since the forward pass
+        else:  # without our autocast, there are no statistics to go back to
             self._begin(remember=False)
         share = self._window.share(loss, self._window.factor(weight, self._typical))
         with self._arithmetic.products():
             self._window.add(self._backward(share, kwargs))
+        self._take_stock()
 
     def apply(self) -> Step:
         """The end of a micro-batch. If it completes the window, the optimizer has its turn."""
         self._refuse_inside("apply")
         if not self._window.passes:
             raise BadInput("apply(): nothing to apply. Call engine.backward(loss) before, once or more a micro-batch.")
+        self._refuse_changes()
         return self._next(None)
 
     def flush(self) -> Step | None:
@@ -243,6 +283,7 @@ class Engine:
             self._window.next()
         if not self._window.count:
             return None
+        self._refuse_changes()
         if not self._window.complete:
             self._ranks.exchange_late()
         return self._close(None)
@@ -295,7 +336,8 @@ class Engine:
     def __repr__(self) -> str:
         window = "" if self._window.size == 1 else f", accumulate {self._window.size}"
         names = ", ".join(type(each).__name__ for each in self._trained.optimizers)
-        return f"<Engine in {self.precision} on {self.device}, {names}{window}>"
+        kept = f", {len(self.policy.rules)} exceptions" if self.policy.rules else ""
+        return f"<Engine in {self.precision}{kept} on {self.device}, {names}{window}{self._clipping}>"
 
     # State
 
@@ -333,6 +375,8 @@ class Engine:
         A state that cannot be gone on with is refused, and nothing has changed.
         """
         self._refuse_inside("load_state_dict")
+        if self._window.passes:
+            raise BadInput("load_state_dict() between backward() and apply(): load after engine.apply().")
         before = self._state()
         try:
             self._load(state, other_precision)
@@ -357,6 +401,7 @@ class Engine:
         self._ranks.drop_unexchanged()
         load_window(self._window, state["window"], self._trained.parameters)
         self._begun = self._window.touched
+        self._take_stock()
         if self._begun:
             self._statistics.load(state["window"]["statistics"])
         self._schedules.load(state["schedulers"])
@@ -378,6 +423,7 @@ class Engine:
         else:
             self._statistics.forget()
         self._begun = True
+        self._take_stock()
 
     def _backward(self, share: Tensor, kwargs: dict[str, Any]) -> Tensor:
         try:
@@ -393,7 +439,8 @@ class Engine:
 
     def _typical(self, weight: Weight) -> float:
         """The weight of a typical micro-batch, agreed upon once: ranks divide by the same."""
-        return float(self._ranks.mean(weight, self.device)) or 1.0
+        mean = float(self._ranks.mean(weight, self.device))
+        return mean if 0 < mean < math.inf else 1.0
 
     def _next(self, extra: Any) -> Step:
         window = self._window
@@ -414,24 +461,37 @@ class Engine:
                 "the backward pass reached none of the optimizer's parameters. Does the loss depend on the model, and "
                 "do its parameters require gradients?"
             )
-        self._schedules.settle()  # which decides on the learning rate of this step
-        lrs = [_posted(lr) for lr in self._trained.lrs]
-        before = self.scaler._outcome_of(stepping[0])
+        outcome, lrs = None, []
         try:
-            self._take_step(stepping)
+            self._schedules.settle()  # which decides on the learning rate of this step
+            lrs = [_posted(lr) for lr in self._trained.lrs]
+            self._judge(stepping)
+            self._stepping = True
+            for optimizer in stepping:
+                self.scaler.step(optimizer)
+                outcome = outcome or self.scaler._outcome_of(optimizer)  # all skip, or none
+            self.scaler.update()
         except BaseException:
-            outcome = self.scaler._outcome_of(stepping[0])
+            self._stepping = False
             self.scaler._abandon()
-            if outcome is None or outcome is before:
+            if outcome is None:
                 self._drop_window()
             else:  # it went wrong after the step
-                self._finish(outcome, lrs, extra)
+                self._finish(outcome, stepping, lrs, extra)
             raise
-        outcome = self.scaler._outcome_of(stepping[0])
+        self._stepping = False
         assert outcome is not None
-        return self._finish(outcome, lrs, extra)
+        return self._finish(outcome, stepping, lrs, extra)
 
-    def _take_step(self, stepping: Sequence[Optimizer]) -> None:
+    def _refuse_others_step(self) -> None:
+        """An optimizer that is stepped by someone else, in an open window, would take scaled or partial gradients."""
+        if self._window.touched and not self._stepping:
+            raise BadInput(
+                "optimizer.step() in an open window: the engine calls it. Use engine.apply() or engine.step()."
+            )
+
+    def _judge(self, stepping: Sequence[Optimizer]) -> None:
+        """Whether the step is to be taken, and by how much gradients are to be divided."""
         divisor = self._window.correction()
         if divisor is not None:
             if self._window.total is not None:
@@ -439,11 +499,10 @@ class Engine:
             self.scaler._besides = _on_device(divisor, self.device)
         self.scaler._aside = self._window.loss
         self._clipping.clip_(self.scaler, stepping, self._trained.in_model_order)
-        for optimizer in stepping:
-            self.scaler.step(optimizer)
-        self.scaler.update()
 
-    def _finish(self, outcome: Outcome, lrs: Sequence[float | Posted], extra: Any) -> Step:
+    def _finish(
+        self, outcome: Outcome, stepping: Sequence[Optimizer], lrs: Sequence[float | Posted], extra: Any
+    ) -> Step:
         """Nothing of a skipped step is to stay, and nothing of this window in the next."""
         if outcome.known_to_skip is None and outcome.numbers is not None:
             self._statistics.restore_if(outcome.numbers[1])
@@ -453,12 +512,12 @@ class Engine:
         step = self._step_of(outcome, lrs, extra)
         self.history.append(step)
         self._counts.add(outcome)
-        self._schedules.after(outcome)
         self._window.learn()
         self._window.begin()
         self._begun = False
         if self._set_to_none and self._graphs is None:
             self._trained.drop_gradients()  # whose memory the next forward pass can use
+        self._schedules.after(outcome, stepping)  # last, as a scheduler may refuse to go on
         return step
 
     def _step_of(self, outcome: Outcome, lrs: Sequence[float | Posted], extra: Any) -> Step:
@@ -491,6 +550,8 @@ class Engine:
 
 
 def _scaler(device: torch.device, scaled: bool, options: Mapping[str, Any] | None, process_group: Any) -> GradScaler:
+    if not isinstance(options, Mapping | None):
+        raise BadInput(f'Engine(scaling={options!r}): options of GradScaler by name: {{"init_scale": 2.0**12}}.')
     try:
         return GradScaler(device, enabled=scaled, process_group=process_group, **(options or {}))
     except TypeError as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
@@ -96,6 +97,17 @@ class Ranks:
         shared = torch.as_tensor(number, dtype=torch.float64, device=device).clone()
         dist.all_reduce(shared, group=self.process_group)
         return shared / dist.get_world_size(self.process_group)
+
+    def warn_if_apart(self, parameters: Sequence[Tensor]) -> None:
+        """Several ranks, and nothing that exchanges gradients."""
+        if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1 or self.several:
+            return
+        if self.process_group is None and not any(hasattr(each, "placements") for each in parameters) and speaks():
+            print(
+                f"ampwise: {dist.get_world_size()} ranks, and the model is neither wrapped in DDP nor sharded: each "
+                "rank trains by itself.",
+                file=sys.stderr,
+            )
 
     def refuse_different(self, chosen: str) -> None:
         """Ranks on unlike devices would choose unlike precisions, and train apart."""

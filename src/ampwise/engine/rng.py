@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import random
 import sys
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from ampwise.errors import BadInput
 
@@ -18,6 +20,7 @@ def rng_state(device: torch.device) -> dict[str, Any]:
     """Of torch, on the CPU and on the device; of Python; of numpy, where it is in use."""
     version, words, gauss = random.getstate()
     state: dict[str, Any] = {
+        "rank": _rank(),
         "torch": torch.get_rng_state(),
         "python": {"version": version, "words": list(words), "gauss": gauss},
     }
@@ -26,19 +29,23 @@ def rng_state(device: torch.device) -> dict[str, Any]:
         state["device"] = backend.get_rng_state(device)
     numpy = sys.modules.get("numpy")
     if numpy is not None:
-        name, keys, position, has_gauss, cached = numpy.random.get_state()
-        state["numpy"] = {
-            "name": str(name),
-            "keys": [int(key) for key in keys],
-            "position": int(position),
-            "has_gauss": int(has_gauss),
-            "cached": float(cached),
-        }
+        state["numpy"] = _plain(numpy.random.get_state(legacy=False))
     return state
 
 
 def restore_rng(state: Mapping[str, Any], device: torch.device) -> None:
-    """Go on with the numbers that come next."""
+    """Go on with the numbers that come next, on the rank where they were saved.
+
+    On another they would be the same numbers a second time: the same dropout on every rank.
+    """
+    if isinstance(state, Mapping) and state.get("rank", 0) != _rank():
+        warnings.warn(
+            f"load_state_dict(): random numbers were saved on rank {state.get('rank', 0)}; those of rank {_rank()} "
+            "stay as they are. To go on to the bit, save the engine's state on every rank.",
+            UserWarning,
+            stacklevel=4,
+        )
+        return
     try:
         torch.set_rng_state(state["torch"].cpu())
         python = state["python"]
@@ -47,13 +54,20 @@ def restore_rng(state: Mapping[str, Any], device: torch.device) -> None:
         if backend is not None and "device" in state:
             backend.set_rng_state(state["device"].cpu(), device)
         if "numpy" in state and "numpy" in sys.modules:
-            saved = state["numpy"]
-            keys = sys.modules["numpy"].array(saved["keys"], dtype="uint32")
-            sys.modules["numpy"].random.set_state(
-                (saved["name"], keys, saved["position"], saved["has_gauss"], saved["cached"])
-            )
+            sys.modules["numpy"].random.set_state(state["numpy"])
     except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
         raise BadInput(f"load_state_dict(): the saved state of the random numbers is damaged ({error}).") from error
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+
+
+def _plain(value: Any) -> Any:
+    """Arrays as lists, numbers as Python's."""
+    if isinstance(value, dict):
+        return {key: _plain(inner) for key, inner in value.items()}
+    return value.tolist() if hasattr(value, "tolist") else value
 
 
 def _backend(device: torch.device) -> Any | None:

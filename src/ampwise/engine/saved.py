@@ -21,7 +21,10 @@ def checked_saved(state: Any, *, precision: str, policy: Mapping[str, Any], sche
     """Refuse what is not the state of an engine like this one; nothing has been loaded by then."""
     if not isinstance(state, Mapping) or any(key not in state for key in KEYS):
         missing = [key for key in KEYS if key not in state] if isinstance(state, Mapping) else [type(state).__name__]
-        raise BadInput(f"load_state_dict(): not the state of an Engine. Missing or unexpected: {', '.join(missing)}.")
+        hint = " The one under 'engine' may be." if isinstance(state, Mapping) and "engine" in state else ""
+        raise BadInput(
+            f"load_state_dict(): not the state of an Engine. Missing or unexpected: {', '.join(missing)}.{hint}"
+        )
     if state.get("version") != VERSION:
         raise BadInput(f"load_state_dict(): a state of version {state.get('version')}; this ampwise reads {VERSION}.")
     if len(state["schedulers"]) != schedulers:
@@ -68,6 +71,12 @@ def saved_window(window: Window, parameters: Sequence[Parameter], statistics: li
 
 def load_window(window: Window, saved: Mapping[str, Any], parameters: Sequence[Parameter]) -> None:
     """Stand where the window stood."""
+    for key in ("length", "divisor", "count"):
+        if not isinstance(saved[key], int):
+            raise BadInput(f"load_state_dict(): the window's {key} is damaged: {saved[key]!r}.")
+    for key in ("loss", "total", "unit"):
+        if not isinstance(saved[key], Tensor | float | int | None):
+            raise BadInput(f"load_state_dict(): the window's {key} is damaged: {saved[key]!r}.")
     if saved["gradients"] is not None and saved["length"] > window.size:
         raise BadInput(
             f"load_state_dict(): saved in a window of {saved['length']} micro-batches, and this engine has "

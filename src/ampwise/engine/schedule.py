@@ -6,6 +6,7 @@ schedulers wait until then, by when the news has arrived, so that nobody waits f
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -23,25 +24,38 @@ class Schedules:
 
     def __init__(self, given: Any, optimizers: Sequence[Optimizer]) -> None:
         self._schedulers = _checked(given, optimizers)
-        self._awaited: Outcome | None = None
+        self._awaited: tuple[Outcome, list[Any]] | None = None
+        self._places: dict[int, Any] = {}  # where the engine has left each
 
     def __len__(self) -> int:
         return len(self._schedulers)
 
-    def after(self, outcome: Outcome) -> None:
-        """A step was closed: follow it now if its outcome is known, else before the next."""
+    def after(self, outcome: Outcome, stepping: Sequence[Optimizer]) -> None:
+        """A step of these optimizers was closed: follow it now if its outcome is known, else before the next."""
         self.settle()
-        if self._schedulers:
-            self._awaited = outcome
+        moving = [each for each in self._schedulers if _is_one_of(getattr(each, "optimizer", None), stepping)]
+        if moving:
+            self._awaited = outcome, moving
             if outcome.skip_known:
                 self.settle()
 
     def settle(self) -> None:
         """Come up to date; waits if the last step is still on its way."""
         awaited, self._awaited = self._awaited, None
-        if awaited is not None and not awaited.skipped:
-            for scheduler in self._schedulers:
+        if awaited is not None and not awaited[0].skipped:
+            for scheduler in awaited[1]:
+                self._warn_if_moved(scheduler)
                 scheduler.step()
+                self._places[id(scheduler)] = getattr(scheduler, "last_epoch", None)
+
+    def _warn_if_moved(self, scheduler: Any) -> None:
+        before = self._places.get(id(scheduler))
+        if before is not None and scheduler.last_epoch != before:
+            warnings.warn(
+                f"{type(scheduler).__name__} was moved by someone else: it was given to the engine, which moves it.",
+                UserWarning,
+                stacklevel=2,
+            )
 
     def state(self) -> list[dict[str, Any]]:
         self.settle()
@@ -49,6 +63,7 @@ class Schedules:
 
     def load(self, states: Sequence[dict[str, Any]]) -> None:
         self._awaited = None
+        self._places.clear()
         for scheduler, state in zip(self._schedulers, states, strict=True):
             scheduler.load_state_dict(state)
 
@@ -58,6 +73,8 @@ def _checked(given: Any, optimizers: Sequence[Optimizer]) -> list[Any]:
         return []
     schedulers = list(given) if isinstance(given, Iterable) else [given]
     for scheduler in schedulers:
+        if isinstance(scheduler, type):
+            raise BadInput(f"Engine(scheduler={scheduler.__name__}): this is the class. Make one for the optimizer.")
         if isinstance(scheduler, ReduceLROnPlateau):
             raise BadInput(
                 "Engine(scheduler=ReduceLROnPlateau): it moves by a metric, not by steps. Leave it out, and call "
@@ -66,9 +83,14 @@ def _checked(given: Any, optimizers: Sequence[Optimizer]) -> list[Any]:
         if not callable(getattr(scheduler, "step", None)):
             raise BadInput(f"Engine(scheduler=...): a scheduler is expected, not {type(scheduler).__name__}.")
         its = getattr(scheduler, "optimizer", None)
-        if its is not None and not any(its is optimizer for optimizer in optimizers):
+        if not _is_one_of(its, optimizers):
             raise BadInput(
                 f"Engine(scheduler={type(scheduler).__name__}): it sets the rate of an optimizer that this engine does "
                 "not have."
             )
     return schedulers
+
+
+def _is_one_of(optimizer: Any, optimizers: Sequence[Optimizer]) -> bool:
+    """Whether it is, as far as one can tell: some schedulers do not say whose they are."""
+    return optimizer is None or any(optimizer is each for each in optimizers)

@@ -156,10 +156,33 @@ class Statistics:
     @torch.no_grad()
     def remember(self) -> None:
         """Copy the statistics as they are now, of layers in training mode. Nothing waits."""
-        moving = [layer.training and layer.track_running_stats for layer in self._layers]
+        moving = self._now_moving()
         if self._arranged is None or moving != self._moving or not self._arranged.stands:
             self._moving, self._arranged = moving, self._arrangement_of(moving)
         self._arranged.remember()
+
+    @torch.no_grad()
+    def remember_new(self) -> None:
+        """Copy besides those of layers that have come into training mode since; others stay as remembered."""
+        moving = self._now_moving()
+        if moving == self._moving:
+            return
+        came = dict(zip(self._layers, moving, strict=True))
+        for kept in self._kept:
+            if came[kept.layer] and not kept.remembered:
+                kept.make_room()
+                kept.remembered = True
+                if (pair := kept.pair()) is not None:
+                    pair[1].copy_(pair[0])
+        self._moving, self._arranged = moving, None
+
+    @property
+    def moves(self) -> bool:
+        """A forward pass would change some of them."""
+        return any(self._now_moving())
+
+    def _now_moving(self) -> list[bool]:
+        return [layer.training and layer.track_running_stats for layer in self._layers]
 
     @torch.no_grad()
     def restore_if(self, found_inf: Tensor) -> None:

@@ -95,8 +95,9 @@ class Step:
         return lrs
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain data, such as for JSON; waits for what is on its way."""
-        return {"number": self.number, **{fact: getattr(self, fact) for fact in FACTS}}
+        """Plain data, such as for JSON, which has no NaN: None instead. Waits for what is on its way."""
+        facts = {fact: getattr(self, fact) for fact in FACTS}
+        return {"number": self.number, **{fact: _finite(value) for fact, value in facts.items()}}
 
     def settle_if_there(self) -> None:
         """Turn what has arrived into numbers, and let go of what carried them."""
@@ -134,6 +135,10 @@ class Step:
                 self._loss = self._mean(self._outcome.aside)
             self._outcome = None
         return self._settled
+
+
+def _finite(value: Any) -> Any:
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _number(value: Posted | Tensor | float) -> float:

@@ -43,6 +43,11 @@ class Trained:
     def has_gradients(self) -> bool:
         return any(parameter.grad is not None for parameter in self.parameters)
 
+    def stock(self) -> list[tuple[int, int] | None]:
+        """Which gradients there are, and in which state: any change of them by someone shows."""
+        gradients = [parameter.grad for parameter in self.parameters]
+        return [None if each is None else (id(each), each._version) for each in gradients]
+
     @property
     def with_gradients(self) -> list[Optimizer]:
         """Optimizers with something to do."""
@@ -71,13 +76,21 @@ class Trained:
 
     def before_saving(self, method: Callable[[], None]) -> None:
         """Call the method of an object before an optimizer's state is asked for, as long as the object lives."""
-        alive = weakref.WeakMethod(method)
+        self._hook("register_state_dict_pre_hook", method)
 
-        def call(_: Any) -> None:
+    def before_stepping(self, method: Callable[[], None]) -> None:
+        """The same, before an optimizer steps."""
+        self._hook("register_step_pre_hook", method)
+
+    def _hook(self, register: str, method: Callable[[], None]) -> None:
+        alive: weakref.WeakMethod[Callable[[], None]] = weakref.WeakMethod(method)
+
+        def call(*_: Any) -> None:
             still = alive()
             if still is not None:
                 still()
 
         for optimizer in self.optimizers:
-            if hasattr(optimizer, "register_state_dict_pre_hook"):
-                optimizer.register_state_dict_pre_hook(call)
+            if hasattr(optimizer, register):  # those that are not torch's may have none
+                hook = getattr(optimizer, register)(call)
+                weakref.finalize(self, hook.remove)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from numbers import Real
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ampwise.engine.scaling.scale import is_number
 from ampwise.errors import BadInput
 
 __all__ = ["Weight", "Window"]
@@ -27,6 +27,7 @@ class Window:
 
     def __init__(self, size: int) -> None:
         self.size = size  # micro-batches, as a rule
+        self.seen = 0  # micro-batches, of all windows
         self.unit: Weight | None = None  # the weight of a typical micro-batch; the same on all ranks
         self.begin()
 
@@ -60,9 +61,9 @@ class Window:
     def complete(self) -> bool:
         return self.count >= self.length
 
-    def expect(self, more: int | None) -> None:
-        """So many more micro-batches are to come; None: as many as are wanted."""
-        self.length = self.size if more is None else self.count + more
+    def expect(self, more: int) -> None:
+        """Only so many more micro-batches are to come."""
+        self.length = self.count + more
 
     def factor(self, weight: Weight | None, settle_unit: Callable[[Weight], float]) -> Weight | None:
         """What the loss of the micro-batch at hand is to be multiplied by; None: divide it by the length."""
@@ -78,7 +79,8 @@ class Window:
             return None
         if self.unit is None:
             self.unit = settle_unit(self.weight)
-        return self.weight / (self.unit * self.divisor)
+        factor = self.weight / (self.unit * self.divisor)
+        return factor.float() if isinstance(factor, Tensor) else factor  # and the loss no wider than that
 
     def share(self, loss: Tensor, factor: Weight | None) -> Tensor:
         """What the loss of a micro-batch contributes to that of the window."""
@@ -89,6 +91,8 @@ class Window:
     def add(self, share: Tensor) -> None:
         """A backward pass is done."""
         self.passes += 1
+        if share.dtype in (torch.float16, torch.bfloat16):  # in which many shares would not add up
+            share = share.float()
         if self.weight is not None:  # the mean of nothing is NaN, and counts for nothing
             nothing = torch.as_tensor(self.weight, device=share.device) == 0
             share = share.masked_fill(nothing, 0.0)
@@ -99,6 +103,7 @@ class Window:
         if self.weight is not None:
             self.total = self.weight if self.total is None else self.total + self.weight
         self.count, self.passes, self.weight = self.count + 1, 0, None
+        self.seen += 1
 
     def correction(self) -> Weight | None:
         """What gradients and loss are to be divided by to be means; None if they are."""
@@ -113,8 +118,8 @@ class Window:
             return
         seen = self.unit * self.agreed * (self.divisor / self.count)
         if isinstance(seen, Tensor):
-            self.unit = seen.masked_fill(~(seen > 0), self.unit)
-        elif seen > 0:
+            self.unit = seen.masked_fill(~((seen > 0) & seen.isfinite()), self.unit)
+        elif 0 < seen < math.inf:
             self.unit = seen
 
 
@@ -122,7 +127,9 @@ def _checked(weight: Any) -> Weight:
     if isinstance(weight, Tensor):
         if weight.numel() != 1:
             raise BadInput(f"weight: one number is expected, not a tensor of shape {tuple(weight.shape)}.")
-        return weight.detach().reshape(())
-    if not is_number(weight) or not (math.isfinite(weight) and weight >= 0):
+        # Wide enough for sums of them: a mask may be summed in bytes, or in bits.
+        return weight.detach().reshape(()).to(torch.float32 if weight.device.type == "mps" else torch.float64)
+    number = math.nan if type(weight) is bool or not isinstance(weight, Real) else float(weight)
+    if not 0 <= number < math.inf:
         raise BadInput(f"weight={weight!r}: how much a micro-batch counts is expected, such as its number of tokens.")
-    return float(weight)
+    return number

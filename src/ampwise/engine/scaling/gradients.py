@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from ampwise.census.flat import KINDS
 from ampwise.errors import BadInput
 
-__all__ = ["Gradients", "gradients_of", "home_of", "multiply_", "refuse_half", "there", "versions_of"]
+__all__ = ["Gradients", "clamp_", "gradients_of", "home_of", "multiply_", "refuse_half", "there", "versions_of"]
 
 
 def there(tensor: Tensor, device: torch.device) -> Tensor:
@@ -92,11 +92,23 @@ def refuse_half(gradients: Gradients) -> None:
 @torch.no_grad()
 def multiply_(values: Iterable[Tensor], factor: Tensor) -> None:
     """Multiply gradients in place by a number on the device."""
+    for (device, _), alike in _by_kind(values).items():
+        torch._foreach_mul_(alike, there(factor, device))
+
+
+@torch.no_grad()
+def clamp_(values: Iterable[Tensor], limit: float) -> None:
+    """Bring gradients between minus and plus the limit, in place."""
+    for alike in _by_kind(values).values():
+        torch._foreach_clamp_min_(alike, -limit)
+        torch._foreach_clamp_max_(alike, limit)
+
+
+def _by_kind(values: Iterable[Tensor]) -> dict[tuple[torch.device, torch.dtype], list[Tensor]]:
     by_kind: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for value in values:
         by_kind.setdefault((value.device, value.dtype), []).append(value)
-    for (device, _), alike in by_kind.items():
-        torch._foreach_mul_(alike, there(factor, device))
+    return by_kind
 
 
 def versions_of(values: Iterable[Tensor]) -> list[int] | None:
