@@ -118,7 +118,12 @@ class Window:
             return
         seen = self.unit * self.agreed * (self.divisor / self.count)
         if isinstance(seen, Tensor):
-            self.unit = seen.masked_fill(~((seen > 0) & seen.isfinite()), self.unit)
+            makes_sense = (seen > 0) & seen.isfinite()
+            # Each in the way that does not wait for the device.
+            if isinstance(self.unit, Tensor):
+                self.unit = torch.where(makes_sense, seen, self.unit)
+            else:
+                self.unit = seen.masked_fill(~makes_sense, self.unit)
         elif 0 < seen < math.inf:
             self.unit = seen
 
