@@ -184,7 +184,7 @@ class Engine:
         if factor is not None:  # a number would become a constant of the graph
             factor = _on_device(factor, self.device)
         given = args, kwargs, factor
-        share, extra = self._graphs.run(one_pass, loss_fn, self._window.length, given, self._trained.all_parameters)
+        share, extra = self._graphs.run(one_pass, loss_fn, self._window.divisor, given, self._trained.all_parameters)
         return share, extra
 
     def _run(self, loss_fn: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Tensor, Any]:
