@@ -304,6 +304,19 @@ def failing(wrapper):
     return {"failed": failed, "away": distance(whole(run.model), weights)}
 
 
+def options_of_ddp(**options):
+    """Three windows of three micro-batches with DDP as it is made by default, and with options: all weights."""
+    ended = []
+    for each in ({}, options):
+        model = network("alone")
+        wrapped = DistributedDataParallel(model, **each)
+        engine = Engine(wrapped, torch.optim.AdamW(model.parameters(), fused=True), "bf16", accumulate=3, clip_norm=0.1)
+        for number in range(9):
+            engine.step(partial(loss_of, wrapped), *batch_of(number, of=dist.get_rank()))
+        ended.append(digest(whole(model)))
+    return {"weights": ended}
+
+
 class Failing(torch.autograd.Function):
     @staticmethod
     def forward(ctx, loss):
@@ -339,5 +352,6 @@ CASES = {
     "engine_resume": resume,
     "engine_late_flush": late_flush,
     "engine_failing": failing,
+    "engine_options_of_ddp": options_of_ddp,
     "engine_auto": auto,
 }

@@ -235,6 +235,21 @@ def test_a_window_whose_backward_pass_failed_leaves_nothing(ask, wrapper):
         assert answer["away"] <= AWAY["fp32"]
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"gradient_as_bucket_view": True},
+        {"static_graph": True},
+        {"gradient_as_bucket_view": True, "static_graph": True},
+        {"bucket_cap_mb": 0.0001, "gradient_as_bucket_view": True},
+    ],
+    ids=str,
+)
+def test_options_of_ddp_change_nothing(ask, options):
+    answers = ask("options_of_ddp", **options)
+    assert len({weights for answer in answers for weights in answer["weights"]}) == 1
+
+
 # Resuming
 
 

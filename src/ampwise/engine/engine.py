@@ -202,7 +202,7 @@ class Engine:
 
     def _refuse_gradients(self) -> None:
         """A loss function that has called backward() itself would be counted twice."""
-        if self._graphs is not None:
+        if self._graphs is not None or self._ranks.several:  # DDP may move gradients to its buckets in a forward pass
             return
         if self._trained.has_gradients if self._stock is None else self._stock != self._trained.stock():
             self._drop_window()
@@ -509,6 +509,7 @@ class Engine:
         elif outcome.skipped:
             self._statistics.restore()
         self._closed += 1
+        self._ranks.window_closed()
         step = self._step_of(outcome, lrs, extra)
         self.history.append(step)
         self._counts.add(outcome)

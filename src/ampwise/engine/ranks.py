@@ -34,6 +34,8 @@ class Ranks:
         inner = {id(inside) for outer in sharded for inside in outer.modules() if inside is not outer}
         self._sharded = [module for module in sharded if id(module) not in inner]
         self._exchanging = True  # as FSDP2's switch is set
+        # With static_graph, DDP learns the graph in its first pass, and fails unless it exchanges in that.
+        self._learning = any(getattr(each, "static_graph", False) for each in self._holding)
         self.process_group = process_group
         if process_group is None and self._holding:
             self.process_group = getattr(self._holding[0], "process_group", None)
@@ -46,7 +48,11 @@ class Ranks:
     def exchanging(self, wanted: bool) -> AbstractContextManager[Any]:
         """A micro-batch, forward and backward: gradients are exchanged in the last of a window only."""
         self._switch(wanted)
-        return AS_THEY_DO if wanted or not self._holding else self._without_exchange()
+        return AS_THEY_DO if wanted or self._learning or not self._holding else self._without_exchange()
+
+    def window_closed(self) -> None:
+        """What there was to learn is learned."""
+        self._learning = False
 
     @contextmanager
     def _without_exchange(self) -> Iterator[None]:
