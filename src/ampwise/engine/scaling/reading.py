@@ -143,10 +143,12 @@ class _Rows:
         self._rows, self._sums = rows, sums
 
     def totals(self, weights: tuple[float, ...] | None) -> Tensor:
-        totals = self._sums.new_empty(3)
-        torch.sum(self._sums if weights is None else self._sums * self._sums.new_tensor(weights), 0, out=totals[0])
-        torch.sum(self._rows[:, INFS : NANS + 1], 0, dtype=torch.float64, out=totals[1:])
-        return totals
+        # In Python, as these are few numbers on the CPU: a torch operation takes longer than adding up hundreds.
+        squares, counts = self._sums.tolist(), self._rows[:, INFS : NANS + 1].tolist()
+        if weights is not None:
+            squares = [square * weight for square, weight in zip(squares, weights, strict=True)]
+        infinities, nans = (sum(column) for column in zip(*counts, strict=True)) if counts else (0, 0)
+        return torch.tensor([math.fsum(squares), infinities, nans], dtype=torch.float64)
 
     def fetch(self) -> list[Census]:
         pairs = zip(self._rows.tolist(), self._sums.tolist(), strict=True)
