@@ -6,7 +6,7 @@ import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -46,6 +46,8 @@ from ampwise.engine.window import Weight, Window
 from ampwise.errors import BadInput
 
 __all__ = ["Engine"]
+
+T = TypeVar("T")
 
 
 class Engine:
@@ -92,6 +94,9 @@ class Engine:
         history: int = 1000,
     ) -> None:
         self._models = checked_models(model)
+        self._model = (
+            self._models[0] if len(self._models) == 1 else ModuleList(self._models)
+        )  # by whose names one speaks
         self._trained = Trained(checked_optimizers(optimizer, self._models), self._models)
         self._schedules = Schedules(scheduler, self._trained.optimizers)
         self._clipping = Clipping.checked(clip_norm, clip_value)
@@ -120,7 +125,7 @@ class Engine:
         self._stepping = False  # optimizers, by the engine itself
         self._stock: Any = None  # of gradients, where they must not change
         # Last, as nothing that is refused may leave a trace.
-        self.policy.apply(self._models[0] if len(self._models) == 1 else ModuleList(self._models))
+        self.policy.apply(self._model)
         self._trained.before_saving(self._schedules.settle)
         self._trained.before_stepping(self._refuse_others_step)
 
@@ -331,7 +336,7 @@ class Engine:
 
     def census(self) -> DeviceCensus:
         """What the gradients of the last step held, by parameter, in true units and before clipping."""
-        return self.scaler.census(self._models[0] if len(self._models) == 1 else ModuleList(self._models))
+        return self.scaler.census(self._model)
 
     def __repr__(self) -> str:
         window = "" if self._window.size == 1 else f", accumulate {self._window.size}"
@@ -448,9 +453,7 @@ class Engine:
         if window.complete:
             return self._close(extra)
         assert window.loss is not None
-        divisor = window.correction()
-        divisor = 1.0 if divisor is None else divisor
-        return Step(self._closed + 1, self.precision, window.loss, loss_divisor=divisor, extra=extra)
+        return Step(self._closed + 1, self.precision, window.loss, loss_divisor=window.correction(), extra=extra)
 
     def _close(self, extra: Any) -> Step:
         """The optimizer's turn."""
@@ -522,12 +525,11 @@ class Engine:
         return step
 
     def _step_of(self, outcome: Outcome, lrs: Sequence[float | Posted], extra: Any) -> Step:
-        divisor = self._window.correction()
         return Step(
             self._closed,
             self.precision,
             self._window.loss if outcome.posted is None else None,
-            loss_divisor=1.0 if divisor is None else _posted(divisor),
+            loss_divisor=_posted(self._window.correction()),
             outcome=outcome,
             lrs=lrs,
             extra=extra,
@@ -566,6 +568,6 @@ def _on_device(number: Weight, device: torch.device) -> Tensor:
     return torch.full((), number, dtype=torch.float32, device=device)
 
 
-def _posted(number: float | Tensor) -> float | Posted:
+def _posted(number: T | Tensor) -> T | Posted:
     """A number that may change before someone asks."""
     return Posted(number.detach().reshape(1)) if isinstance(number, Tensor) else number

@@ -14,14 +14,23 @@ from torch.nn import Module
 
 from ampwise.errors import BadInput
 
-__all__ = ["Ranks", "speaks"]
+__all__ = ["Ranks", "rank", "speaks"]
 
 AS_THEY_DO: AbstractContextManager[Any] = nullcontext()
 
 
+def rank() -> int:
+    """This process among others; 0 where there are none."""
+    return dist.get_rank() if _has_others() else 0
+
+
 def speaks() -> bool:
     """Of several ranks the first speaks."""
-    return not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0
+    return rank() == 0
+
+
+def _has_others() -> bool:
+    return dist.is_available() and dist.is_initialized()
 
 
 class Ranks:
@@ -43,7 +52,7 @@ class Ranks:
     @property
     def several(self) -> bool:
         """The model is spread over ranks, or copied to them."""
-        return dist.is_available() and dist.is_initialized() and bool(self._holding or self._sharded)
+        return bool(self._holding or self._sharded) and _has_others()
 
     def exchanging(self, wanted: bool) -> AbstractContextManager[Any]:
         """A micro-batch, forward and backward: gradients are exchanged in the last of a window only."""
@@ -106,7 +115,7 @@ class Ranks:
 
     def warn_if_apart(self, parameters: Sequence[Tensor]) -> None:
         """Several ranks, and nothing that exchanges gradients."""
-        if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1 or self.several:
+        if not _has_others() or dist.get_world_size() == 1 or self.several:
             return
         if self.process_group is None and not any(hasattr(each, "placements") for each in parameters) and speaks():
             print(

@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
+from ampwise.engine.ranks import rank
 from ampwise.errors import BadInput
 
 __all__ = ["restore_rng", "rng_state"]
@@ -20,7 +20,7 @@ def rng_state(device: torch.device) -> dict[str, Any]:
     """Of torch, on the CPU and on the device; of Python; of numpy, where it is in use."""
     version, words, gauss = random.getstate()
     state: dict[str, Any] = {
-        "rank": _rank(),
+        "rank": rank(),
         "torch": torch.get_rng_state(),
         "python": {"version": version, "words": list(words), "gauss": gauss},
     }
@@ -38,9 +38,9 @@ def restore_rng(state: Mapping[str, Any], device: torch.device) -> None:
 
     On another they would be the same numbers a second time: the same dropout on every rank.
     """
-    if isinstance(state, Mapping) and state.get("rank", 0) != _rank():
+    if isinstance(state, Mapping) and state.get("rank", 0) != rank():
         warnings.warn(
-            f"load_state_dict(): random numbers were saved on rank {state.get('rank', 0)}; those of rank {_rank()} "
+            f"load_state_dict(): random numbers were saved on rank {state.get('rank', 0)}; those of rank {rank()} "
             "stay as they are. To go on to the bit, save the engine's state on every rank.",
             UserWarning,
             stacklevel=4,
@@ -57,10 +57,6 @@ def restore_rng(state: Mapping[str, Any], device: torch.device) -> None:
             sys.modules["numpy"].random.set_state(state["numpy"])
     except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
         raise BadInput(f"load_state_dict(): the saved state of the random numbers is damaged ({error}).") from error
-
-
-def _rank() -> int:
-    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
 
 
 def _plain(value: Any) -> Any:

@@ -35,7 +35,7 @@ class Step:
         precision: str,
         loss: Tensor | None = None,
         *,
-        loss_divisor: float | Tensor | Posted = 1.0,
+        loss_divisor: float | Tensor | Posted | None = None,
         outcome: Outcome | None = None,
         lrs: Sequence[float | Posted] = (),
         extra: Any = None,
@@ -59,6 +59,8 @@ class Step:
         return self._loss
 
     def _mean(self, total: float) -> float:
+        if self._loss_divisor is None:
+            return total
         divisor = _number(self._loss_divisor)
         return total / divisor if divisor else math.nan
 

@@ -41,7 +41,7 @@ class Trained:
 
     @property
     def has_gradients(self) -> bool:
-        return any(parameter.grad is not None for parameter in self.parameters)
+        return bool(self.with_gradients)
 
     def stock(self) -> list[tuple[int, int] | None]:
         """Which gradients there are, and in which state: any change of them by someone shows."""
