@@ -52,7 +52,7 @@ gpu-test: ## the tests that need CUDA, in the Python you have (torch, triton, py
 	@PYTHONPATH=src $(PYTHON) -m pytest -m gpu -p no:cacheprovider tests $(ARGS)
 
 gpu-bench: ## the benchmarks on a GPU, in the Python you have
-	@PYTHONPATH=src:. $(PYTHON) -m benchmarks.$(NAME)
+	@PYTHONPATH=src:.$${PYTHONPATH:+:$$PYTHONPATH} $(PYTHON) -m benchmarks.$(NAME)
 
 $(STAMP): $(NEEDS)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \

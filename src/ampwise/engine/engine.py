@@ -94,9 +94,8 @@ class Engine:
         history: int = 1000,
     ) -> None:
         self._models = checked_models(model)
-        self._model = (
-            self._models[0] if len(self._models) == 1 else ModuleList(self._models)
-        )  # by whose names one speaks
+        # The one by whose names parameters and modules are known.
+        self._model = self._models[0] if len(self._models) == 1 else ModuleList(self._models)
         self._trained = Trained(checked_optimizers(optimizer, self._models), self._models)
         self._schedules = Schedules(scheduler, self._trained.optimizers)
         self._clipping = Clipping.checked(clip_norm, clip_value)
@@ -475,14 +474,14 @@ class Engine:
                 outcome = outcome or self.scaler._outcome_of(optimizer)  # all skip, or none
             self.scaler.update()
         except BaseException:
-            self._stepping = False
             self.scaler._abandon()
             if outcome is None:
                 self._drop_window()
             else:  # it went wrong after the step
                 self._finish(outcome, stepping, lrs, extra)
             raise
-        self._stepping = False
+        finally:
+            self._stepping = False
         assert outcome is not None
         return self._finish(outcome, stepping, lrs, extra)
 
