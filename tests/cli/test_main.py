@@ -125,7 +125,10 @@ def test_a_bug_is_a_traceback(with_test_verbs):
 
 
 def test_ctrl_c_is_a_line_and_130(with_test_verbs):
+    # A shell's background job ignores Ctrl-C, and so do its children, unless told otherwise.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     process = subprocess.Popen([*with_test_verbs, "sleep"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    signal.signal(signal.SIGINT, before)
     assert process.stdout.readline() == "ready\n"
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=30)

@@ -86,7 +86,7 @@ class Counted:
     def __init__(self, batch: Batch, buffer: Tensor) -> None:
         # Memory is reused in the stream's order, so the gradients may go now; an unread result must not hold them.
         batch.kept.clear()
-        self.batch, self.buffer = batch, buffer
+        self.batch, self.buffer, self.sums = batch, buffer, _sums(buffer, batch)
         # A stream that captures means nothing outside; whoever replays the graph has to wait for it anyway.
         captured = batch.device.type != "cuda" or torch.cuda.is_current_stream_capturing()
         self._stream = None if captured else torch.cuda.current_stream(batch.device)
@@ -122,11 +122,16 @@ def count_into_(buffer: Tensor, batch: Batch, scale: Tensor | None = None, *, wr
     with launching_on(batch.device):
         kernel.census_kernel[(len(plan.owners),)](
             batch.addresses, plan.sizes, plan.kinds, plan.first_chunks, plan.owners,
-            buffer, buffer[batch.cells :].view(torch.float64), buffer if scale is None else scale, ROW=SINGLE.columns,
+            buffer, _sums(buffer, batch), buffer if scale is None else scale, ROW=SINGLE.columns,
             HAS_FP32=0 in plan.present, HAS_BF16=1 in plan.present, HAS_FP16=2 in plan.present,
             CHUNK=kernel.CHUNK, BLOCK=kernel.BLOCK, SLOW_BLOCK=kernel.SLOW_BLOCK,
             SCALED=scale is not None, WRITE=write, PTX=batch.has_ptx, num_warps=kernel.WARPS,
         )  # fmt: skip
+
+
+def _sums(buffer: Tensor, batch: Batch) -> Tensor:
+    """The part of a buffer that has the chunks' sums of squares."""
+    return buffer[batch.cells :].view(torch.float64)
 
 
 def launching_on(device: torch.device) -> AbstractContextManager[Any]:
@@ -146,7 +151,7 @@ def read_census(buffer: Tensor, batch: Batch) -> list[Census]:
     """Fetch a buffer, which waits for the device, and read the censuses in the tensors' order."""
     host = buffer.cpu()
     skipped, table = _trimmed(host[: batch.cells].view(-1, SINGLE.columns))
-    sums = iter(host[batch.cells :].view(torch.float64).tolist())
+    sums = iter(_sums(host, batch).tolist())
     # In the order of the chunks, so that the sum is the same in every run.
     totals = (math.fsum(islice(sums, chunks)) for chunks in batch.plan.chunks)
     return [SINGLE.census(row, total, skipped) for row, total in zip(table.tolist(), totals, strict=True)]

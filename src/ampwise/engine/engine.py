@@ -510,6 +510,7 @@ class Engine:
             self._statistics.restore_if(outcome.numbers[1])
         elif outcome.skipped:
             self._statistics.restore()
+        outcome.let_go()
         self._closed += 1
         self._ranks.window_closed()
         step = self._step_of(outcome, lrs, extra)

@@ -11,6 +11,8 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
@@ -40,6 +42,7 @@ class Tables:
     exp_avg_sqs: Tensor
     steps: Tensor
     plan: Plan
+    done: Tensor  # chunks of each parameter, in the launch that is running; zero between launches
 
 
 # By group, with the addresses and sizes they were made for; None where our kernel is not for the group.
@@ -129,9 +132,9 @@ def _tables(
     optimizer: Optimizer, group: dict[str, Any], params: Sequence[Tensor], states: Sequence[dict[str, Tensor]]
 ) -> Tables | None:
     """The group's tables, made anew when a tensor has moved: after loading a checkpoint, say."""
-    lists = [params, *([state[name] for state in states] for name in ("exp_avg", "exp_avg_sq", "step"))]
-    addresses = tuple([tensor.data_ptr() for tensors in lists for tensor in tensors])
-    key = (addresses, tuple([parameter.numel() for parameter in params]))
+    lists = [params, *(list(map(itemgetter(name), states)) for name in ("exp_avg", "exp_avg_sq", "step"))]
+    addresses = tuple(map(Tensor.data_ptr, chain.from_iterable(lists)))
+    key = (addresses, tuple(map(Tensor.numel, params)))
     known = _known.setdefault(optimizer, {}).get(id(group))
     if known is None or known[0] != key:
         known = _known[optimizer][id(group)] = (key, _new_tables(lists, addresses))
@@ -145,35 +148,33 @@ def _new_tables(lists: Sequence[Sequence[Tensor]], addresses: tuple[int, ...]) -
     device = dense[0][0].device
     plain = all(type(tensor) in (Tensor, torch.nn.Parameter) for tensors in lists for tensor in tensors)
     on_device = all(step.device == device and step.dtype == torch.float32 for step in steps)
-    if not (plain and on_device and all(_are_readable(tensors, device) for tensors in dense)):
+    some = all(parameter.numel() for parameter in dense[0])  # the last chunk of a parameter counts its step
+    if not (plain and some and on_device and all(_are_readable(tensors, device) for tensors in dense)):
         return None
     count = len(steps)
     params, exp_avgs, exp_avg_sqs, steps_there = (
         address_table(addresses[start : start + count], device) for start in range(0, 4 * count, count)
     )
-    return Tables(params, exp_avgs, exp_avg_sqs, steps_there, plan_of(dense[0]))
+    done = torch.zeros(count, dtype=torch.int32, device=device)
+    return Tables(params, exp_avgs, exp_avg_sqs, steps_there, plan_of(dense[0]), done)
 
 
 def _launch(tables: Tables, gradients: Tensor, verdict: Tensor, group: dict[str, Any], *, decoupled: bool) -> None:
     from ampwise.census.kernel import CHUNK
     from ampwise.census.launch import launching_on
-    from ampwise.engine.scaling.adam_kernel import BLOCK, WARPS, adam_kernel, count_steps_kernel
+    from ampwise.engine.scaling.adam_kernel import BLOCK, WARPS, adam_kernel
 
     plan, lr = tables.plan, group["lr"]
     beta1, beta2 = group["betas"]
     with launching_on(verdict.device):
-        if len(plan.owners):
-            adam_kernel[(len(plan.owners),)](
-                tables.params, gradients, tables.exp_avgs, tables.exp_avg_sqs, tables.steps,
-                plan.sizes, plan.first_chunks, plan.owners, verdict,
-                lr if isinstance(lr, Tensor) else float(lr), float(group["weight_decay"]),
-                1 - beta1, 1 - beta2, _log(beta1), _log(beta2), float(group["eps"]),
-                LR_ON_DEVICE=isinstance(lr, Tensor), DECOUPLED=decoupled, DECAY=group["weight_decay"] != 0,
-                MAXIMIZE=bool(group["maximize"]), CHUNK=CHUNK, BLOCK=BLOCK, num_warps=WARPS,
-            )  # fmt: skip
-        count_steps_kernel[(math.ceil(len(gradients) / BLOCK),)](
-            tables.steps, verdict, len(gradients), BLOCK=BLOCK, num_warps=WARPS
-        )
+        adam_kernel[(len(plan.owners),)](
+            tables.params, gradients, tables.exp_avgs, tables.exp_avg_sqs, tables.steps, tables.done,
+            plan.sizes, plan.first_chunks, plan.owners, verdict,
+            lr if isinstance(lr, Tensor) else float(lr), float(group["weight_decay"]),
+            1 - beta1, 1 - beta2, _log(beta1), _log(beta2), float(group["eps"]),
+            LR_ON_DEVICE=isinstance(lr, Tensor), DECOUPLED=decoupled, DECAY=group["weight_decay"] != 0,
+            MAXIMIZE=bool(group["maximize"]), CHUNK=CHUNK, BLOCK=BLOCK, num_warps=WARPS,
+        )  # fmt: skip
 
 
 def _log(beta: float) -> float:

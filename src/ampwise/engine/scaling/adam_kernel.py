@@ -13,7 +13,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = ["BLOCK", "WARPS", "adam_kernel", "count_steps_kernel"]
+__all__ = ["BLOCK", "WARPS", "adam_kernel"]
 
 BLOCK = 1024
 WARPS = 4
@@ -73,7 +73,7 @@ def _floats(table, owner, start):
 
 @triton.jit
 def adam_kernel(
-    weights, grads, exp_avgs, exp_avg_sqs, steps, sizes, first_chunks, owners, verdict,
+    weights, grads, exp_avgs, exp_avg_sqs, steps, done, sizes, first_chunks, owners, verdict,
     lr, weight_decay, rate1, rate2, log_beta1, log_beta2, eps,
     LR_ON_DEVICE: tl.constexpr, DECOUPLED: tl.constexpr, DECAY: tl.constexpr, MAXIMIZE: tl.constexpr,
     CHUNK: tl.constexpr, BLOCK: tl.constexpr,
@@ -87,7 +87,8 @@ def adam_kernel(
         param, grad = _floats(weights, owner, start), _floats(grads, owner, start)
         exp_avg, exp_avg_sq = _floats(exp_avgs, owner, start), _floats(exp_avg_sqs, owner, start)
         factor = (1.0 / tl.load(verdict + _GRAD_SCALE).to(tl.float64)).to(tl.float32)
-        step = tl.load(tl.load(steps + owner).to(tl.pointer_type(tl.float32))).to(tl.float64) + 1.0
+        counter = tl.load(steps + owner).to(tl.pointer_type(tl.float32))
+        step = tl.load(counter).to(tl.float64) + 1.0
         if LR_ON_DEVICE:
             learning_rate = tl.load(lr).to(tl.float32)
         else:
@@ -106,13 +107,8 @@ def adam_kernel(
                 param, grad, exp_avg, exp_avg_sq, full + offsets, n, factor, step_size, root_correction,
                 learning_rate, weight_decay, rate1, rate2, eps, DECOUPLED, DECAY, MAXIMIZE, True,
             )  # fmt: skip
-
-
-@triton.jit
-def count_steps_kernel(steps, verdict, count, BLOCK: tl.constexpr):
-    """Add one to each parameter's step, unless it was skipped. Apart, as every chunk reads the number before."""
-    lanes = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside = lanes < count
-    pointers = tl.load(steps + lanes, mask=inside, other=0).to(tl.pointer_type(tl.float32))
-    taken = 1.0 - tl.load(verdict + _FOUND_INF)
-    tl.store(pointers, tl.load(pointers, mask=inside, other=0.0) + taken, mask=inside)
+        # Every chunk reads the step, so the last one to be done counts it: all threads of the others have read it.
+        tl.debug_barrier()
+        if (tl.atomic_add(done + owner, 1) + 1).to(tl.int64) * CHUNK >= tl.load(sizes + owner):
+            tl.store(counter, step.to(tl.float32))
+            tl.store(done + owner, 0)

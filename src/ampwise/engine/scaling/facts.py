@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 __all__ = ["Posted"]
 
-BYTES = 8  # room for a number of any kind, where all begin aligned
+ROOMS = 64  # made at a time: memory that a device can write to is slow to get
 
 
 class Posted:
@@ -29,15 +32,8 @@ class Posted:
             self._send(parts)
 
     def _send(self, parts: tuple[Tensor, ...]) -> None:
-        room = torch.empty(
-            BYTES * sum(part.numel() for part in parts), dtype=torch.uint8, device="cpu", pin_memory=True
-        )
-        begin = 0
         for part in parts:
-            count = part.numel()
-            place = room[begin : begin + count * part.element_size()].view(part.dtype)
-            self._on_host.append(place.copy_(part.reshape(count), non_blocking=True))
-            begin += BYTES * count
+            self._on_host.append(_room_for(part).copy_(part, non_blocking=True))
         self._arrived = torch.cuda.current_stream(parts[0].device).record_event()
 
     def read(self) -> list[float]:
@@ -67,5 +63,20 @@ class Posted:
         return self._on_device is not None
 
 
-def _numbers_of(parts: list[Tensor] | tuple[Tensor, ...]) -> list[float]:
+_rooms: dict[tuple[torch.dtype, torch.Size], deque[Tensor]] = {}
+
+
+def _room_for(part: Tensor) -> Tensor:
+    """Host memory of a tensor's form that the device can write to; nobody else has it, or gets it afterwards."""
+    free = _rooms.setdefault((part.dtype, part.shape), deque())
+    while True:
+        try:
+            return free.popleft()
+        except IndexError:  # the last one is gone, to another thread perhaps
+            with torch.inference_mode(False):  # tensors made within could not be written to outside of it
+                new = torch.empty(ROOMS, *part.shape, dtype=part.dtype, device="cpu", pin_memory=True)
+                free.extend(new.unbind())
+
+
+def _numbers_of(parts: Sequence[Tensor]) -> list[float]:
     return [float(number) for part in parts for number in part.reshape(-1).tolist()]

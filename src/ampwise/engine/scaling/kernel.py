@@ -154,7 +154,7 @@ def launch_totals(counted: Counted, weights: tuple[float, ...] | None) -> Tensor
     on_device = None if weights is None else _on_device(weights, buffer.device)
     with launching_on(buffer.device):
         totals_kernel[(1,)](
-            buffer, _sums(counted), batch.plan.owners, totals if on_device is None else on_device, totals,
+            buffer, counted.sums, batch.plan.owners, totals if on_device is None else on_device, totals,
             len(batch.plan.chunks), len(batch.plan.owners),
             ROW=SINGLE.columns, WEIGHTED=on_device is not None, BLOCK=BLOCK, num_warps=WARPS,
         )  # fmt: skip
@@ -167,7 +167,7 @@ def launch_judge(counted: Counted, scale: Tensor | None, max_norm: float) -> Ver
     numbers = torch.empty(4, dtype=torch.float32, device=buffer.device)
     with launching_on(buffer.device):
         judge_kernel[(1,)](
-            buffer, _sums(counted), numbers if scale is None else scale, numbers, float(max_norm),
+            buffer, counted.sums, numbers if scale is None else scale, numbers, float(max_norm),
             len(plan.chunks), len(plan.owners),
             ROW=SINGLE.columns, SCALED=scale is not None, BLOCK=BLOCK, num_warps=WARPS,
         )  # fmt: skip
@@ -203,7 +203,3 @@ def launch_advance_(
 def _on_device(numbers: tuple[float, ...], device: torch.device) -> Tensor:
     """In FP64, which numbers given to a kernel would lose; uploaded once, as that waits."""
     return torch.tensor(numbers, dtype=torch.float64, device=device)
-
-
-def _sums(counted: Counted) -> Tensor:
-    return counted.buffer[counted.batch.cells :].view(torch.float64)

@@ -20,7 +20,7 @@ NORM, FOUND_INF = range(2)
 class Outcome:
     """Of an optimizer's last step: on the device first, then among facts that were posted."""
 
-    numbers: Tensor | None  # norm and found_inf first; None of a step that nobody looked at
+    numbers: Tensor | None  # norm and found_inf first; None of a step that nobody looked at, or once let go
     known_to_skip: bool | None = None  # where the host had to be told at once
     posted: Posted | None = None
     place: int = 0  # of the numbers, among the posted facts
@@ -49,7 +49,7 @@ class Outcome:
     @property
     def known(self) -> bool:
         """Asking would not wait."""
-        return self.numbers is None or (self.posted is not None and self.posted.arrived)
+        return self.posted.arrived if self.posted is not None else self.numbers is None
 
     @property
     def skip_known(self) -> bool:
@@ -57,11 +57,17 @@ class Outcome:
         return self.known_to_skip is not None or self.known
 
     def _number(self, which: int) -> float:
-        if self.numbers is None:
-            return math.nan
-        if self.posted is None:
-            return float(self.numbers[which].item())
-        return self.posted.read()[self.place + which]
+        if self.posted is not None:
+            return self.posted.read()[self.place + which]
+        return math.nan if self.numbers is None else float(self.numbers[which].item())
+
+    def let_go(self) -> None:
+        """Of memory on the device, where the numbers travel by themselves.
+
+        Held for as long as someone may ask, it would move the next gradients to other addresses at every step.
+        """
+        if self.posted is not None and not self.posted.captured:
+            self.numbers = None
 
 
 class Counts:
