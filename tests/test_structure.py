@@ -24,6 +24,7 @@ LAYERS = {
     "ampwise.hardware": 1,
     "ampwise.census": 1,
     "ampwise.source": 1,
+    "ampwise.evidence": 1,
     "ampwise.rules": 2,
     "ampwise.record": 2,
     "ampwise.printers": 3,

@@ -14,6 +14,9 @@ and its value a module, or a package of modules, such as ours::
     [project.entry-points."ampwise.rules"]
     source = "my_package.amp_rules"
 
+What can be seen in the source and when the script runs is one rule: a file in ``step`` imports the RULE of the file in
+``source`` and brings a ``check`` of its own.
+
 A plugin that is broken, or takes a code or name already in use, costs one warning line and nothing else.
 """
 
@@ -165,12 +168,19 @@ def registered() -> tuple[RegisteredRule, ...]:
 def built_in() -> tuple[RegisteredRule, ...]:
     """The rules that come with ampwise, by code: what the documentation covers."""
     entries: list[RegisteredRule] = []
-    for entry in (entry for room in rooms() for entry in _room(room)):
+    for entry in (entry for room in _by_first_home(rooms()) for entry in _room(room)):
+        if any(entry.rule is other.rule for other in entries):
+            continue  # what is seen in the source and when it runs is one rule, with a check for each
         clash = _clash(entry.rule, entries)
         if clash:  # a mistake of ours, so nothing may work until it is mended
             raise RuntimeError(f"{entry.module.__name__}: {clash}")
         entries.append(entry)
     return _by_code(entries)
+
+
+def _by_first_home(found: Iterable[str]) -> list[str]:
+    """Rooms in the order in which they claim a rule that several share: source text first, as most are at home there."""
+    return sorted(found, key=lambda room: (room != "source", room != "hardware", room))
 
 
 def _clash(rule: Rule, entries: Iterable[RegisteredRule]) -> str | None:

@@ -1,0 +1,123 @@
+"""Run a training script as it is, watch how it uses mixed precision, and leave a record.
+
+The script is not changed, and its results are those of a run that nobody watches: its arguments, output, exceptions
+and exit code are its own. What was found comes at its end, on stderr; the record has all of it.
+
+Examples:
+  ampwise run train.py --epochs 3
+  ampwise run -o runs/first train.py
+  ampwise run -m my_package.train --config small.yaml
+  ampwise run -o runs/two -m torch.distributed.run --nproc-per-node 2 train.py
+  ampwise run --activations train.py
+  ampwise report runs/first --json
+
+Options of ampwise come before the script; all that follows it is the script's. Without -o the record goes to
+ampwise-runs/, in a folder named after the script and the time. torchrun's processes each write a part of it.
+
+The exit code is the script's own: 0 when it ended well, 1 after an exception, 130 after Ctrl-C, else what it said.
+2 means that ampwise could not begin: no such script, or a folder that has a record already (-f writes over it).
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from ampwise.errors import BadInput
+
+TYPE_CHECKING = False  # as in typing, which takes milliseconds to import
+if TYPE_CHECKING:
+    from ampwise.watch.script import Script
+
+__all__ = ["add_arguments", "run"]
+
+HOME = "ampwise-runs"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("-o", "--output", metavar="RUN", help=f"the folder of the record (default: a new one in {HOME}/)")
+    parser.add_argument("-f", "--force", action="store_true", help="write over a record that is there")
+    parser.add_argument("-q", "--quiet", action="store_true", help="say nothing at the end")
+    parser.add_argument("--every", metavar="N", type=_count, help="count gradients by powers of two at each N-th step")
+    parser.add_argument("--activations", action="store_true", help="look at what modules put out, too")
+    parser.add_argument("--no-timing", action="store_true", help="do not look at where the time goes")
+    parser.add_argument("--part", action="store_true", help=argparse.SUPPRESS)  # of a run that another process began
+    parser.add_argument("-m", dest="module", action="store_true", help="SCRIPT is a module's name, as in python -m")
+    parser.add_argument("script", metavar="SCRIPT", help="what to run")
+    parser.add_argument("args", metavar="...", nargs=argparse.REMAINDER, help="its own arguments")
+
+
+def run(args: argparse.Namespace) -> int:
+    from ampwise.watch.launching import is_launcher
+    from ampwise.watch.script import Script
+
+    script = Script(args.script, tuple(args.args), args.module)
+    script.check()
+    folder = Path(args.output) if args.output else _new_folder(script)
+    code = _launched(script, folder, args) if is_launcher(script) else _watched(script, folder, args)
+    sys.stdout.flush()
+    return code
+
+
+def _watched(script: Script, folder: Path, args: argparse.Namespace) -> int:
+    from ampwise.watch.running import Options, Running, rank_here
+
+    options = Options(every=args.every, activations=args.activations, timing=not args.no_timing)
+    running = Running(script, folder, options, force=args.force)
+    ended = running.run()
+    if not args.quiet and not args.part and rank_here()[0] == 0:
+        _show(folder)
+    return ended.exit_code
+
+
+def _launched(script: Script, folder: Path, args: argparse.Namespace) -> int:
+    from ampwise.record.layout import make_room
+    from ampwise.watch.launching import launch
+
+    make_room(folder, rank=0, world_size=1, force=args.force)  # before anything is started that would have to stop
+    options = ["-f"] if args.force else []
+    options += [f"--every={args.every}"] if args.every else []
+    options += ["--activations"] if args.activations else []
+    options += ["--no-timing"] if args.no_timing else []
+    ended = launch(script, folder, options)
+    _judge_ranks(folder)
+    if not args.quiet:
+        _show(folder)
+    return ended.exit_code
+
+
+def _show(folder: Path) -> None:
+    """The summary, on stderr: stdout is the script's."""
+    from ampwise.printers.terminal import console, wants_colour, write
+    from ampwise.record.reader import Run
+    from ampwise.report.summary import summary
+
+    text = summary(Run.read(folder), colour=wants_colour(sys.stderr), width=console(sys.stderr).width)
+    sys.stdout.flush()
+    write(f"\n{text}", sys.stderr)
+
+
+def _judge_ranks(folder: Path) -> None:
+    """What shows only when the parts of all ranks are seen together."""
+    from ampwise.watch.ranks import add_findings_of_ranks
+
+    add_findings_of_ranks(folder)
+
+
+def _new_folder(script: Script) -> Path:
+    import os
+    import time
+
+    together = os.environ.get("TORCHELASTIC_RUN_ID")
+    if together is not None:  # started by torchrun: one folder for all ranks
+        return Path(HOME) / f"{script.stem}-{together}-{os.environ.get('MASTER_PORT', '')}"
+    base = Path(HOME) / f"{script.stem}-{time.strftime('%Y%m%d-%H%M%S')}"
+    taken = (base if number == 1 else base.with_name(f"{base.name}-{number}") for number in range(1, 1000))
+    return next(path for path in taken if not path.exists())
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise BadInput(f"--every {text}: a whole number above 0 is expected.")
+    return int(text)

@@ -1,0 +1,86 @@
+"""How the loss scale behaves: what is by design, and what is not.
+
+A scaler doubles its scale after ``growth_interval`` clean steps, overflows, halves it again and loses that one step:
+so it stays near the highest scale that works. One skip in each interval is by design.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+from ampwise.evidence.health import Health
+from ampwise.evidence.streaks import LONG
+
+if TYPE_CHECKING:
+    from ampwise.record.rows import StepRow
+
+__all__ = ["Collapse", "Oscillation", "collapse", "oscillation", "skip_share"]
+
+AT_LEAST = 40  # steps after the search, before a share of them means something
+GROWTHS = 5  # that were undone, before it is a pattern
+UNDONE = 0.8  # of the growths
+SOON = 2  # steps within which a skip undoes a growth
+OFTEN = 0.05  # of all steps skipped: with no growth interval of 20 or more can the design alone cost so much
+BEYOND_DESIGN = 4  # times one skip for each interval
+NOTICEABLE = 0.01  # of all steps: below, nobody cares
+FALLS = 3  # of the scale, before "again and again" is said
+NO_SCALING = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Collapse:
+    """The scale fell to where it does nothing, or gradients overflowed many times in a row."""
+
+    step: int
+    from_scale: float
+    to_scale: float
+    in_a_row: int
+
+
+@dataclass(frozen=True, slots=True)
+class Oscillation:
+    """The scale grows, overflows at once, falls, and so on."""
+
+    growths: int
+    undone: int
+    skipped: float  # share of steps
+
+
+def collapse(health: Health) -> Collapse | None:
+    """The worst one, if there was one."""
+    worst = None
+    for streak in health.streaks.all:
+        if streak.first_scale is None or streak.lowest_scale is None:
+            continue
+        below = streak.lowest_scale < NO_SCALING and health.streaks.total - 1 + streak.count >= FALLS
+        long = streak.after_good and streak.count >= LONG
+        if (below or long) and (worst is None or streak.count > worst.in_a_row):
+            worst = Collapse(streak.first, streak.first_scale, streak.lowest_scale, streak.count)
+    return worst
+
+
+def skip_share(health: Health) -> float | None:
+    """Of the last steps; None while there are too few, or the scaler still looks for its scale."""
+    rows = health.window
+    return sum(row.skipped for row in rows) / len(rows) if len(rows) >= AT_LEAST else None
+
+
+def oscillation(health: Health) -> Oscillation | None:
+    """Skips that undo one growth after the other, far more often than by design."""
+    share = skip_share(health)
+    if share is None or share < NOTICEABLE:
+        return None
+    rows = list(health.window)
+    growths = [at for at, (before, after) in enumerate(pairwise(rows), start=1) if _grew(before, after)]
+    undone = sum(any(row.skipped for row in rows[at : at + SOON]) for at in growths)
+    if undone < GROWTHS or undone < UNDONE * len(growths):
+        return None
+    by_design = 1 / health.growth_interval if health.growth_interval else None
+    beyond = by_design is not None and share > BEYOND_DESIGN * by_design
+    return Oscillation(len(growths), undone, share) if share > OFTEN or beyond else None
+
+
+def _grew(before: StepRow, after: StepRow) -> bool:
+    return before.scale is not None and after.scale is not None and after.scale > before.scale

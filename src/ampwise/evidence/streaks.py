@@ -1,0 +1,136 @@
+"""Steps that were skipped or not finite, in a row: is it a scaler finding its scale, or something truly broken?"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from dataclasses import dataclass
+
+from ampwise.formats import find_scalar_format
+
+__all__ = ["LONG", "BadStep", "Streak", "Streaks"]
+
+LONG = 8  # skips in a row after a step that went well: 256 times less than a scale that had worked
+NO_SCALING = 1.0  # at this scale and below, what overflows are the true gradients
+KEPT = 64  # streaks; ordinary ones go first
+KEPT_BAD = 32  # bad steps with their details, at either end of the run
+TRUSTED = 5  # steps that went well before one knows what is usual
+USUAL = 20  # steps back
+IMPLAUSIBLE = 2.0**10  # times what is usual: an overflow that needs so much is no overflow of the scale
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BadStep:
+    """A step whose loss or gradients were not finite."""
+
+    step: int
+    loss: float | None = None
+    scale: float | None = None  # None without a scaler
+    parameters: tuple[str, ...] = ()  # whose gradients were not finite
+    module: str | None = None  # the first whose output was not finite, if known
+    healthy_before: bool = True  # the weights were finite before the step
+
+    @property
+    def bad_loss(self) -> bool:
+        return self.loss is not None and not math.isfinite(self.loss)
+
+
+@dataclass(slots=True, kw_only=True)
+class Streak:
+    """Bad steps in a row."""
+
+    first: int
+    last: int
+    count: int = 1
+    first_scale: float | None = None
+    lowest_scale: float | None = None
+    loss: float | None = None  # of its first step
+    after_good: bool = False  # steps had gone well before
+    implausible: bool = False  # gradients had been far from overflow at this scale
+
+    @property
+    def bad_loss(self) -> bool:
+        """It began with a loss that was not finite."""
+        return self.loss is not None and not math.isfinite(self.loss)
+
+    def is_real(self, precision: str) -> bool:
+        """Not the ordinary overflow of scaled gradients, which a lower scale mends."""
+        if self.bad_loss or self.lowest_scale is None or precision == "bf16":
+            return True  # a loss is not scaled; BF16 has FP32's range
+        persists = self.after_good and self.count > LONG
+        return self.lowest_scale <= NO_SCALING or persists or self.implausible
+
+
+class Streaks:
+    """Built step by step; the details of bad steps may come before their rows, or a little after."""
+
+    def __init__(self) -> None:
+        self.all: list[Streak] = []
+        self.bad: list[BadStep] = []
+        self.total = 0  # streaks, kept or not
+        self.good = 0  # steps that went well
+        self._usual: deque[tuple[float, float]] = deque(maxlen=USUAL)  # scale, scaled norm
+
+    @property
+    def open(self) -> Streak | None:
+        """The one that has not ended, if any."""
+        return self.all[-1] if self.all and self._is_open else None
+
+    _is_open = False
+
+    def add_good(self, step: int, scale: float | None, norm: float | None) -> None:
+        if self.all and self._is_open and step <= self.all[-1].last:
+            return  # the details came first, and know more
+        self._is_open = False
+        self.good += 1
+        if scale is not None and norm is not None:
+            self._usual.append((scale, scale * norm))
+
+    def add_bad(self, step: int, loss: float | None, scale: float | None) -> None:
+        last = self.all[-1] if self.all else None
+        if last is not None and step == last.last + 1:
+            self._extend(last, step, scale)
+        elif last is None or step > last.last:
+            self._begin(step, loss, scale)
+        elif step == last.first and last.loss is None:
+            last.loss = loss
+
+    def add_details(self, bad: BadStep) -> None:
+        self.add_bad(bad.step, bad.loss, bad.scale)
+        self.bad.append(bad)
+        if len(self.bad) > 2 * KEPT_BAD:
+            del self.bad[KEPT_BAD]
+
+    def details(self, streak: Streak) -> BadStep | None:
+        """What is known of its first step, or of the first that something is known of."""
+        inside = [bad for bad in self.bad if streak.first <= bad.step <= streak.last]
+        return min(inside, key=lambda bad: bad.step, default=None)
+
+    def _extend(self, streak: Streak, step: int, scale: float | None) -> None:
+        self._is_open = True
+        streak.last, streak.count = step, streak.count + 1
+        if scale is not None:
+            streak.lowest_scale = scale if streak.lowest_scale is None else min(scale, streak.lowest_scale)
+
+    def _begin(self, step: int, loss: float | None, scale: float | None) -> None:
+        self.all.append(
+            Streak(
+                first=step,
+                last=step,
+                first_scale=scale,
+                lowest_scale=scale,
+                loss=loss,
+                after_good=self.good > 0,
+                implausible=self._is_implausible(scale),
+            )
+        )
+        self.total += 1
+        self._is_open = True
+        if len(self.all) > KEPT:
+            ordinary = (i for i, streak in enumerate(self.all[:-1]) if not streak.is_real("fp16"))
+            del self.all[next(ordinary, KEPT // 2)]
+
+    def _is_implausible(self, scale: float | None) -> bool:
+        if scale is None or len(self._usual) < TRUSTED or scale > max(used for used, _ in self._usual):
+            return False
+        return max(norm for _, norm in self._usual) * IMPLAUSIBLE <= find_scalar_format("fp16").max

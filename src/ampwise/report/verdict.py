@@ -1,0 +1,127 @@
+"""How a run went, in a line: how many findings, how bad, in how many steps, and what the worst of them is."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from ampwise.finding import Finding, Severity
+
+if TYPE_CHECKING:
+    from ampwise.record.reader import Run
+    from ampwise.record.rows import Seen
+
+__all__ = ["ending", "happened", "how_many", "setup", "steps_of", "verdict", "worst_first"]
+
+RANKS_NAMED = 8  # of a thousand ranks nobody reads the list
+
+
+def worst_first(seen: Sequence[Seen]) -> list[Seen]:
+    """Errors before warnings before advice; of equals what happened most often, then what happened first."""
+    return sorted(seen, key=_badness)
+
+
+def verdict(run: Run) -> str:
+    """The first line of every report, without its full stop."""
+    seen = worst_first(run.merged_findings())
+    steps = steps_of(run)
+    where = f"{_counted(steps, 'step')} of {script_of(run)}" if steps else f"{script_of(run)}, which took no step"
+    about = f"in {where}{setup(run)}"
+    if not seen:
+        return f"No findings {about}"
+    return f"{how_many([one.finding for one in seen])} {about}: {_headline(seen[0].finding)}"
+
+
+def how_many(findings: Sequence[Finding]) -> str:
+    """The findings by severity: "3 errors, 1 warning"."""
+    numbers = {severity: sum(one.severity is severity for one in findings) for severity in Severity}
+    parts = [
+        f"{number} {severity}" if severity is Severity.INFO else _counted(number, str(severity))
+        for severity, number in numbers.items()
+        if number
+    ]
+    return ", ".join(parts)
+
+
+def happened(seen: Seen) -> str:
+    """How often, from when to when, and where among the ranks: "×120, first at step 1, last at step 120"."""
+    told = ["once" if seen.count == 1 else f"×{seen.count:,}"]
+    if seen.first_step is not None and seen.first_step == seen.last_step:
+        told.append(f"at step {seen.first_step:,}")
+    elif seen.first_step is not None:
+        told.append(f"first at step {seen.first_step:,}")
+        told += [f"last at step {seen.last_step:,}"] if seen.last_step is not None else []
+    if len(seen.ranks) > 1:
+        named = ", ".join(str(rank) for rank in seen.ranks[:RANKS_NAMED])
+        more = len(seen.ranks) - RANKS_NAMED
+        told.append(f"on ranks {named}{f' and {more} more' if more > 0 else ''}")
+    return ", ".join(told)
+
+
+def steps_of(run: Run) -> int:
+    """The steps of all optimizers, skipped ones too."""
+    said = run.facts.get("steps")
+    if isinstance(said, int) and not isinstance(said, bool) and said >= 0:
+        return said
+    return sum(bucket.count for bucket in run.steps)
+
+
+def script_of(run: Run) -> str:
+    """The script that ran."""
+    return str(run.manifest.get("script") or "a script without a name")
+
+
+def setup(run: Run) -> str:
+    """The precision, whether a scaler was at work, how many ranks: " (fp16, scaler)"; nothing where none is known."""
+    precision = run.facts.get("precision")
+    scaler = "scaler" if any(bucket.scale.known for bucket in run.steps) else ""
+    ranks = f"{1 + len(run.ranks):,} ranks" if run.ranks else ""
+    known = ", ".join(part for part in (str(precision or ""), scaler, ranks) if part)
+    return f" ({known})" if known else ""
+
+
+def ending(run: Run) -> str:
+    """How the script ended where that is worth a line; empty for one that finished with exit code 0."""
+    code = run.manifest.get("exit_code")
+    status = run.status
+    if status == "finished":
+        return "" if not code else f"The script ended with exit code {code}."
+    if status == "failed":
+        return f"The script failed{_error(run)}{'' if code is None else f' (exit code {code})'}."
+    if status == "interrupted":
+        return "The run was interrupted; this is what it had seen until then."
+    if status.startswith("running"):
+        return _unfinished(run.alive)
+    return f"The run ended as {status!r}."
+
+
+def _unfinished(alive: bool | None) -> str:
+    if alive is None:
+        return "The run is still going, or was killed: it wrote no end. This is what it has written so far."
+    return "The run is still going: this is what it has written so far." if alive else "The run was killed: no end."
+
+
+def _error(run: Run) -> str:
+    error = run.manifest.get("error")
+    if not isinstance(error, dict):
+        return ""
+    told = ": ".join(str(error[part]) for part in ("type", "message") if error.get(part))
+    return f" with {told.rstrip('.')}" if told else ""
+
+
+def _badness(seen: Seen) -> tuple[object, ...]:
+    finding, place = seen.finding, seen.finding.place
+    first = float("inf") if seen.first_step is None else seen.first_step
+    where = (place.file or "", place.line or 0, place.parameter or "")
+    return (finding.severity.rank, -seen.count, first, finding.rule.code, *where, finding.message)
+
+
+def _headline(finding: Finding) -> str:
+    """The rule's summary as the end of a sentence: a plain first word loses its capital, a name keeps it."""
+    text = finding.rule.summary.strip().rstrip(".")
+    first = text.split(maxsplit=1)[0]
+    return text[:1].lower() + text[1:] if len(first) == 1 or first[1:].islower() else text
+
+
+def _counted(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"

@@ -1,0 +1,1 @@
+"""What gradients, losses and the loss scale are like over a run."""

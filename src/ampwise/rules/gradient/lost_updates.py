@@ -1,0 +1,64 @@
+"""Updates too small to change weights that are held in BF16."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ampwise.evidence.health import Health, UpdateShare
+from ampwise.finding import Finding, Place, Rule, Severity
+
+__all__ = ["RULE", "check"]
+
+RULE = Rule(
+    code="AMP611",
+    name="lost-updates",
+    severity=Severity.WARNING,
+    summary="Most updates are too small to change the weights, which have few bits.",
+    why=(
+        "BF16 has 8 significant bits: an update below half the gap between a weight and its neighbour, about 1/512 "
+        "of the weight, is rounded away. With usual learning rates that is most of them, and more as training goes "
+        "on: one run had 97.8% of its weights unmoved after 10 steps. Counted over weights with a gradient that is "
+        "not zero."
+    ),
+    fix=(
+        "Keep FP32 weights and run the forward under `torch.autocast('cuda', dtype=torch.bfloat16)`, or use an "
+        "optimizer with stochastic rounding, Kahan summation or FP32 master weights."
+    ),
+    bad="model = Net().to(torch.bfloat16)\noptimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)",
+    good=(
+        "model = Net()\noptimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)\n"
+        'with torch.autocast("cuda", dtype=torch.bfloat16):\n    loss = loss_fn(model(x), y)'
+    ),
+)
+
+MOVED = 0.5  # of the weights tried: a healthy FP32 update moves nearly all
+REPORTS = 2
+TRIED = 100  # weights, below which a share is chance
+
+
+def check(health: Health) -> Iterator[Finding]:
+    if len(health.updates) < REPORTS:
+        return
+    sums: dict[str, UpdateShare] = {}
+    for report in health.updates:
+        for name, share in report.items():
+            sums[name] = sums.get(name, UpdateShare(0, 0)) + share
+    judged = {name: share for name, share in sums.items() if share.tried >= TRIED}
+    stuck = {name: share for name, share in judged.items() if share.moved < MOVED * share.tried}
+    if not stuck:
+        return
+    worst = min(stuck, key=lambda name: stuck[name].moved / stuck[name].tried)
+    moved = stuck[worst].moved / stuck[worst].tried
+    total = sum(stuck.values(), start=UpdateShare(0, 0))
+    others = f" (and too few in {len(stuck) - 1} more parameters)" if len(stuck) > 1 else ""
+    yield RULE.at(
+        Place(parameter=worst, step=health.last_step),
+        f"updates change only {moved:.1%} of the weights that have a gradient{others}",
+        evidence={
+            "moved_share": round(moved, 4),
+            "moved": total.moved,
+            "tried": total.tried,
+            "parameters": len(stuck),
+            "of": len(judged),
+        },
+    )

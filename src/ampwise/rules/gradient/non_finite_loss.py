@@ -1,0 +1,59 @@
+"""A loss that is inf or NaN."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ampwise.evidence.health import Health
+from ampwise.evidence.streaks import BadStep
+from ampwise.finding import Finding, Place, Rule, Severity
+
+__all__ = ["RULE", "check"]
+
+RULE = Rule(
+    code="AMP612",
+    name="non-finite-loss",
+    severity=Severity.ERROR,
+    summary="The loss is inf or NaN.",
+    why=(
+        "The loss itself does not depend on the loss scale, so no scaler mends this: something in the forward pass "
+        "left the range (in FP16 that is 65504), divided by zero, or took the logarithm or root of what it cannot; "
+        "or the data or the weights were not finite to begin with."
+    ),
+    fix="Look at the first module whose output is not finite, and at its input; run that part in FP32 or BF16.",
+    bad="probability = torch.exp(logits) / torch.exp(logits).sum(-1, keepdim=True)",
+    good="probability = torch.softmax(logits, -1)",
+)
+
+
+def check(health: Health) -> Iterator[Finding]:
+    streaks = [streak for streak in health.streaks.all if streak.bad_loss]
+    if not streaks:
+        return
+    first = streaks[0]
+    details = health.streaks.details(first)
+    count = sum(streak.count for streak in streaks)
+    times = f"; {count} steps in all" if count > 1 else ""
+    yield RULE.at(
+        Place(module=details.module if details else None, step=first.first),
+        f"the loss is {first.loss}: {_known(details)}{times}",
+        evidence={
+            "loss": str(first.loss),
+            "steps": count,
+            "module": details.module if details else None,
+            "weights_finite_before": details.healthy_before if details else None,
+        },
+    )
+
+
+def _known(details: BadStep | None) -> str:
+    if details is None:
+        return "where it arose is not known"
+    before = (
+        "the weights were finite before" if details.healthy_before else "the weights were not finite before this step"
+    )
+    if details.module:
+        return f"`{details.module}` is the first module whose output is not finite, and {before}"
+    if details.healthy_before:
+        return f"{before}, so it arose in this forward pass, from the data or an operation"
+    return f"{before}, so the cause lies further back"

@@ -1,0 +1,41 @@
+"""A notable part of the device's time spent on changing precision."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ampwise.evidence.timing import TimeUse
+from ampwise.finding import Finding, Place, Rule, Severity
+
+__all__ = ["RULE", "check"]
+
+RULE = Rule(
+    code="AMP505",
+    name="casts-take-time",
+    severity=Severity.INFO,
+    summary="More than 15% of the device's time goes into copies from one precision to another.",
+    why=(
+        "Autocast casts an operator's inputs each time, except weights, which it casts once in a region. Where "
+        "operators of the two kinds alternate, where regions are entered anew for each small piece, or where the "
+        "cache of casts is off, the copies eat up what half precision saves."
+    ),
+    fix="Enter autocast once around the whole forward pass, keep its cache on, or let torch.compile fuse the casts.",
+    bad=(
+        "for block in blocks:\n"
+        '    with torch.autocast("cuda", dtype=torch.bfloat16, cache_enabled=False):\n'
+        "        x = block(x).float()"
+    ),
+    good='with torch.autocast("cuda", dtype=torch.bfloat16):\n    for block in blocks:\n        x = block(x)',
+)
+MUCH = 0.15
+
+
+def check(use: TimeUse) -> Iterator[Finding]:
+    share = use.cast_share
+    if use.device == "cuda" and share is not None and share > MUCH:
+        seconds = use.time_by_kind.get("casts", 0.0) / max(use.profiled_steps, 1)
+        yield RULE.at(
+            Place(device=use.device),
+            f"{share:.0%} of the device's time goes into casts: {1e3 * seconds:.1f} ms a step",
+            evidence={"share": share, "seconds_per_step": seconds},
+        )

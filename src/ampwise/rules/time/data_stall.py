@@ -1,0 +1,40 @@
+"""Training that waits for its data."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ampwise.evidence.conduct import Site
+from ampwise.evidence.timing import TimeUse
+from ampwise.finding import Finding, Rule, Severity
+
+__all__ = ["RULE", "check"]
+
+RULE = Rule(
+    code="AMP506",
+    name="data-stall",
+    severity=Severity.WARNING,
+    summary="More than a quarter of the time is spent waiting for the DataLoader.",
+    why=(
+        "While the training loop waits for a batch the GPU has nothing to do, and half precision makes it worse: the "
+        "faster the step, the larger the part that is waiting. No setting of precision helps as long as data is short."
+    ),
+    fix="Give the DataLoader more workers (`num_workers`, `persistent_workers=True`), or make loading an item cheaper.",
+    bad="loader = DataLoader(images, batch_size=64, num_workers=0)",
+    good="loader = DataLoader(images, batch_size=64, num_workers=8, persistent_workers=True, pin_memory=True)",
+)
+MUCH = 0.25
+LEAST_STEPS = 5  # fewer say nothing about a run
+
+
+def check(use: TimeUse) -> Iterator[Finding]:
+    share = use.data_wait_share
+    if share is None or share <= MUCH or use.steps < LEAST_STEPS:
+        return
+    longest = max(use.data_waits, key=lambda site: use.data_waits[site], default=Site())
+    each = use.data_wait_seconds / use.steps
+    yield RULE.at(
+        longest.place,
+        f"{share:.0%} of the time is spent waiting for data: {1e3 * each:.0f} ms a step",
+        evidence={"share": share, "steps": use.steps, "seconds": use.data_wait_seconds},
+    )

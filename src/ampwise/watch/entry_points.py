@@ -1,0 +1,339 @@
+"""torch's entry points, each with a word to the tracker before and after: what the script calls stays what it was.
+
+All telling is done ``_quietly``: if we are wrong about something, the script must not learn of it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.amp.autocast_mode import autocast
+from torch.amp.grad_scaler import GradScaler
+from torch.nn.utils import clip_grad
+from torch.optim import Optimizer, lr_scheduler
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from ampwise.watch.graphs import mark_scaled
+from ampwise.watch.patches import Patches
+from ampwise.watch.state import PRECISIONS
+from ampwise.watch.tracker import Tracker, unwrapped
+
+__all__ = ["EntryPoints", "Listener"]
+
+CLIPPING = ("clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_")
+Function = Callable[..., Any]
+
+
+class Listener(Protocol):
+    """Who wants to know of gradients before they are changed or used, and of steps."""
+
+    def optimizer_made(self, optimizer: Any) -> None: ...
+
+    def gradients_ready(self, optimizer: Any, scaler: Any | None) -> None:
+        """The gradients of a step are complete, and not yet unscaled, clipped or used."""
+
+    def step_begins(self, optimizer: Any) -> None:
+        """Weights are about to change."""
+
+    def step_taken(self, optimizer: Any, scaler: Any | None, *, ran: bool) -> None:
+        """The step is over. ran: the optimizer's own step was called."""
+
+    def scheduler_moved(self, scheduler: Any) -> None: ...
+
+    def failed(self, error: Exception) -> None:
+        """Something of ours went wrong."""
+
+
+class EntryPoints:
+    """Wraps torch's entry points, until the patches are undone and the hooks removed."""
+
+    def __init__(self, patches: Patches, tracker: Tracker, listener: Listener) -> None:
+        self._patches, self._tracker, self._listener = patches, tracker, listener
+        self._running: list[tuple[str, int]] = []  # calls by name and object: one that calls its parent's is one call
+        self._ran: set[int] = set()  # optimizers whose step was called within a scaler's
+        self._wrap_backward()
+        self._wrap_scaler(GradScaler)
+        patches.replace(GradScaler, "__init__", self._making_scaler)
+        self._wrap_optimizers()
+        self._wrap_clipping()
+        self._wrap_schedulers()
+        patches.replace(autocast, "__enter__", self._entering)
+        patches.replace(autocast, "__exit__", self._leaving)
+        patches.replace(torch, "save", self._saving)
+        self._hooks = [
+            register_optimizer_step_pre_hook(self._before_step),
+            register_optimizer_step_post_hook(self._after_step),
+        ]
+
+    def remove(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+
+    @contextmanager
+    def _quietly(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:  # whatever it is, it is ours, and training goes on
+            self._listener.failed(error)
+
+    @contextmanager
+    def _call(self, name: str, thing: Any) -> Iterator[bool]:
+        """Whether this is the outermost call of its kind on this object."""
+        key = (name, id(thing))
+        outermost = key not in self._running
+        self._running.append(key)
+        try:
+            yield outermost
+        finally:
+            self._running.remove(key)
+
+    # Backward
+
+    def _wrap_backward(self) -> None:
+        # Tensor.backward looks it up at each call, so one place is enough.
+        self._patches.replace(torch.autograd, "backward", self._going_back)
+
+    def _going_back(self, original: Function) -> Function:
+        def backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
+            made = None
+            with self._call("backward", None) as outermost:  # checkpointing calls it again, within
+                if outermost:
+                    with self._quietly():
+                        made = self._tracker.backward_begins(tensors)
+                result = original(tensors, *args, **kwargs)
+            if made is not None:
+                with self._quietly():
+                    self._tracker.backward_ended(made)
+            return result
+
+        return backward
+
+    # Scalers
+
+    def _making_scaler(self, original: Function) -> Function:
+        def init(scaler: Any, *args: Any, **kwargs: Any) -> None:
+            original(scaler, *args, **kwargs)
+            with self._quietly():
+                self._wrap_scaler(type(scaler))  # which the script may have defined only now
+                self._tracker.scaler_made(scaler)
+
+        return init
+
+    def _wrap_scaler(self, kind: type) -> None:
+        wrappers = {
+            "scale": self._scaling,
+            "unscale_": self._unscaling,
+            "step": self._stepping,
+            "update": self._updating,
+        }
+        for each in kind.__mro__:
+            for name, wrapper in wrappers.items() if issubclass(each, GradScaler) else ():
+                if not getattr(vars(each).get(name), "_ampwise", name not in vars(each)):
+                    self._patches.replace(each, name, wrapper)
+
+    def _scaling(self, original: Function) -> Function:
+        def scale(scaler: Any, outputs: Any) -> Any:
+            scaled = original(scaler, outputs)
+            if scaler._enabled:
+                with self._quietly():
+                    self._tracker.scaler_used(scaler)
+                    if isinstance(scaled, Tensor | list | tuple):  # an iterator would be used up
+                        mark_scaled(scaled)
+            return scaled
+
+        return _marked(scale)
+
+    def _unscaling(self, original: Function) -> Function:
+        def unscale_(scaler: Any, optimizer: Any) -> Any:
+            with self._call("unscale", scaler) as outermost:
+                if outermost and scaler._enabled and ("step", id(scaler)) not in self._running:
+                    with self._quietly():
+                        self._listener.gradients_ready(optimizer, scaler)
+                        self._tracker.unscales(scaler, optimizer)
+                return original(scaler, optimizer)
+
+        return _marked(unscale_)
+
+    def _stepping(self, original: Function) -> Function:
+        def step(scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+            with self._call("step", scaler) as outermost:
+                if not outermost or not (scaler._enabled or _is_ours(scaler)):
+                    return original(scaler, optimizer, *args, **kwargs)
+                with self._quietly():
+                    self._listener.gradients_ready(optimizer, scaler)
+                    if scaler._enabled:
+                        self._tracker.scaler_steps(scaler, optimizer, args, kwargs)
+                    else:
+                        self._tracker.optimizer_steps(optimizer)
+                inner = unwrapped(optimizer)
+                self._ran.discard(id(inner))
+                with self._call("step of", inner):
+                    result = original(scaler, optimizer, *args, **kwargs)
+            with self._quietly():
+                self._step_is_over(optimizer, scaler, ran=id(inner) in self._ran)
+            return result
+
+        return _marked(step)
+
+    def _step_is_over(self, optimizer: Any, scaler: Any | None, *, ran: bool) -> None:
+        self._listener.step_taken(optimizer, scaler, ran=ran)
+        if scaler is not None and scaler._enabled:
+            self._tracker.scaler_stepped(scaler, optimizer)
+        self._tracker.optimizer_stepped(optimizer, by_scaler=scaler is not None and scaler._enabled)
+
+    def _updating(self, original: Function) -> Function:
+        def update(scaler: Any, *args: Any, **kwargs: Any) -> Any:
+            with self._call("update", scaler) as outermost:
+                if outermost and scaler._enabled:
+                    with self._quietly():
+                        self._tracker.updates(scaler)
+                return original(scaler, *args, **kwargs)
+
+        return _marked(update)
+
+    # Optimizers
+
+    def _wrap_optimizers(self) -> None:
+        self._patches.replace(Optimizer, "__init__", self._making_optimizer)
+        self._patches.replace(Optimizer, "zero_grad", self._zeroing)
+        self._patches.replace(nn.Module, "zero_grad", self._zeroing)
+
+    def _making_optimizer(self, original: Function) -> Function:
+        def init(optimizer: Any, *args: Any, **kwargs: Any) -> None:
+            original(optimizer, *args, **kwargs)
+            with self._quietly():
+                self._tracker.state_of(optimizer)
+                self._listener.optimizer_made(optimizer)
+
+        return init
+
+    def _zeroing(self, original: Function) -> Function:
+        def zero_grad(thing: Any, *args: Any, **kwargs: Any) -> Any:
+            with self._quietly():
+                self._tracker.zeroed(thing)
+            return original(thing, *args, **kwargs)
+
+        return zero_grad
+
+    def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        with self._quietly():
+            if ("step of", id(optimizer)) in self._running:
+                self._ran.add(id(optimizer))
+            elif not _has_closure(args, kwargs):
+                self._listener.gradients_ready(optimizer, None)
+                self._tracker.optimizer_steps(optimizer)
+            self._listener.step_begins(optimizer)
+
+    def _after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        if ("step of", id(optimizer)) in self._running:
+            return
+        with self._quietly():
+            if _has_closure(args, kwargs):  # it has computed gradients only within the step
+                self._listener.gradients_ready(optimizer, None)
+                self._tracker.optimizer_steps(optimizer)
+            self._step_is_over(optimizer, None, ran=True)
+
+    # Clipping
+
+    def _wrap_clipping(self) -> None:
+        for name in CLIPPING:
+            for owner in (clip_grad, nn.utils):  # a function goes by both names, whichever the script uses
+                self._patches.replace(owner, name, self._clipping(name))
+
+    def _clipping(self, name: str) -> Callable[[Function], Function]:
+        def wrapper(original: Function) -> Function:
+            def clip(parameters: Any, *args: Any, **kwargs: Any) -> Any:
+                given = [parameters] if isinstance(parameters, Tensor) else list(parameters)  # maybe a generator
+                with self._call("clip", None) as outermost:
+                    if outermost:
+                        with self._quietly():
+                            limit = args[0] if args else kwargs.get("max_norm")
+                            measured = isinstance(limit, float) and math.isinf(limit)
+                            for each in self._tracker.clipped(name, given, only_measured=measured):
+                                self._listener.gradients_ready(each, None)
+                    return original(given, *args, **kwargs)
+
+            return clip
+
+        return wrapper
+
+    # Schedulers
+
+    def _wrap_schedulers(self) -> None:
+        self._patches.replace(lr_scheduler.LRScheduler, "__init__", self._making_scheduler)
+        for kind in vars(lr_scheduler).values():
+            if isinstance(kind, type) and issubclass(kind, lr_scheduler.LRScheduler):
+                self._wrap_scheduler(kind)
+
+    def _wrap_scheduler(self, kind: type) -> None:
+        for each in kind.__mro__:
+            method = vars(each).get("step")
+            if issubclass(each, lr_scheduler.LRScheduler) and method is not None and not hasattr(method, "_ampwise"):
+                self._patches.replace(each, "step", self._moving)
+
+    def _making_scheduler(self, original: Function) -> Function:
+        def init(scheduler: Any, *args: Any, **kwargs: Any) -> None:
+            with self._quietly():
+                self._wrap_scheduler(type(scheduler))
+            with self._call("schedule", None):  # it moves once, when it is made
+                original(scheduler, *args, **kwargs)
+
+        return init
+
+    def _moving(self, original: Function) -> Function:
+        def step(scheduler: Any, *args: Any, **kwargs: Any) -> Any:
+            with self._call("schedule", None) as outermost:  # one may move others
+                result = original(scheduler, *args, **kwargs)
+            if outermost:
+                with self._quietly():
+                    self._listener.scheduler_moved(scheduler)
+            return result
+
+        return _marked(step)
+
+    # Autocast and checkpoints
+
+    def _entering(self, original: Function) -> Function:
+        def enter(region: Any) -> Any:
+            result = original(region)
+            if region._enabled and not torch.compiler.is_compiling():
+                with self._quietly():
+                    self._tracker.region_entered(PRECISIONS.get(region.fast_dtype, "other"))
+            return result
+
+        return enter
+
+    def _leaving(self, original: Function) -> Function:
+        def leave(region: Any, *args: Any) -> Any:
+            if region._enabled and not torch.compiler.is_compiling():
+                with self._quietly():
+                    self._tracker.region_left()
+            return original(region, *args)
+
+        return leave
+
+    def _saving(self, original: Function) -> Function:
+        def save(obj: Any, *args: Any, **kwargs: Any) -> Any:
+            with self._quietly():
+                self._tracker.saved(obj)
+            return original(obj, *args, **kwargs)
+
+        return save
+
+
+def _marked(function: Any) -> Function:
+    function._ampwise = True
+    return function  # type: ignore[no-any-return]
+
+
+def _has_closure(args: Any, kwargs: Any) -> bool:
+    return callable(kwargs.get("closure")) or any(callable(each) for each in args[1:2])
+
+
+def _is_ours(scaler: Any) -> bool:
+    return type(scaler).__module__.startswith("ampwise.")

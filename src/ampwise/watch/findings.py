@@ -1,0 +1,99 @@
+"""Findings as they come up: each judged once, then counted."""
+
+from __future__ import annotations
+
+import typing
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from functools import cache
+from typing import Any
+
+from ampwise.finding import Finding
+from ampwise.record.rows import Seen
+from ampwise.rules import rules_about
+
+__all__ = ["Findings", "checks_of"]
+
+MOST = 1000  # findings of a run: whoever has more of them has one cause
+
+Check = Callable[[Any], Iterator[Finding]]
+
+
+@cache
+def checks_of(room: str) -> dict[type, tuple[Check, ...]]:
+    """The checks of a room, by the kind of evidence that they take."""
+    found: dict[type, tuple[Check, ...]] = {}
+    for module in rules_about(room):
+        for check in _checks_in(module):
+            (evidence, *_) = typing.get_type_hints(check).values()
+            for kind in typing.get_args(evidence) or (evidence,):
+                found[kind] = (*found.get(kind, ()), check)
+    return found
+
+
+def _checks_in(module: Any) -> list[Check]:
+    """``check``, and others named alike: a rule may be broken in more than one way."""
+    return [value for name, value in vars(module).items() if name.startswith("check") and callable(value)]
+
+
+class Findings:
+    """What was found so far."""
+
+    def __init__(self) -> None:
+        self._seen: dict[Hashable, Seen] = {}
+        self._known: dict[Any, tuple[Hashable, ...]] = {}  # evidence that was judged before
+        self.changed = False  # since someone last looked
+
+    def judge(self, evidence: Any, step: int | None = None, *, room: str = "step") -> None:
+        """Judge a record by the room's rules; an equal one is only counted."""
+        keys = self._known.get(evidence)
+        if keys is None:
+            keys = tuple(self.add(finding, step) for finding in self._judged(evidence, room))
+            if len(self._known) < MOST * 10:
+                self._known[evidence] = keys
+            return
+        for key in keys:
+            self._count(self._seen[key], step)
+
+    def judge_whole(self, evidence: Any, room: str) -> None:
+        """Judge what has grown since it was last judged: the new findings replace the old."""
+        for finding in self._judged(evidence, room):
+            key = _key(finding)
+            seen = self._seen.get(key)
+            if seen is None:
+                self.add(finding, finding.place.step)
+            elif seen.finding != finding:
+                seen.finding = finding
+                self.changed = True
+
+    def add(self, finding: Finding, step: int | None = None) -> Hashable:
+        """One more finding, or one more time the same."""
+        key = _key(finding)
+        if key in self._seen:
+            self._count(self._seen[key], step)
+        elif len(self._seen) < MOST:
+            self._seen[key] = Seen(finding=finding, first_step=step, last_step=step)
+        else:
+            return next(iter(self._seen))
+        self.changed = True
+        return key
+
+    def __iter__(self) -> Iterator[Seen]:
+        return iter(sorted(self._seen.values(), key=lambda seen: (seen.finding.severity.rank, -seen.count)))
+
+    def __len__(self) -> int:
+        return len(self._seen)
+
+    def _count(self, seen: Seen, step: int | None) -> None:
+        seen.count += 1
+        seen.last_step = step if step is not None else seen.last_step
+        self.changed = True
+
+    @staticmethod
+    def _judged(evidence: Any, room: str) -> Iterable[Finding]:
+        return (finding for check in checks_of(room).get(type(evidence), ()) for finding in check(evidence))
+
+
+def _key(finding: Finding) -> Hashable:
+    """What makes two findings one: the rule and the place, whatever the numbers of the day."""
+    place = finding.place
+    return (finding.rule.code, place.file, place.line, place.module, place.parameter, place.device)

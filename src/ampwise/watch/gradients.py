@@ -1,0 +1,257 @@
+"""Gradients of a step, read once and without waiting: a row for the step, and now and then a census by parameter."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ampwise.census.algebra import Census
+from ampwise.engine.scaling.facts import Posted
+from ampwise.engine.scaling.gradients import gradients_of, home_of
+from ampwise.engine.scaling.reading import Launched, Reading, read
+from ampwise.record.rows import LayerSample, StepRow
+from ampwise.watch.pace import Pace
+from ampwise.watch.state import OptimizerState
+
+if TYPE_CHECKING:
+    from ampwise.census.launch import Batch
+
+__all__ = ["Gradients", "Known"]
+
+READING_SHARE = 0.02  # of the time, for reading gradients
+SAMPLING_SHARE = 0.01  # and for turning counts into censuses
+MOST_LOSSES = 64  # micro-batches of a step whose losses are kept
+PATIENCE = 3  # skips in a row from which on the parameters to blame are named
+
+
+@dataclass(slots=True)
+class Known:
+    """What has become known of a step."""
+
+    row: StepRow
+    finite: bool  # as far as its gradients and loss are known
+    sample: LayerSample | None = None
+    bad: tuple[str, ...] = ()  # parameters whose gradients are not finite
+
+
+@dataclass(slots=True)
+class _Awaited:
+    """A step whose numbers are on their way."""
+
+    state: OptimizerState
+    row: StepRow
+    posted: Posted | None
+    read: bool
+    scaled: bool
+    losses: list[bool]  # of each, whether it is multiplied by the scale
+    flags: int
+    names: Sequence[str]
+    reading: Reading | None
+    sampled: list[_Late] | None
+    in_a_row: int
+    after: list[Callable[[bool], None]] = field(default_factory=list)
+
+
+class _Late:
+    """Counts of one device on their way to the host."""
+
+    def __init__(self, part: Any) -> None:
+        self._part = part
+        self._host: Tensor | None = None
+        self._batch: Batch | None = None
+        self.positions: list[int] = part.positions
+        if isinstance(part, Launched) and part.counted.buffer.is_cuda:
+            buffer, self._batch = part.counted.buffer, part.counted.batch
+            self._host = torch.empty(buffer.shape, dtype=buffer.dtype, device="cpu", pin_memory=True)
+            self._host.copy_(buffer, non_blocking=True)  # before the facts, whose arrival is waited for
+
+    def fetch(self) -> list[Census]:
+        if self._host is None or self._batch is None:
+            return list(self._part.fetch())
+        from ampwise.census.launch import read_census  # which needs Triton, as does whoever comes here
+
+        return read_census(self._host, self._batch)
+
+
+class Gradients:
+    """Reads gradients before each step, as often as the time allows, and tells what has become known."""
+
+    def __init__(self, tell: Callable[[OptimizerState, Known], None], every: int | None = None) -> None:
+        self._tell = tell
+        self._began = time.monotonic()
+        self._reads = Pace(READING_SHARE, None if every is None else 1)
+        self._samples = Pace(SAMPLING_SHARE, every)
+        self._readings: dict[int, Reading] = {}  # of optimizers whose step is yet to come
+        self._awaited: deque[_Awaited] = deque()
+        self._skips: dict[int, int] = {}  # in a row
+
+    def ready(self, optimizer: Any, scale: Tensor | None, state: OptimizerState) -> None:
+        """Read the gradients, which are multiplied by ``scale``."""
+        if state.read:
+            return
+        state.read = True
+        self._readings.pop(state.index, None)
+        if not self._reads.due:
+            return
+        began = self._reads.begins()
+        with torch.no_grad():
+            gradients = gradients_of(optimizer)
+            if len(gradients) and not gradients.shards:
+                local = scale if scale is None or scale.device.type != "cpu" else scale.detach()
+                self._readings[state.index] = read(gradients, local)
+        self._reads.ended(began)
+
+    def taken(
+        self,
+        optimizer: Any,
+        state: OptimizerState,
+        names: Sequence[str],
+        *,
+        scale: Tensor | None,
+        skipped: bool | None,
+        flags: Sequence[Tensor] = (),
+        reading: Reading | None = None,
+    ) -> None:
+        """A step is over. skipped: None if ``flags``, on the device, tell. reading: by someone else, of this step."""
+        mine = self._readings.pop(state.index, None)
+        reading = reading or mine
+        home = home_of([optimizer])
+        losses = [each for each in state.pending[:MOST_LOSSES] if each.loss is not None and each.loss.device == home]
+        row = StepRow(
+            optimizer=state.index,
+            step=state.steps + 1,
+            seconds=time.monotonic() - self._began,
+            skipped=bool(skipped),
+            lr=_lr(optimizer),
+        )
+        sampled = self._sampled(reading)
+        parts = _parts(home, reading, scale, flags if skipped is None else (), [each.loss for each in losses])
+        in_a_row = self._skips.get(state.index, 0)
+        self._awaited.append(
+            _Awaited(
+                state=state,
+                row=row,
+                posted=Posted(*parts) if parts else None,
+                read=reading is not None,
+                scaled=scale is not None,
+                losses=[each.scale for each in losses],
+                flags=len(flags) if skipped is None else 0,
+                names=names,
+                reading=reading,
+                sampled=sampled,
+                in_a_row=in_a_row,
+            )
+        )
+        self._reads.step()
+        self._samples.step()
+        self.settle()
+
+    def when_known(self, state: OptimizerState, tell: Callable[[bool], None]) -> None:
+        """Call with whether the optimizer's last step was skipped, once that is known."""
+        last = next((each for each in reversed(self._awaited) if each.state is state), None)
+        if last is not None:
+            last.after.append(tell)
+        else:
+            tell(self._skips.get(state.index, 0) > 0)
+
+    def settle(self, *, wait: bool = False) -> None:
+        """Tell of all steps whose numbers have arrived."""
+        while self._awaited:
+            posted = self._awaited[0].posted
+            if posted is not None and not posted.arrived and not wait:
+                return
+            self._resolve(self._awaited.popleft())
+
+    def _sampled(self, reading: Reading | None) -> list[_Late] | None:
+        if reading is None or not self._samples.due:
+            return None
+        return [_Late(part) for part in reading.parts if part.counts]
+
+    def _resolve(self, awaited: _Awaited) -> None:
+        numbers = iter([] if awaited.posted is None else awaited.posted.read())
+        norm, bad = None, False
+        if awaited.read:
+            squares, infinities, nans = next(numbers), next(numbers), next(numbers)
+            bad = infinities + nans > 0
+            norm = math.nan if nans else math.inf if infinities else math.sqrt(squares)
+        scale = next(numbers) if awaited.scaled else None
+        flags = [next(numbers) > 0 for _ in range(awaited.flags)]
+        skipped = awaited.row.skipped or any(flags)
+        losses = [next(numbers) / (scale if by and scale else 1.0) for by in awaited.losses]
+        loss = sum(losses) / len(losses) if losses else None
+        row = replace(awaited.row, norm=norm, scale=scale, skipped=skipped, loss=loss)
+        index = awaited.state.index
+        self._skips[index] = self._skips.get(index, 0) + 1 if skipped else 0
+        known = Known(row, finite=not bad and row.finite)
+        if not known.finite and self._is_serious(row):
+            known.bad = _bad_parameters(awaited)
+        if awaited.sampled is not None:
+            known.sample = self._sample(awaited, row)
+        self._tell(awaited.state, known)
+        for tell in awaited.after:
+            tell(skipped)
+
+    def _is_serious(self, row: StepRow) -> bool:
+        """An overflow of scaled gradients while the scaler finds its scale is ordinary."""
+        if row.scale is None or row.scale <= 1 or (row.loss is not None and not math.isfinite(row.loss)):
+            return True
+        return self._skips.get(row.optimizer, 0) >= PATIENCE
+
+    def _sample(self, awaited: _Awaited, row: StepRow) -> LayerSample:
+        began = self._samples.begins()
+        layers = _layers(awaited.reading, awaited.sampled or [], awaited.names)
+        self._samples.ended(began)
+        return LayerSample(optimizer=row.optimizer, first=row.step, last=row.step, scale=row.scale, layers=layers)
+
+
+def _parts(
+    home: torch.device,
+    reading: Reading | None,
+    scale: Tensor | None,
+    flags: Sequence[Tensor],
+    losses: Sequence[Tensor | None],
+) -> list[Tensor]:
+    """What is to travel, in the order in which it is read."""
+    parts = [] if reading is None else [reading.totals(home)]
+    parts += [] if scale is None else [scale.detach().to(home, non_blocking=True).reshape(1)]
+    parts += [flag.detach().to(home, non_blocking=True).reshape(1) for flag in flags]
+    present = [loss.reshape(()) for loss in losses if loss is not None]
+    if len(present) == 1:
+        parts.append(present[0].reshape(1))
+    elif present:
+        parts.append(torch.stack([loss.float() for loss in present]))
+    return parts
+
+
+def _layers(reading: Reading | None, parts: Sequence[_Late], names: Sequence[str]) -> dict[str, Census]:
+    assert reading is not None
+    found: dict[int, Census] = {}
+    for part in parts:
+        found.update(zip(part.positions, part.fetch(), strict=True))
+    parameters = reading.parameters
+    positions = sorted(found)
+    return {names[parameter]: found[position] for parameter, position in zip(parameters, positions, strict=True)}
+
+
+def _bad_parameters(awaited: _Awaited) -> tuple[str, ...]:
+    if awaited.reading is None:
+        return ()
+    parts = awaited.sampled or [_Late(part) for part in awaited.reading.parts if part.counts]
+    if torch.cuda.is_available() and awaited.sampled is None:
+        torch.cuda.synchronize()  # a step that failed is worth the wait
+    layers = _layers(awaited.reading, parts, awaited.names)
+    return tuple(name for name, census in layers.items() if not census.finite)
+
+
+def _lr(optimizer: Any) -> float | None:
+    lr = optimizer.param_groups[0].get("lr") if optimizer.param_groups else None
+    if isinstance(lr, Tensor):
+        return float(lr) if lr.device.type == "cpu" else None  # asking the device would wait
+    return float(lr) if isinstance(lr, int | float) else None

@@ -1,0 +1,123 @@
+"""A script run under the watch, from an empty folder to a finished record."""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ampwise.record.writer import Writer
+from ampwise.watch.script import Ended, Script, when_imported
+
+if TYPE_CHECKING:
+    from ampwise.watch.watch import Watch
+
+__all__ = ["Options", "Running", "rank_here"]
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """How closely to look."""
+
+    every: int | None = None
+    activations: bool = False
+    timing: bool = True
+
+
+class Running:
+    """One process of a run. The script imports torch when it likes; only then does the watch begin."""
+
+    def __init__(self, script: Script, folder: Path, options: Options, *, force: bool = False) -> None:
+        self.script, self.options = script, options
+        rank, world_size = rank_here()
+        self.record = Writer.create(
+            folder,
+            force=force,
+            rank=rank,
+            world_size=world_size,
+            command=[*sys.orig_argv],
+            script=script.name,
+            environment=_environment(),
+        )
+        self.watch: Watch | None = None
+        self.trouble: str | None = None
+
+    def run(self) -> Ended:
+        """Run the script to its end, whatever that is, and close the record."""
+        when_imported("torch", self._begin)
+        exit_at_once = os._exit
+        os._exit = self._closing_first(exit_at_once)  # type: ignore[assignment]
+        try:
+            ended = self.script.run()
+        finally:
+            os._exit = exit_at_once
+        self._end(ended)
+        return ended
+
+    def _begin(self) -> None:
+        try:
+            from ampwise.watch.watch import Watch
+
+            options = self.options
+            self.watch = Watch(
+                self.record, every=options.every, activations=options.activations, timing=options.timing
+            ).install()
+        except Exception as error:  # an unusual torch: the script runs all the same
+            self.trouble = f"{type(error).__name__}: {error}"
+            if os.environ.get("AMPWISE_DEBUG"):
+                raise
+
+    def _end(self, ended: Ended) -> None:
+        _add_torch_facts(self.record)
+        if self.watch is None:
+            why = self.trouble or "the script never imported torch"
+            self.record.fact("not_measured", [f"Nothing was watched: {why}."])
+            self.record.close(ended.status, ended.exit_code, ended.error)
+            return
+        if isinstance(ended.error, Exception):
+            self.watch.died(ended.error)
+        self.watch.close(ended.status, ended.exit_code, ended.error)
+
+    def _closing_first(self, exit_at_once: Callable[[int], Any]) -> Callable[[int], Any]:
+        """``os._exit`` asks nobody: this is the last moment to write down what is known."""
+        pid, thread = os.getpid(), threading.get_ident()
+
+        def leave(code: int) -> Any:
+            if os.getpid() == pid and threading.get_ident() == thread:
+                self._end(Ended("finished" if code == 0 else "failed", code))
+            return exit_at_once(code)
+
+        return leave
+
+
+def rank_here(environment: Mapping[str, str] = os.environ) -> tuple[int, int]:
+    """This process among those that torchrun, or a cluster's own launcher, has started."""
+    try:
+        return int(environment.get("RANK", 0)), int(environment.get("WORLD_SIZE", 1))
+    except ValueError:
+        return 0, 1
+
+
+def _environment() -> dict[str, Any]:
+    return {
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "processors": os.cpu_count(),
+        "folder": str(Path.cwd()),
+    }
+
+
+def _add_torch_facts(record: Writer) -> None:
+    torch = sys.modules.get("torch")
+    if torch is None or not hasattr(torch, "__version__"):
+        return
+    facts = {"torch": str(torch.__version__), "threads": torch.get_num_threads()}
+    if torch.cuda.is_initialized():
+        facts["cuda"] = str(torch.version.cuda)
+        facts["devices"] = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    record.fact("torch", facts)

@@ -1,0 +1,112 @@
+"""What is remembered of each optimizer, scaler and scheduler between calls."""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch import Tensor
+
+from ampwise.evidence.conduct import Backward, ScalerMade, Site
+
+__all__ = ["Known", "OptimizerState", "Pass", "ScalerState", "SchedulerState"]
+
+PROBES = 8  # parameters by which an optimizer is told to have got gradients
+PRECISIONS = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", torch.float64: "fp64"}
+
+
+@dataclass(slots=True)
+class Pass:
+    """A backward pass whose gradients are in memory."""
+
+    event: Backward
+    forwards: int  # how many had run by then: two passes of one forward are no micro-batches
+    loss: Tensor | None  # without a graph
+    scale: bool  # the loss is multiplied by the loss scale
+
+
+@dataclass(slots=True)
+class OptimizerState:
+    """An optimizer: the gradients that wait for its step, and what was done to them."""
+
+    index: int
+    name: str
+    plain: bool
+    steps: int = 0
+    pending: list[Pass] = field(default_factory=list)
+    unscaled_at: Site | None = None  # in this round
+    midway: Site | None = None  # unscaled, and then added to
+    read: bool = False  # these gradients were counted
+    by_scaler: bool = False  # the last step was a scaler's
+    bare: bool = False  # stepped without the scaler, with the gradients there are
+    dropped_at: Site | None = None  # by zero_grad, before any step took them
+    scaled_by: dict[Site, list[ScalerState]] = field(default_factory=dict)  # where the scalers were made
+
+    @property
+    def scaled(self) -> Backward | None:
+        """The pass that left gradients multiplied by the loss scale, if they are."""
+        if self.unscaled_at is not None:
+            return None
+        return next((each.event for each in self.pending if each.event.scaled), None)
+
+    def took(self) -> None:
+        """A step has taken the gradients."""
+        self.pending, self.unscaled_at, self.midway, self.read, self.dropped_at = [], None, None, False, None
+        self.steps += 1
+
+
+@dataclass(slots=True)
+class ScalerState:
+    """A scaler."""
+
+    made: ScalerMade
+    used: bool = False
+    steps: int = 0
+    since_update: list[int] = field(default_factory=list)  # optimizers stepped
+    before_update: list[int] = field(default_factory=list)  # and between the two updates before
+    before_that: list[int] = field(default_factory=list)
+    updated_at: Site | None = None
+    optimizers: dict[int, None] = field(default_factory=dict)  # in the order of their first steps
+    precisions: set[str] = field(default_factory=set)
+    threads: set[int] = field(default_factory=set)
+
+
+@dataclass(slots=True)
+class SchedulerState:
+    """A scheduler of learning rates."""
+
+    at_step: int = 0  # of its optimizer, when it last moved
+    moves: int = 0
+    each_step: int = 0  # moves that followed on exactly one step
+
+
+T = TypeVar("T")
+
+
+class Known(Generic[T]):
+    """States of objects that come and go, by identity."""
+
+    def __init__(self) -> None:
+        self._by_id: dict[int, tuple[Any, T]] = {}
+
+    def get(self, thing: Any) -> T | None:
+        found = self._by_id.get(id(thing))
+        return found[1] if found is not None and found[0]() is thing else None
+
+    def add(self, thing: Any, state: T) -> T:
+        try:
+            refer: Any = weakref.ref(thing)
+        except TypeError:
+            refer = lambda: thing  # noqa: E731
+        self._by_id[id(thing)] = (refer, state)
+        return state
+
+    def pairs(self) -> list[tuple[Any, T]]:
+        """Those that still live."""
+        return [(thing, state) for refer, state in list(self._by_id.values()) if (thing := refer()) is not None]
+
+    def states(self) -> list[T]:
+        """All that there have been."""
+        return [state for _, state in self._by_id.values()]

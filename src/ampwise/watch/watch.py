@@ -1,0 +1,418 @@
+"""The watch over a script: torch's entry points → events and gradients → rules → findings, and a record of it all."""
+
+from __future__ import annotations
+
+import linecache
+import os
+import sys
+import time
+import traceback
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import nn
+
+from ampwise.evidence.conduct import Died, Event, Site
+from ampwise.evidence.health import BadStep, Health
+from ampwise.evidence.settings import suggested_settings
+from ampwise.evidence.timing import TimeUse
+from ampwise.record.rows import Seen
+from ampwise.record.writer import Writer
+from ampwise.watch.activations import Activations, Ranges
+from ampwise.watch.entry_points import EntryPoints
+from ampwise.watch.findings import Findings
+from ampwise.watch.fine import what_was_fine
+from ampwise.watch.gradients import Gradients, Known
+from ampwise.watch.models import Models
+from ampwise.watch.patches import Patches
+from ampwise.watch.state import OptimizerState
+from ampwise.watch.timing import Timing
+from ampwise.watch.tracker import Tracker
+from ampwise.watch.updates import Compared, before_step
+
+__all__ = ["Watch"]
+
+JUDGED_AGAIN = 1.25  # gradient health is judged at steps that grow by this, so that it costs ever less
+FIRST_JUDGEMENT = 20
+WRITTEN_EVERY = 2.0  # seconds: findings, while the script runs
+ARMED_FOR = 3  # steps after a loss that was not finite, in which modules are looked at
+UPDATES_EVERY = 10  # steps: whether BF16 weights move
+AROUND = 2  # lines of an excerpt, on either side
+
+
+class Watch:
+    """Everything the script does from ``install`` to ``remove`` is watched.
+
+    record: where it is written to; None keeps it in memory. every: full counts of gradients at each n-th step; None as
+    often as one per cent of the time allows. activations: look at what modules put out, at every step.
+    """
+
+    def __init__(
+        self,
+        record: Writer | None = None,
+        *,
+        every: int | None = None,
+        activations: bool = False,
+        timing: bool = True,
+    ) -> None:
+        self.findings = Findings()
+        self.healths: dict[int, Health] = {}
+        self.failures: list[str] = []  # of ours, which the script never learns of
+        self.steps = 0
+        self._record, self._every = record, every
+        self._always_looks = activations
+        self._with_timing = timing
+        self._pid = os.getpid()
+        self._tracker = Tracker(self._tell)
+        self._gradients = Gradients(self._known, every)
+        self._activations = Activations()
+        self._names: dict[int, list[str]] = {}
+        self._armed = 0
+        self._bad_module: str | None = None
+        self._ranges: list[tuple[int, Ranges]] = []
+        self.largest: dict[str, tuple[str, float]] = {}  # by module: dtype and largest magnitude
+        self._compared: dict[int, Compared] = {}
+        self._updates: list[tuple[OptimizerState, int, Compared]] = []
+        self._judge_at = FIRST_JUDGEMENT
+        self._written = time.monotonic()
+        self._kinds: dict[str, int] = {}  # events, for what was fine
+        self._patches: Patches | None = None
+        self._not_measured: dict[str, None] = {}
+        self._timing: Timing | None = None
+        self.time_use: TimeUse | None = None
+
+    # On and off
+
+    def install(self) -> Watch:
+        """Begin to watch."""
+        if self._patches is None:
+            self._patches = Patches()
+            self._models = Models(self._patches, self._tracker.model_begins, self._tracker.model_ends)
+            self._entry_points = EntryPoints(self._patches, self._tracker, self)
+            self._timing = Timing(self._patches) if self._with_timing else None
+            for optimizer, _ in self._tracker.optimizers.pairs():  # of an earlier time
+                self.optimizer_made(optimizer)
+        return self
+
+    def remove(self) -> None:
+        """Leave torch as it was."""
+        if self._patches is not None:
+            if self._timing is not None:
+                self._timing.abandon()
+                self.time_use = self._timing.use(self._autocast())
+                self._timing = None
+            self._activations.end()
+            self._models.forget()
+            self._entry_points.remove()
+            self._patches.undo()
+            self._patches = None
+
+    def __enter__(self) -> Watch:
+        return self.install()
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if isinstance(error, Exception):
+            self.died(error)
+        self.close("finished" if error is None else "failed")
+
+    def close(self, status: str = "finished", exit_code: int | None = None, error: BaseException | None = None) -> None:
+        """The script is over: judge the whole, and write the record's end."""
+        if os.getpid() != self._pid:  # a child that was forked: the record is its parent's
+            return
+        try:
+            self._gradients.settle(wait=True)
+            self._settle_others(wait=True)
+            self.remove()
+            self._judge_all()
+        except Exception as problem:
+            self.failed(problem)
+        self._write_end(status, exit_code, error)
+
+    def died(self, error: BaseException) -> None:
+        """The script ended with an exception."""
+        frames = [each for each in traceback.extract_tb(error.__traceback__) if _is_own(each.filename)]
+        site = Site(file=frames[-1].filename, line=frames[-1].lineno) if frames else Site()
+        self._tell(Died(site=site, error=type(error).__name__, message=str(error)))
+
+    # What entry points tell
+
+    def optimizer_made(self, optimizer: Any) -> None:
+        for model in self._models.of(optimizer):
+            self._models.watch(model)
+            if self._always_looks:
+                self._activations.begin(model)
+
+    def gradients_ready(self, optimizer: Any, scaler: Any | None) -> None:
+        if scaler is not None and _is_ours(scaler):
+            return  # which reads them itself
+        state = self._tracker.state_of(optimizer)
+        with self._paused():
+            self._gradients.ready(optimizer, self._scale_of(scaler) if state.scaled is not None else None, state)
+
+    def step_begins(self, optimizer: Any) -> None:
+        state = self._tracker.state_of(optimizer)
+        if state.steps % UPDATES_EVERY == 0:
+            compared = before_step(optimizer, self._names_of(optimizer, state))
+            if compared is not None:
+                self._compared[state.index] = compared
+
+    def step_taken(self, optimizer: Any, scaler: Any | None, *, ran: bool) -> None:
+        with self._paused():
+            self._take_in(optimizer, scaler, ran=ran)
+        if self._timing is not None:
+            self._timing.step_ended(self.steps)
+
+    def _paused(self) -> AbstractContextManager[None]:
+        """What we do is no part of what the script's time goes to."""
+        return nullcontext() if self._timing is None else self._timing.paused()
+
+    def _take_in(self, optimizer: Any, scaler: Any | None, *, ran: bool) -> None:
+        state = self._tracker.state_of(optimizer)
+        names = self._names_of(optimizer, state)
+        compared = self._compared.pop(state.index, None)
+        if compared is not None and ran:
+            compared.after_step()
+            self._updates.append((state, state.steps + 1, compared))
+        enabled = scaler is not None and scaler._enabled
+        reading, skipped, flags = None, False if not enabled else None if _decides_on_device(optimizer) else not ran, []
+        if scaler is not None and _is_ours(scaler):
+            reading, skipped, flags = _of_ours(scaler, optimizer)
+        elif enabled and skipped is None:
+            flags = list(scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values())
+        self._health_of(optimizer, state, scaler)
+        self._gradients.taken(
+            optimizer,
+            state,
+            names,
+            scale=scaler._scale if enabled else None,
+            skipped=skipped,
+            flags=flags,
+            reading=reading,
+        )
+        self._step_over(optimizer, state)
+
+    def scheduler_moved(self, scheduler: Any) -> None:
+        moved = self._tracker.scheduled(scheduler)
+        if moved is not None:
+            state, event = moved
+            step = self.steps
+            self._gradients.when_known(state, lambda skipped: self._tell(replace(event, after_skip=skipped), step))
+
+    def failed(self, error: Exception) -> None:
+        """Ours, not the script's."""
+        if len(self.failures) < 20:
+            frame = traceback.extract_tb(error.__traceback__)[-1]
+            self.failures.append(f"{type(error).__name__}: {error} ({os.path.basename(frame.filename)}:{frame.lineno})")  # noqa: PTH119
+        if os.environ.get("AMPWISE_DEBUG"):
+            raise error
+
+    # Steps
+
+    def _step_over(self, optimizer: Any, state: OptimizerState) -> None:
+        self.steps += 1
+        ranges = self._activations.collect()
+        if ranges is not None:
+            self._ranges.append((state.steps + 1, ranges))
+        self._settle_others()
+        if self._armed and not self._always_looks:
+            self._armed -= 1
+            for model in self._models.of(optimizer) if self._armed else ():
+                self._activations.begin(model)
+            if not self._armed:
+                self._activations.end()
+        if self.steps >= self._judge_at:
+            self._judge_at = int(self.steps * JUDGED_AGAIN) + 1
+            for health in self.healths.values():
+                self.findings.judge_whole(health, "gradient")
+        self._write_findings()
+
+    def _settle_others(self, *, wait: bool = False) -> None:
+        """What travels beside the facts of steps."""
+        while self._ranges and (wait or self._ranges[0][1].posted.arrived):
+            self._look_at(*self._ranges.pop(0))
+        while self._updates and (wait or (self._updates[0][2].posted or wait) and self._updates[0][2].posted.arrived):  # type: ignore[union-attr]
+            state, step, compared = self._updates.pop(0)
+            if state.index in self.healths:
+                self.healths[state.index].add_updates(step, compared.shares())
+
+    def _look_at(self, step: int, ranges: Ranges) -> None:
+        for name, dtype, value in ranges.read():
+            bad = value != value or value in (float("inf"),)
+            if bad and self._bad_module is None:
+                self._bad_module = name
+            known = self.largest.get(name, (dtype, 0.0))[1]
+            self.largest[name] = (dtype, value if bad or value > known else known)
+
+    def _known(self, state: OptimizerState, known: Known) -> None:
+        row, health = known.row, self.healths.get(state.index)
+        if health is None:
+            return
+        health.add_step(row)
+        if known.sample is not None:
+            health.add_sample(known.sample)
+        if not known.finite and (known.bad or not row.finite):
+            self._bad_step(health, known)
+        if self._record is not None:
+            self._record.step(row)
+            if known.sample is not None and row.step % self._record.sample_every(row.step) == 0:
+                self._record.layers(known.sample)
+
+    def _bad_step(self, health: Health, known: Known) -> None:
+        row = known.row
+        loss_is_bad = row.loss is not None and not _is_finite(row.loss)
+        if loss_is_bad and not self._activations.on and not self._armed and self._bad_module is None:
+            self._armed = ARMED_FOR + 1  # look at modules in the steps to come
+        health.add_bad(
+            BadStep(
+                step=row.step,
+                loss=row.loss,
+                scale=row.scale,
+                parameters=known.bad,
+                module=self._bad_module,
+                healthy_before=True,
+            )
+        )
+
+    def _health_of(self, optimizer: Any, state: OptimizerState, scaler: Any | None) -> Health:
+        health = self.healths.get(state.index)
+        if health is None:
+            health = self.healths[state.index] = Health(state.index, names=self._names_of(optimizer, state))
+        event = state.pending[-1].event if state.pending else None
+        if event is not None and event.precision != "fp32":
+            health.precision = event.precision
+        if scaler is not None and scaler._enabled and health.growth_interval is None:
+            health.growth_interval, health.init_scale = scaler._growth_interval, scaler._init_scale
+            health.growth_factor, health.backoff_factor = scaler._growth_factor, scaler._backoff_factor
+        return health
+
+    def _names_of(self, optimizer: Any, state: OptimizerState) -> list[str]:
+        count = sum(len(group["params"]) for group in optimizer.param_groups)
+        known = self._names.get(state.index)
+        if known is None or len(known) != count:  # a group was added
+            known = self._names[state.index] = self._models.names(optimizer)
+            self.optimizer_made(optimizer)  # its model may have been made since
+        return known
+
+    def _autocast(self) -> str | None:
+        """What the training ran in, where that is a half format."""
+        return next((each.precision for each in self.healths.values() if each.precision != "fp32"), None)
+
+    def _scale_of(self, scaler: Any | None) -> Any:
+        if scaler is not None:
+            return scaler._scale
+        found = [each for each, _ in self._tracker.scalers.pairs() if each.is_enabled() and each._scale is not None]
+        return found[0]._scale if found else None
+
+    # Judging and writing
+
+    def _tell(self, event: Event, step: int | None = None) -> None:
+        kind = type(event).__name__
+        self._kinds[kind] = self._kinds.get(kind, 0) + 1
+        self.findings.judge(event, step or self.steps + 1)
+
+    def _judge_all(self) -> None:
+        conduct = self._tracker.whole()
+        conduct.bf16_emulated_on = _bf16_emulated_on(conduct.forwards)
+        self.findings.judge_whole(conduct, "step")
+        for health in self.healths.values():
+            self.findings.judge_whole(health, "gradient")
+        if self.time_use is not None:
+            self.findings.judge_whole(self.time_use, "time")
+
+    def _write_findings(self) -> None:
+        now = time.monotonic()
+        if self._record is not None and self.findings.changed and now - self._written > WRITTEN_EVERY:
+            self._written = now
+            self.findings.changed = False
+            self._record.findings(self.seen())
+
+    def seen(self) -> list[Seen]:
+        """The findings so far, worst first, each with the lines around its place."""
+        found = list(self.findings)
+        for each in found:
+            each.excerpt = each.excerpt or _excerpt(each.finding.place.file, each.finding.place.line)
+        return found
+
+    def facts(self) -> dict[str, Any]:
+        """What there is to say besides findings."""
+        settings = [each for health in self.healths.values() if (each := suggested_settings(health)) is not None]
+        return {
+            "steps": self.steps,
+            "precision": next((health.precision for health in self.healths.values()), None),
+            "what_was_fine": what_was_fine(self._tracker.conduct, self._kinds, self.seen(), self.healths),
+            "not_measured": self.not_measured(),
+            "timing": None if self.time_use is None else self.time_use.as_dict(),
+            "settings": [
+                {"name": name, "value": each.arguments[name], "reason": reason}
+                for each in settings
+                for name, reason in each.reasons
+            ],
+            "activations": {name: {"dtype": dtype, "largest": value} for name, (dtype, value) in self.largest.items()},
+        }
+
+    def not_measured(self) -> list[str]:
+        """What was not, and why."""
+        sentences = list(self._not_measured)
+        if self.failures:
+            sentences.append(f"Some calls could not be followed: {self.failures[0]}")
+        if not self._always_looks:
+            sentences.append("What modules put out was not looked at; --activations does.")
+        return sentences + list(getattr(self.time_use, "not_measured", ()))
+
+    def _write_end(self, status: str, exit_code: int | None, error: BaseException | None) -> None:
+        if self._record is not None:
+            for name, value in self.facts().items():
+                self._record.fact(name, value)
+            self._record.findings(self.seen())
+            told = None if error is None else {"type": type(error).__name__, "message": str(error)}
+            self._record.close(status, exit_code, told)
+
+
+def _is_ours(scaler: Any) -> bool:
+    return type(scaler).__module__.startswith("ampwise.")
+
+
+def _of_ours(scaler: Any, optimizer: Any) -> tuple[Any, bool | None, list[Any]]:
+    """Reading, whether skipped, and flags on the device, of a step by our own scaler."""
+    entry = scaler._entries.of(optimizer)
+    outcome = entry.outcome
+    if outcome is None:
+        return None, False, []
+    if outcome.known_to_skip is not None or outcome.numbers is None:
+        return entry.reading, bool(outcome.known_to_skip), []
+    return entry.reading, None, [outcome.numbers[1]]
+
+
+def _decides_on_device(optimizer: Any) -> bool:
+    return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+
+
+def _is_finite(value: float) -> bool:
+    return value == value and abs(value) != float("inf")
+
+
+def _is_own(file: str) -> bool:
+    from ampwise.watch.site import kind_of
+
+    return kind_of(file) == "own"
+
+
+def _bf16_emulated_on(forwards: Sequence[Any] | dict[Any, int]) -> str | None:
+    if not any(forward.precision == "bf16" and forward.device == "cuda" for forward in forwards):
+        return None
+    from ampwise.hardware.torch_facts import read_device
+
+    device = read_device(torch, 0)
+    return device.name if device.bf16_native is False else None
+
+
+def _excerpt(file: str | None, line: int | None) -> dict[str, Any]:
+    if file is None or line is None:
+        return {}
+    lines = linecache.getlines(file)
+    first = max(line - AROUND, 1)
+    return {"first_line": first, "lines": [each.rstrip("\n") for each in lines[first - 1 : line + AROUND]]}

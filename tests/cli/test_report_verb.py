@@ -1,0 +1,161 @@
+"""`ampwise report`: a record that was really written, read back in three forms."""
+
+import json
+import subprocess
+import sys
+import webbrowser
+
+import pytest
+
+from ampwise.census.algebra import Census
+from ampwise.cli import main
+from ampwise.finding import Place
+from ampwise.record.rows import LayerSample, Seen, StepRow
+from ampwise.record.writer import Writer
+from ampwise.report.page import MARK
+from ampwise.rules import find_rule
+
+
+@pytest.fixture(autouse=True)
+def _plain(monkeypatch):
+    monkeypatch.delenv("FORCE_COLOR", raising=False)
+    monkeypatch.setenv("COLUMNS", "100")
+
+
+def begin_record(folder):
+    writer = Writer.create(folder, command=["train.py"], script="train.py", environment={"torch": "2.13.0"})
+    for step in range(1, 11):
+        writer.step(StepRow(step=step, loss=1 / step, scale=65536.0, norm=0.5, skipped=step == 4))
+    weights = Census(binades={-20: 3}, amax=2**-19.5, amin=2**-19.5)
+    writer.layers(LayerSample(first=1, last=1, scale=65536.0, layers={"head.weight": weights}))
+    finding = find_rule("AMP101").at(Place(file="train.py", line=2), "clipped while scaled by 65536")
+    excerpt = {"first_line": 1, "lines": ["backward()", "clip()"]}
+    writer.findings([Seen(finding=finding, count=10, first_step=1, last_step=10, excerpt=excerpt)])
+    writer.fact("precision", "fp16")
+    writer.flush()
+    return writer
+
+
+@pytest.fixture
+def record(tmp_path):
+    begin_record(tmp_path / "run").close("finished", 0)
+    return tmp_path / "run"
+
+
+def test_the_summary(record, capsys):
+    assert main(["report", str(record)]) == 0  # with an error in it: the report was made
+    text = capsys.readouterr().out
+    assert text.startswith("1 error in 10 steps of train.py (fp16, scaler): gradients are clipped before")
+    assert "2 | clip()\n  | ^^^^^^\n" in text
+    assert "×10, first at step 1, last at step 10" in text
+    assert "head.weight" in text
+    assert "\x1b" not in text
+    assert f"ampwise report {record} --html page.html" in text
+
+
+def test_json(record, capsys):
+    assert main(["report", str(record), "--json"]) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert (data["version"], data["status"], data["exit_code"]) == (1, "finished", 0)
+    assert [one["code"] for one in data["findings"]] == ["AMP101"]
+    assert sum(row["skipped"] for row in data["metrics"]["steps"]) == 1
+    assert data["metrics"]["layers"][0]["name"] == "head.weight"
+    assert data["environment"] == {"torch": "2.13.0"}
+
+
+def test_the_page_is_written_and_written_again(record, tmp_path, capsys):
+    paper = tmp_path / "page.html"
+    for _ in range(2):  # an earlier report gives way to the next
+        assert main(["report", str(record), "--html", str(paper)]) == 0
+    assert MARK in paper.read_text()
+    assert capsys.readouterr().out.splitlines()[1] == f"The page is {paper}"
+
+
+def test_json_and_page_together(record, tmp_path, capsys):
+    assert main(["report", str(record), "--json", "--html", str(tmp_path / "p.html")]) == 0
+    assert json.loads(capsys.readouterr().out)["version"] == 1
+    assert (tmp_path / "p.html").exists()
+
+
+def test_a_file_of_somebody_else_is_kept(record, tmp_path, capsys):
+    paper = tmp_path / "thesis.html"
+    paper.write_text("<p>Years of work</p>")
+    assert main(["report", str(record), "--html", str(paper)]) == 2
+    assert capsys.readouterr().err == (
+        f"ampwise: error: --html {paper}: exists and is no earlier report; -f writes over it, or name another file.\n"
+    )
+    assert paper.read_text() == "<p>Years of work</p>"
+    assert main(["report", str(record), "--html", str(paper), "-f"]) == 0
+    assert MARK in paper.read_text()
+
+
+def test_a_run_that_is_still_going(tmp_path, capsys):
+    writer = begin_record(tmp_path / "run")
+    assert main(["report", str(tmp_path / "run")]) == 0
+    assert "The run is still going: this is what it has written so far.\n" in capsys.readouterr().out
+    writer.close("failed", 1, ValueError("no data"))
+    assert main(["report", str(tmp_path / "run")]) == 0
+    assert "The script failed with ValueError: no data (exit code 1).\n" in capsys.readouterr().out
+
+
+def test_a_record_cut_short_is_still_reported(record, capsys):
+    steps = record / "steps.jsonl"
+    steps.write_bytes(b"nonsense\n" + steps.read_bytes()[:-5])
+    (record / "findings.json").unlink()
+    assert main(["report", str(record)]) == 0
+    text = capsys.readouterr().out
+    assert text.startswith("No findings in 9 steps")
+    assert "Trouble with this record" in text
+    assert "findings.json is missing." in text
+
+
+@pytest.mark.parametrize("name", ["nowhere", "empty", "a_file"])
+def test_what_is_no_record(tmp_path, capsys, name):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "a_file").write_text("text")
+    assert main(["report", str(tmp_path / name)]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"ampwise: error: {tmp_path / name} ")
+    assert error.count("\n") == 1
+    assert "`ampwise run -o " in error  # the way out
+
+
+@pytest.mark.parametrize(
+    ("html", "reason"), [(".", "a folder; name a file"), ("no/such/page.html", "cannot be written")]
+)
+def test_a_page_that_cannot_be_written(record, tmp_path, capsys, monkeypatch, html, reason):
+    monkeypatch.chdir(tmp_path)
+    assert main(["report", str(record), "--html", html]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"ampwise: error: --html {html}: {reason}")
+    assert error.count("\n") == 1
+
+
+def test_open_shows_the_page(record, monkeypatch, capsys):
+    shown = []
+    monkeypatch.setattr(webbrowser, "open", lambda address: shown.append(address) or True)
+    assert main(["report", str(record), "--open"]) == 0
+    assert shown == [(record / "report.html").as_uri()]
+    assert main(["report", str(record)]) == 0  # the page in its folder is no trouble to the record
+    assert "Trouble" not in capsys.readouterr().out
+
+
+def test_open_without_a_browser(record, monkeypatch, capsys):
+    monkeypatch.setattr(webbrowser, "open", lambda _: False)
+    assert main(["report", str(record), "--open"]) == 2
+    assert "no browser was found here. Open " in capsys.readouterr().err
+    assert (record / "report.html").exists()
+
+
+def test_torch_stays_out(record):
+    code = f"import sys\nfrom ampwise.cli import main\nmain(['report', {str(record)!r}])\nprint('torch' in sys.modules)"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.splitlines()[-1] == "False"
+
+
+def test_help_has_examples(capsys):
+    with pytest.raises(SystemExit):
+        main(["report", "--help"])
+    text = capsys.readouterr().out
+    assert "ampwise report RUN --html page.html --open" in text
+    assert "exit code is 0" in text

@@ -1,0 +1,190 @@
+"""The report for machines, held to a schema."""
+
+import json
+
+import pytest
+from jsonschema import Draft202012Validator
+
+from ampwise.census.algebra import Census
+from ampwise.finding import Place
+from ampwise.record.bucket import Bucket
+from ampwise.record.rows import Seen, StepRow
+from ampwise.report.as_json import MOST_ROWS, as_json
+
+NUMBER = {"anyOf": [{"type": "number"}, {"enum": ["NaN", "Infinity", "-Infinity"]}]}
+STEP = {"type": ["integer", "null"], "minimum": 0}
+SPREAD = {
+    "type": ["object", "null"],
+    "required": ["low", "mean", "high", "not_finite"],
+    "additionalProperties": False,
+    "properties": {
+        "low": {"type": ["number", "null"]},
+        "mean": {"type": ["number", "null"]},
+        "high": {"type": ["number", "null"]},
+        "not_finite": {"type": "integer", "minimum": 0},
+    },
+}
+FINDING = {
+    "type": "object",
+    "additionalProperties": False,
+    "properties": {
+        "code": {"type": "string", "pattern": "^[A-Z]{2,10}[0-9]{3}$"},
+        "name": {"type": "string"},
+        "severity": {"enum": ["error", "warning", "info"]},
+        "place": {
+            "type": "object",
+            "properties": {"file": {"type": "string"}, "line": {"type": "integer", "minimum": 1}},
+        },
+        "message": {"type": "string"},
+        "count": {"type": "integer", "minimum": 1},
+        "fix": {"type": "string"},
+        "evidence": {"type": "object"},
+        "first_step": STEP,
+        "last_step": STEP,
+        "ranks": {"type": "array", "items": {"type": "integer", "minimum": 0}},
+        "excerpt": {"type": "object"},
+    },
+}
+FINDING["required"] = list(FINDING["properties"])
+ROW = {
+    "type": "object",
+    "additionalProperties": False,
+    "properties": {
+        **{name: {"type": "integer", "minimum": 0} for name in ("optimizer", "first", "last", "count", "skipped")},
+        **dict.fromkeys(("loss", "norm", "scale", "lr"), SPREAD),
+    },
+}
+ROW["required"] = list(ROW["properties"])
+SHARE = {"type": "number", "minimum": 0, "maximum": 1}
+LAYER = {
+    "type": "object",
+    "additionalProperties": False,
+    "properties": {
+        "name": {"type": "string"},
+        "optimizer": {"type": "integer", "minimum": 0},
+        "steps": {"type": "integer", "minimum": 1},
+        "share": SHARE,
+        "norm": NUMBER,
+        "largest": {"type": "number", "minimum": 0},
+        "lost": SHARE,
+        "subnormal": SHARE,
+        "format": {"enum": ["fp16", "bf16"]},
+        "scale": {"type": ["number", "null"]},
+        "dead": {"type": "boolean"},
+        "doublings_left": {"type": ["integer", "null"]},
+        "census": {"type": "object", "required": ["binades", "zeros", "infs", "nans", "amax", "amin", "sum_squares"]},
+    },
+}
+LAYER["required"] = list(LAYER["properties"])
+TEXT = {"type": ["string", "null"]}
+SETTING = {
+    "type": "object",
+    "required": ["name", "value", "reason"],
+    "properties": {"name": {"type": "string"}, "reason": {"type": "string"}},
+}
+SCHEMA = {
+    "$schema": "https://json-schema.org/draft/2020-12/schema",
+    "type": "object",
+    "additionalProperties": False,
+    "properties": {
+        "version": {"const": 1},
+        "verdict": {"type": "string"},
+        "status": {"type": "string"},
+        "exit_code": {"type": ["integer", "null"]},
+        "error": {"type": ["object", "null"]},
+        "script": TEXT,
+        "command": {"type": ["array", "null"]},
+        "created": TEXT,
+        "finished": TEXT,
+        "findings": {"type": "array", "items": FINDING},
+        "metrics": {
+            "type": "object",
+            "required": ["steps", "layers"],
+            "additionalProperties": False,
+            "properties": {
+                "steps": {"type": "array", "items": ROW},
+                "layers": {"type": "array", "items": LAYER},
+            },
+        },
+        "settings": {"type": "array", "items": SETTING},
+        "environment": {"type": "object"},
+        "trouble": {"type": "array", "items": {"type": "string"}},
+        "facts": {"type": "object"},
+    },
+}
+SCHEMA["required"] = list(SCHEMA["properties"])
+
+
+def refuse(constant):
+    raise AssertionError(f"{constant} is no JSON")
+
+
+def read(run):
+    """The report, parsed strictly and held to the schema."""
+    data = json.loads(as_json(run), parse_constant=refuse)
+    Draft202012Validator.check_schema(SCHEMA)
+    Draft202012Validator(SCHEMA).validate(data)
+    return data
+
+
+def test_the_schema_holds_and_findings_come_worst_first(make_run):
+    data = read(make_run())
+    assert [one["code"] for one in data["findings"]] == ["AMP101", "AMP204"]
+    clip = data["findings"][0]
+    assert clip["place"] == {"file": "train.py", "line": 31}
+    assert (clip["count"], clip["first_step"], clip["last_step"], clip["ranks"]) == (120, 1, 120, [0])
+    assert clip["evidence"]["norm"] == 1.52587890625e-05
+    assert data["settings"] == [{"name": "init_scale", "value": 32768.0, "reason": "65536 overflowed twice."}]
+    assert data["environment"]["gpu"]["name"] == "H200"
+    assert data["facts"]["precision"] == "fp16"
+
+
+def test_the_steps_are_all_there(make_run):
+    rows = read(make_run())["metrics"]["steps"]
+    assert len(rows) == 120
+    assert rows[6]["loss"] == {"low": None, "mean": None, "high": None, "not_finite": 1}
+    assert [row["first"] for row in rows if row["skipped"]] == [50, 100]
+
+
+def test_a_census_comes_back(make_run):
+    run = make_run()
+    for layer in read(run)["metrics"]["layers"]:
+        assert Census.from_dict(layer["census"]) == run.total_layers()[layer["name"]]
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"findings": [], "steps": [], "layers": [], "manifest": {"facts": {}}},
+        {"manifest": {"status": "running", "exit_code": None, "finished": None}},
+        {"trouble": ["steps.jsonl is missing."]},
+        {"manifest": {"status": "failed", "error": {"type": "E", "message": "m"}, "exit_code": 1}},
+    ],
+)
+def test_other_endings_hold_too(make_run, changed):
+    data = read(make_run(**changed))
+    assert data["trouble"] == changed.get("trouble", [])
+
+
+def test_a_layer_that_is_not_finite(make_run, make_sample):
+    layers = {"nan": Census(nans=1), "inf": Census(infs=1)}
+    found = {
+        layer["name"]: layer["norm"] for layer in read(make_run(layers=[make_sample(1, layers)]))["metrics"]["layers"]
+    }
+    assert found == {"nan": "NaN", "inf": "Infinity"}
+
+
+def test_a_long_run_is_thinned(make_run):
+    steps = [Bucket.of(StepRow(step=n, loss=float(n))) for n in range(1, 3 * MOST_ROWS)]
+    rows = read(make_run(steps=steps))["metrics"]["steps"]
+    assert len(rows) <= MOST_ROWS
+    assert sum(row["count"] for row in rows) == len(steps)
+    assert rows[-1]["loss"]["high"] == len(steps)
+
+
+def test_hostile_names_stay_data(make_run, rules):
+    name = "</script>\x1b[2J\u202e\udc80\"'"
+    seen = Seen(finding=rules["clip"].at(Place(file=name, line=1), name, evidence={name: {1, 2}}))
+    data = read(make_run(findings=[seen], manifest={"script": name}))
+    assert data["script"] == name.replace("\udc80", "\\udc80")
+    assert data["findings"][0]["message"] == data["script"]

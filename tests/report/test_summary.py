@@ -1,0 +1,191 @@
+"""The summary in the terminal."""
+
+import re
+
+import pytest
+
+from ampwise.census.algebra import Census
+from ampwise.finding import Place
+from ampwise.record.rows import Seen
+from ampwise.report.summary import summary
+
+GOLDEN = """\
+1 error, 1 warning in 120 steps of train.py (fp16, scaler): gradients are clipped while still scaled.
+
+error[AMP101] clip-scaled-grads: `clip_grad_norm_` sees gradients multiplied by 65536
+  --> train.py:31
+   |
+30 |     scaler.scale(loss).backward()
+31 |     clip_grad_norm_(model.parameters(), 1.0)
+   |     ^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^
+32 |     scaler.step(optimizer)
+   |
+   = norm: 1.52588e-05, scale: 65536
+   = ×120, first at step 1, last at step 120
+help: Call scaler.unscale_(optimizer) before clipping.
+
+warning[AMP204] scaler-not-checkpointed: The state of the scaler is not saved
+ --> train.py:40
+  = once
+help: Save scaler.state_dict() too.
+
+Suggested for the GradScaler
+  init_scale=32768: 65536 overflowed twice.
+
+Layers, worst first
+  Gradients in true units, over 2 sampled steps; lost in FP16 at the last loss scale, 32,768.
+  layer            values   norm   largest   lost  subnormal
+  blocks.1.bias     20.0%      0         0      0          0  dead
+  blocks.0.weight   40.0%  1e-05  1.35e-06  25.0%      50.0%
+  head.weight       40.0%   0.05   0.00552      0          0
+
+Where time goes
+  matrix share in half  87.3%
+  syncs per step        1
+
+Fine
+  - Every step was followed by one update of the scaler.
+
+Not measured
+  - Activations: run with --activations.
+
+The record is in runs/one
+  ampwise report runs/one --html page.html  the curves and every layer, on one page
+  ampwise explain AMP101                    why it matters, with an example
+"""
+
+HOSTILE = "<script>\x1b[2J\u202egpj.exe\n'\"[red]\udc80"
+
+
+def plain(run, width=100):
+    return summary(run, colour=False, width=width)
+
+
+def test_the_whole_text(make_run):
+    assert plain(make_run()) == GOLDEN
+
+
+def test_colour_changes_nothing_but_colour(make_run):
+    coloured = summary(make_run(), colour=True, width=100)
+    assert coloured.startswith("\x1b[1;31m1 error")
+    assert re.sub(r"\x1b\[[0-9;]*m", "", coloured) == GOLDEN
+
+
+def test_a_clean_run_is_calm(make_run):
+    text = plain(make_run(findings=[]))
+    assert text.startswith("No findings in 120 steps of train.py (fp16, scaler).\n\nSuggested")
+    assert "head.weight" in text
+    assert "Every step was followed" in text
+    assert "error" not in text
+    assert "explain" not in text
+
+
+def test_an_empty_run_is_short(make_run):
+    run = make_run(findings=[], steps=[], layers=[], manifest={"facts": {}})
+    assert plain(run) == (
+        "No findings in train.py, which took no step.\n\n"
+        "The record is in runs/one\n"
+        "  ampwise report runs/one --html page.html  the curves and every layer, on one page\n"
+    )
+
+
+def test_a_run_without_an_end_and_with_trouble_says_so(make_run):
+    text = plain(make_run(manifest={"status": "running"}, trouble=["steps.jsonl: line 7 could not be read."]))
+    assert text.splitlines()[1].startswith("The run is still going, or was killed")
+    assert "Trouble with this record\n  - steps.jsonl: line 7 could not be read.\n" in text
+
+
+def test_many_layers_are_cut_and_counted(make_run, make_sample):
+    layers = {f"blocks.{n}.weight": Census(zeros=1) for n in range(40)}
+    text = plain(make_run(layers=[make_sample(1, layers)]))
+    assert text.count(" dead") == 12
+    assert "… and 28 more\n" in text
+
+
+def test_many_findings_are_cut_and_counted(make_run, rules):
+    many = [Seen(finding=rules["clip"].at(Place(file="t.py", line=n), "m"), count=n) for n in range(1, 31)]
+    text = plain(make_run(findings=many))
+    assert text.count("error[AMP101]") == 20
+    assert "… and 10 more findings: the page and the JSON have all of them." in text
+    assert text.index("t.py:30") < text.index("t.py:11")
+
+
+@pytest.mark.parametrize("width", [2, 60, 80, 100])
+def test_the_table_keeps_to_the_width(make_run, make_sample, width):
+    name = "module.transformer.encoder.layers.11.attention.projection.weight"
+    text = plain(make_run(layers=[make_sample(1, {name: Census(zeros=1), "ж" * 70: Census(zeros=2)})]), width)
+    table = text[text.index("layer  ") : text.index("Where time")]
+    assert max(map(len, table.splitlines())) <= max(width, 72)
+    assert "weight " in table
+    assert ("…" in table) == (width < 124)
+
+
+def test_names_stay_whole_where_there_is_room(make_run, make_sample):
+    name = "module.transformer.encoder.layers.11.attention.projection.weight"
+    assert name in plain(make_run(layers=[make_sample(1, {name: Census(zeros=1)})]), 160)
+
+
+def test_what_the_script_names_cannot_reach_the_terminal(make_run, make_sample, rules):
+    finding = rules["clip"].at(Place(file=HOSTILE, line=2), HOSTILE, evidence={HOSTILE: HOSTILE}, fix=HOSTILE)
+    run = make_run(
+        findings=[Seen(finding=finding, excerpt={"first_line": 1, "lines": [HOSTILE, HOSTILE]})],
+        layers=[make_sample(1, {HOSTILE: Census(zeros=1)})],
+        folder=HOSTILE,
+        trouble=[HOSTILE],
+        manifest={"script": HOSTILE, "status": "failed", "error": {"type": HOSTILE, "message": HOSTILE}},
+        facts={
+            "what_was_fine": [HOSTILE],
+            "not_measured": [HOSTILE],
+            "precision": HOSTILE,
+            "settings": [{"name": HOSTILE, "value": HOSTILE, "reason": HOSTILE}],
+            "timing": {HOSTILE: HOSTILE},
+        },
+    )
+    text = plain(run)
+    assert not re.search("[\x00-\x09\x0b-\x1f\u202e\udc80]", text)
+    assert text.count("\\x1b[2J") > 12
+    assert "[red]" in text  # no markup of rich either
+
+
+@pytest.mark.parametrize(
+    "facts",
+    [
+        {"what_was_fine": "all", "settings": {"a": 1}, "timing": [1], "modules": 3, "steps": "x", "precision": []},
+        {"settings": [1, {"name": "x"}], "timing": {"a": {}}, "modules": [None], "not_measured": [None]},
+    ],
+)
+def test_facts_of_another_shape_are_no_crash(make_run, facts):
+    assert plain(make_run(facts=facts)).startswith("1 error, 1 warning")
+
+
+@pytest.mark.parametrize(
+    "excerpt",
+    [
+        {},
+        {"first_line": 1},
+        {"first_line": 10**15, "lines": ["x"]},
+        {"first_line": "31", "lines": ["x"]},
+        {"first_line": 50, "lines": ["x"]},
+        {"first_line": 1, "lines": "text"},
+    ],
+)
+def test_an_excerpt_that_does_not_fit_is_left_out(make_run, rules, excerpt):
+    seen = Seen(finding=rules["clip"].at(Place(file="t.py", line=31), "m"), excerpt=excerpt)
+    assert " |" not in plain(make_run(findings=[seen]))
+
+
+def test_lines_that_were_not_kept_are_not_invented(make_run, rules):
+    seen = Seen(
+        finding=rules["clip"].at(Place(file="t.py", line=31), "m"), excerpt={"first_line": 31, "lines": ["x()"]}
+    )
+    assert "   |\n31 | x()\n   | ^^^\n   |\n" in plain(make_run(findings=[seen]))
+
+
+def test_a_column_that_is_known_is_marked_alone(make_run, rules):
+    place = Place(file="t.py", line=3, column=5, end_line=3, end_column=9)
+    seen = Seen(finding=rules["clip"].at(place, "m"), excerpt={"first_line": 3, "lines": ["a = clip(b)"]})
+    assert "3 | a = clip(b)\n  |     ^^^^\n" in plain(make_run(findings=[seen]))
+
+
+def test_a_folder_with_blanks_can_be_pasted(make_run):
+    assert "ampwise report 'my runs/1' --html" in plain(make_run(folder="my runs/1"))

@@ -1,0 +1,125 @@
+"""The verdict: counts, order, and how a run ended."""
+
+import os
+import platform
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ampwise.finding import Place, Rule, Severity
+from ampwise.record.rows import Seen
+from ampwise.report.verdict import ending, happened, how_many, steps_of, verdict, worst_first
+
+
+def rule(severity, code="AMP999", summary="Something is off."):
+    return Rule(code=code, name="odd", severity=severity, summary=summary, why="w", fix="f", bad="b", good="g")
+
+
+def seen(severity, count=1, first=None, last=None, ranks=(0,)):
+    finding = rule(severity).at(Place(file="t.py", line=1), "m")
+    return Seen(finding=finding, count=count, first_step=first, last_step=last, ranks=list(ranks))
+
+
+MANY = st.lists(
+    st.builds(seen, st.sampled_from(Severity), st.integers(1, 9), st.none() | st.integers(1, 9)), max_size=12
+)
+
+
+def test_the_verdict_names_the_worst(make_run):
+    assert verdict(make_run()) == (
+        "1 error, 1 warning in 120 steps of train.py (fp16, scaler): gradients are clipped while still scaled"
+    )
+
+
+def test_nothing_found_is_said_calmly(make_run):
+    assert verdict(make_run(findings=[])) == "No findings in 120 steps of train.py (fp16, scaler)"
+
+
+def test_a_run_that_never_trained(make_run):
+    run = make_run(findings=[], steps=[], manifest={"facts": {}})
+    assert verdict(run) == "No findings in train.py, which took no step"
+
+
+def test_steps_are_counted_where_the_manifest_does_not_say(make_run):
+    assert steps_of(make_run(facts={"steps": 7})) == 7
+    assert steps_of(make_run(facts={"steps": None})) == 120
+    assert steps_of(make_run(facts={"steps": True})) == 120
+    assert steps_of(make_run(manifest={"facts": "broken"})) == 120
+
+
+@pytest.mark.parametrize(
+    ("summary", "end"),
+    [
+        ("Gradients are lost.", "gradients are lost"),
+        ("FP16 without a scaler.", "FP16 without a scaler"),
+        ("GradScaler is unused", "GradScaler is unused"),
+        ("`backward` is late.", "`backward` is late"),
+        ("A loss is bad.", "a loss is bad"),
+    ],
+)
+def test_a_plain_word_loses_its_capital_and_a_name_keeps_it(make_run, summary, end):
+    one = Seen(finding=rule(Severity.INFO, summary=summary).at(Place(), "m"))
+    assert verdict(make_run(findings=[one])).endswith(f"1 info in 120 steps of train.py (fp16, scaler): {end}")
+
+
+@given(MANY)
+def test_worst_first_is_an_order_of_the_same_findings(findings):
+    ordered = worst_first(findings)
+    assert sorted(map(id, ordered)) == sorted(map(id, findings))
+    keys = [(one.finding.severity.rank, -one.count) for one in ordered]
+    assert keys == sorted(keys)
+
+
+@given(MANY)
+def test_the_numbers_add_up(findings):
+    told = how_many([one.finding for one in findings])
+    assert sum(int(part.split()[0]) for part in told.split(", ") if part) == len(findings)
+
+
+@pytest.mark.parametrize(
+    ("one", "told"),
+    [
+        (seen(Severity.INFO), "once"),
+        (seen(Severity.INFO, 1, 7, 7), "once, at step 7"),
+        (seen(Severity.INFO, 1200, 1, 1200), "×1,200, first at step 1, last at step 1,200"),
+        (seen(Severity.INFO, 3, 2), "×3, first at step 2"),
+        (seen(Severity.INFO, 2, ranks=(0, 3)), "×2, on ranks 0, 3"),
+        (seen(Severity.INFO, 9, ranks=range(10)), "×9, on ranks 0, 1, 2, 3, 4, 5, 6, 7 and 2 more"),
+    ],
+)
+def test_how_often(one, told):
+    assert happened(one) == told
+
+
+@pytest.mark.parametrize(
+    ("status", "more", "told"),
+    [
+        ("finished", {"exit_code": 0}, ""),
+        ("finished", {"exit_code": 3}, "The script ended with exit code 3."),
+        (
+            "failed",
+            {"exit_code": 1, "error": {"type": "ValueError", "message": "no data."}},
+            "The script failed with ValueError: no data (exit code 1).",
+        ),
+        ("failed", {"exit_code": None, "error": None}, "The script failed."),
+        ("interrupted", {}, "The run was interrupted; this is what it had seen until then."),
+        (
+            "running",
+            {},
+            "The run is still going, or was killed: it wrote no end. This is what it has written so far.",
+        ),
+    ],
+)
+def test_how_it_ended(make_run, status, more, told):
+    assert ending(make_run(manifest={"status": status, **more})) == told
+
+
+def test_a_run_known_to_be_alive_or_dead(make_run):
+    here = {"status": "running", "host": platform.node()}
+    assert ending(make_run(manifest=here | {"pid": os.getpid()})).startswith("The run is still going:")
+    assert ending(make_run(manifest=here | {"pid": 2**31 - 1})).startswith("The run was killed")
+
+
+def test_ranks_are_counted(make_run):
+    assert "(fp16, scaler, 3 ranks)" in verdict(make_run(ranks={1: make_run(), 2: make_run(findings=[])}))

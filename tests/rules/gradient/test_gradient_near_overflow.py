@@ -1,0 +1,46 @@
+import numpy as np
+
+from ampwise.rules.gradient.gradient_near_overflow import check
+
+from .runs import gradients, sampled
+
+RNG = np.random.default_rng(0)
+
+
+def one_large(rest, large):
+    return lambda number: {**gradients(RNG, rest), "layers.3.weight": RNG.normal(0, large / 4, 400)}
+
+
+def test_one_large_gradient_that_costs_the_others_is_named():
+    (finding,) = check(sampled(one_large(1e-9, 1.0), scale=2.0**15))
+    assert finding.place.parameter == "layers.3.weight"
+    assert finding.evidence["near"] == ["layers.3.weight"]
+    assert "times the largest of the others, of which" in finding.message
+
+
+def test_a_scale_held_at_nothing_is_found():
+    (finding,) = check(sampled(one_large(1e-1, 4e4), scale=1.0))
+    assert "which holds the loss scale at 1" in finding.message
+
+
+def test_without_a_scaler_being_near_is_enough():
+    (finding,) = check(sampled(one_large(1e2, 4e4), scale=None))
+    assert finding.message.endswith("and there is no scaler to skip a step that overflows")
+
+
+def test_near_the_limit_is_where_a_scaler_stays():
+    assert not list(check(sampled(lambda number: gradients(RNG, 0.2), scale=2.0**16)))
+
+
+def test_a_large_gradient_that_costs_nobody_is_fine():
+    assert not list(check(sampled(one_large(1e-3, 1.0), scale=2.0**15)))
+
+
+def test_far_from_the_limit_is_fine_and_so_is_once():
+    assert not list(check(sampled(one_large(1e-9, 1.0), scale=2.0**8)))
+    once = one_large(1e-9, 1.0)
+    assert not list(check(sampled(lambda n: once(n) if n == 7 else gradients(RNG, 1e-9), scale=2.0**15)))
+
+
+def test_bf16_has_no_such_limit():
+    assert not list(check(sampled(one_large(1e-9, 1e5), scale=None, precision="bf16")))

@@ -1,0 +1,33 @@
+import math
+import random
+
+from ampwise.rules.gradient.loss_spike import check
+
+from .runs import stepped
+
+
+def losses(*planted, n=300):
+    rng = random.Random(0)
+    made = [2.0 * math.exp(rng.gauss(0, 0.1)) for _ in range(n)]
+    for step, loss in planted:
+        made[step - 1] = loss
+    return stepped([{"loss": loss} for loss in made])
+
+
+def test_a_spike_is_found_with_its_step():
+    (finding,) = check(losses((150, 30.0)))
+    assert finding.place.step == 150
+    assert finding.message.startswith("the loss jumped to 30 from a usual 2")
+    assert finding.evidence["spikes"] == 1
+
+
+def test_the_worst_of_several_is_named():
+    (finding,) = check(losses((100, 15.0), (200, 60.0), (250, 20.0)))
+    assert finding.place.step == 200
+    assert finding.message.endswith("; 3 such jumps in all")
+
+
+def test_noise_the_start_and_losses_that_are_not_finite_are_no_spikes():
+    assert not list(check(losses()))
+    assert not list(check(losses((3, 1e4), (20, 1e5))))
+    assert not list(check(losses((100, math.nan), (101, math.inf))))
