@@ -93,3 +93,12 @@ def test_without_a_scaler_or_with_something_broken_settings_are_not_the_matter()
     health.add_step(StepRow(step=1, loss=1.0, norm=1.0))
     assert suggested_settings(health) is None
     assert suggested_settings(run(lambda step, scale: step > 20)) is None
+
+
+def test_large_gradients_of_the_whole_run_keep_their_headroom():
+    health = Health(precision="fp16")
+    for step in range(60):
+        amax = 0.75 if step < 50 else 1.5 * 2.0**-11
+        census = Census(binades={math.ceil(math.log2(amax)) - 1: 10, -40: 10}, amax=amax, amin=1.5 * 2.0**-40)
+        health.add_sample(LayerSample(first=step, last=step, scale=1.0, layers={"w": census}))
+    assert 65504 / 8 < fitting_scale(health) * 0.75 * 4 <= 65504

@@ -95,6 +95,8 @@ def test_details_know_more_than_a_row_that_looks_good(first):
             call()
     (streak,) = streaks.all
     assert streak.count == 2
+    assert streaks.open is streak
+    assert streaks.good == (0 if first == "bad" else 2)
     streaks.add_good(3, None, None)
     assert streaks.open is None
 

@@ -3,9 +3,11 @@
 import pytest
 
 from ampwise import BadInput
+from ampwise.record.layout import make_room
 from ampwise.record.reader import Run
 from ampwise.record.rows import StepRow
-from ampwise.record.writer import Limits, Writer
+from ampwise.record.thinning import Limits
+from ampwise.record.writer import Writer
 
 from .record_toys import RULE, WORSE, manifest_of, row, sample, seen
 
@@ -53,6 +55,13 @@ def test_a_second_run_of_ranks_over_the_first_with_force(start, tmp_path, before
     run = Run.read(tmp_path / "run")
     assert sorted(run.ranks) == [1, 2]
     assert [part.steps[0].loss.mean for part in (run, *run.ranks.values())] == [1.0, 1.0, 1.0]
+
+
+def test_a_record_never_looks_like_something_else_to_other_ranks_while_it_is_written_over(tmp_path):
+    """Its manifest is the last to go, and goes by being replaced."""
+    Writer.create(tmp_path, world_size=2).close("finished", 0)
+    make_room(tmp_path, world_size=2, force=True)
+    assert [path.name for path in tmp_path.iterdir()] == ["manifest.json"]
 
 
 @pytest.mark.parametrize("rank", [0, 1, 2])

@@ -86,6 +86,7 @@ def test_the_scripts_own_warnings_and_filters_are_its_own(device, waits):
     with pytest.raises(UserWarning, match="of the script"):
         warnings.warn("of the script", stacklevel=1)
     with warnings.catch_warnings(record=True) as caught:
+        assert warnings.filters == before
         warnings.simplefilter("always")
         warnings.warn("of the script", stacklevel=1)
         device.item()

@@ -15,6 +15,10 @@ from pathlib import Path
 
 import pytest
 
+from ampwise.errors import BadInput
+from ampwise.record.reader import Run
+from ampwise.report.as_json import as_json
+
 pytest.importorskip("torch")
 
 ROOT = Path(__file__).parents[2]
@@ -70,9 +74,10 @@ def watch(shape, kind, folder):
     if shape in ON_RANKS:
         script = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *script]
     run = python("-m", "ampwise", "run", "-q", "-o", "run", *script, folder=folder)
-    report = python("-m", "ampwise", "report", "run", "--json", folder=folder)
-    assert report.returncode == 0, f"{last_words(run)}\n{last_words(report)}"
-    return run, json.loads(report.stdout)["findings"]
+    try:
+        return run, json.loads(as_json(Run.read(folder / "run")))["findings"]
+    except BadInput as error:
+        pytest.fail(f"{error}\n{last_words(run)}")
 
 
 def lines_of(findings, script):

@@ -36,7 +36,7 @@ HOME = "ampwise-runs"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("-o", "--output", metavar="RUN", help=f"the folder of the record (default: a new one in {HOME}/)")
+    parser.add_argument("-o", "--output", metavar="RUN", help=f"the record's folder (default: a new one in {HOME}/)")
     parser.add_argument("-f", "--force", action="store_true", help="write over a record that is there")
     parser.add_argument("-q", "--quiet", action="store_true", help="say nothing at the end")
     parser.add_argument("--every", metavar="N", type=_count, help="count gradients by powers of two at each N-th step")

@@ -5,7 +5,6 @@ were multiplied by a loss scale, whether they had been read by a step, and so on
 the type of its argument says which. Records of the same call in the same state are equal, so that a call of a million
 steps is judged once and counted a million times.
 """
-# ruff: noqa: RUF023 (the parts of a record stand in the order they are told in)
 
 from __future__ import annotations
 

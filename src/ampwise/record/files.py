@@ -137,5 +137,4 @@ class GrowingFile:
             yield
         except OSError:
             self.dead = True
-            self._waiting.clear()
             raise

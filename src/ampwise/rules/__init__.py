@@ -179,7 +179,7 @@ def built_in() -> tuple[RegisteredRule, ...]:
 
 
 def _by_first_home(found: Iterable[str]) -> list[str]:
-    """Rooms in the order in which they claim a rule that several share: source text first, as most are at home there."""
+    """Rooms in the order in which they claim a rule that several share: source text first."""
     return sorted(found, key=lambda room: (room != "source", room != "hardware", room))
 
 

@@ -58,12 +58,13 @@ class Findings:
         """Judge what has grown since it was last judged: the new findings replace the old."""
         for finding in self._judged(evidence, room):
             key = _key(finding)
-            seen = self._seen.get(key)
-            if seen is None:
-                self.add(finding, finding.place.step)
-            elif seen.finding != finding:
+            if key not in self._seen:
+                key = self.add(finding, finding.place.step)
+            seen = self._seen[key]
+            if seen.finding != finding and _key(finding) == key:
                 seen.finding = finding
                 self.changed = True
+            seen.count = int(finding.evidence.get("times", seen.count))  # of what happened often and is judged once
 
     def add(self, finding: Finding, step: int | None = None) -> Hashable:
         """One more finding, or one more time the same."""

@@ -14,9 +14,10 @@ from torch import Tensor
 
 from ampwise.census.algebra import Census
 from ampwise.engine.scaling.facts import Posted
-from ampwise.engine.scaling.gradients import gradients_of, home_of
+from ampwise.engine.scaling.gradients import gradients_of, home_of, there
 from ampwise.engine.scaling.reading import Launched, Reading, read
 from ampwise.record.rows import LayerSample, StepRow
+from ampwise.watch.outcomes import StepOutcome
 from ampwise.watch.pace import Pace
 from ampwise.watch.state import OptimizerState
 
@@ -55,7 +56,6 @@ class _Awaited:
     names: Sequence[str]
     reading: Reading | None
     sampled: list[_Late] | None
-    in_a_row: int
     after: list[Callable[[bool], None]] = field(default_factory=list)
 
 
@@ -104,8 +104,7 @@ class Gradients:
         with torch.no_grad():
             gradients = gradients_of(optimizer)
             if len(gradients) and not gradients.shards:
-                local = scale if scale is None or scale.device.type != "cpu" else scale.detach()
-                self._readings[state.index] = read(gradients, local)
+                self._readings[state.index] = read(gradients, scale)
         self._reads.ended(began)
 
     def taken(
@@ -113,40 +112,34 @@ class Gradients:
         optimizer: Any,
         state: OptimizerState,
         names: Sequence[str],
-        *,
-        scale: Tensor | None,
-        skipped: bool | None,
-        flags: Sequence[Tensor] = (),
-        reading: Reading | None = None,
+        outcome: StepOutcome,
     ) -> None:
-        """A step is over. skipped: None if ``flags``, on the device, tell. reading: by someone else, of this step."""
+        """A step is over."""
         mine = self._readings.pop(state.index, None)
-        reading = reading or mine
+        reading = outcome.reading or mine
         home = home_of([optimizer])
         losses = [each for each in state.pending[:MOST_LOSSES] if each.loss is not None and each.loss.device == home]
         row = StepRow(
             optimizer=state.index,
             step=state.steps + 1,
             seconds=time.monotonic() - self._began,
-            skipped=bool(skipped),
+            skipped=bool(outcome.skipped),
             lr=_lr(optimizer),
         )
         sampled = self._sampled(reading)
-        parts = _parts(home, reading, scale, flags if skipped is None else (), [each.loss for each in losses])
-        in_a_row = self._skips.get(state.index, 0)
+        parts = _parts(home, reading, outcome, [each.loss for each in losses])
         self._awaited.append(
             _Awaited(
                 state=state,
                 row=row,
                 posted=Posted(*parts) if parts else None,
                 read=reading is not None,
-                scaled=scale is not None,
+                scaled=outcome.scale is not None,
                 losses=[each.scale for each in losses],
-                flags=len(flags) if skipped is None else 0,
+                flags=len(outcome.flags),
                 names=names,
                 reading=reading,
                 sampled=sampled,
-                in_a_row=in_a_row,
             )
         )
         self._reads.step()
@@ -214,14 +207,13 @@ class Gradients:
 def _parts(
     home: torch.device,
     reading: Reading | None,
-    scale: Tensor | None,
-    flags: Sequence[Tensor],
+    outcome: StepOutcome,
     losses: Sequence[Tensor | None],
 ) -> list[Tensor]:
     """What is to travel, in the order in which it is read."""
     parts = [] if reading is None else [reading.totals(home)]
-    parts += [] if scale is None else [scale.detach().to(home, non_blocking=True).reshape(1)]
-    parts += [flag.detach().to(home, non_blocking=True).reshape(1) for flag in flags]
+    parts += [] if outcome.scale is None else [there(outcome.scale.detach(), home).reshape(1)]
+    parts += [there(flag.detach(), home).reshape(1) for flag in outcome.flags]
     present = [loss.reshape(()) for loss in losses if loss is not None]
     if len(present) == 1:
         parts.append(present[0].reshape(1))

@@ -32,8 +32,9 @@ class Loss:
 def mark_scaled(outputs: Any) -> None:
     """Leave a mark on what ``scaler.scale`` returned, which whatever is computed from it leads back to."""
     for tensor in _tensors(outputs):
-        if tensor.grad_fn is not None:
-            tensor.grad_fn.metadata[MARK] = True
+        node: Any = tensor.grad_fn
+        if node is not None:
+            node.metadata[MARK] = True
 
 
 def read_loss(tensor: Tensor) -> Loss:
@@ -53,8 +54,8 @@ def read_loss(tensor: Tensor) -> Loss:
 
 def _near(tensor: Tensor) -> Iterator[Any]:
     """The last node and those before it, as long as they only add, multiply or move."""
-    first = tensor.grad_fn
-    waiting, seen = deque([first] if first is not None else []), set()
+    seen: set[Any] = set()
+    waiting: deque[Any] = deque([] if tensor.grad_fn is None else [tensor.grad_fn])
     while waiting and len(seen) < NEAR:
         node = waiting.popleft()
         if node in seen:

@@ -21,9 +21,7 @@ WRAPPERS = ("module.", "_orig_mod.", "_fsdp_wrapped_module.")  # of DDP, torch.c
 class Models:
     """Found where they are asked for their parameters, which is what an optimizer is made from."""
 
-    def __init__(
-        self, patches: Patches, begins: Callable[..., None], ends: Callable[..., None]
-    ) -> None:
+    def __init__(self, patches: Patches, begins: Callable[..., None], ends: Callable[..., None]) -> None:
         self._asked: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._hooked: weakref.WeakKeyDictionary[nn.Module, list[Any]] = weakref.WeakKeyDictionary()
         self._begins, self._ends = Hook(begins), Hook(ends)

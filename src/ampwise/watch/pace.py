@@ -10,6 +10,7 @@ __all__ = ["Pace"]
 
 MEMORY = 0.9  # how much an average keeps of what it was
 SELDOM = 1000  # at least once in so many steps
+LONGEST = 2.0  # what counts as a step, in steps
 
 
 class Pace:
@@ -29,7 +30,9 @@ class Pace:
         """A step is over."""
         now = self._clock()
         if self._last is not None:
-            self._period = _average(self._period, now - self._last)
+            # A validation between two steps, or a compilation, is no step: it must not make looking seem cheap.
+            most = math.inf if self._period is None else LONGEST * self._period
+            self._period = _average(self._period, min(now - self._last, most))
         self._last = now
         self._waited += 1
 

@@ -13,7 +13,7 @@ from functools import lru_cache
 from typing import Any
 
 import torch
-from torch.autograd import DeviceType
+from torch._C._autograd import DeviceType
 from torch.autograd import profiler as torch_profiler
 
 from ampwise.watch.matrix_work import Call, is_matrix_product

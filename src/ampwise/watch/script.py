@@ -60,7 +60,7 @@ class Script:
             code, facts, first_path = self._module() if self.is_module else self._file()
             main = ModuleType("__main__")
             vars(main).update({"__builtins__": builtins, **facts})
-            sys.argv = [str(facts["__file__"]), *self.args]
+            sys.argv = [str(facts["__file__"]) if self.is_module else self.name, *self.args]
             sys.path[0] = first_path
             sys.modules["__main__"] = main
             exec(code, vars(main))
@@ -75,10 +75,9 @@ class Script:
         return Ended("finished", 0)
 
     def _file(self) -> tuple[CodeType, dict[str, Any], str]:
-        path = Path(self.name)
-        if path.is_dir():
-            return _compiled(path / "__main__.py"), {"__file__": str(path / "__main__.py"), "__spec__": None}, str(path)
-        return _compiled(path), {"__file__": self.name, "__spec__": None}, str(path.parent.absolute())
+        path = Path(self.name).absolute()
+        file = path / "__main__.py" if path.is_dir() else path
+        return _compiled(file), {"__file__": str(file), "__spec__": None}, str(file.parent)
 
     def _module(self) -> tuple[CodeType, dict[str, Any], str]:
         sys.path[0] = str(Path.cwd())

@@ -37,6 +37,10 @@ class Compared:
             ]
             self.posted = Posted(torch.stack(moved).float())
 
+    @property
+    def arrived(self) -> bool:
+        return self.posted is not None and self.posted.arrived
+
     def shares(self) -> dict[str, UpdateShare]:
         """By parameter; waits for the device unless ``arrived``."""
         assert self.posted is not None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import linecache
 import os
-import sys
 import time
 import traceback
 from collections.abc import Sequence
@@ -14,7 +13,6 @@ from types import TracebackType
 from typing import Any
 
 import torch
-from torch import nn
 
 from ampwise.evidence.conduct import Died, Event, Site
 from ampwise.evidence.health import BadStep, Health
@@ -28,6 +26,7 @@ from ampwise.watch.findings import Findings
 from ampwise.watch.fine import what_was_fine
 from ampwise.watch.gradients import Gradients, Known
 from ampwise.watch.models import Models
+from ampwise.watch.outcomes import is_ours, outcome_of
 from ampwise.watch.patches import Patches
 from ampwise.watch.state import OptimizerState
 from ampwise.watch.timing import Timing
@@ -147,7 +146,7 @@ class Watch:
                 self._activations.begin(model)
 
     def gradients_ready(self, optimizer: Any, scaler: Any | None) -> None:
-        if scaler is not None and _is_ours(scaler):
+        if is_ours(scaler):
             return  # which reads them itself
         state = self._tracker.state_of(optimizer)
         with self._paused():
@@ -177,22 +176,8 @@ class Watch:
         if compared is not None and ran:
             compared.after_step()
             self._updates.append((state, state.steps + 1, compared))
-        enabled = scaler is not None and scaler._enabled
-        reading, skipped, flags = None, False if not enabled else None if _decides_on_device(optimizer) else not ran, []
-        if scaler is not None and _is_ours(scaler):
-            reading, skipped, flags = _of_ours(scaler, optimizer)
-        elif enabled and skipped is None:
-            flags = list(scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values())
         self._health_of(optimizer, state, scaler)
-        self._gradients.taken(
-            optimizer,
-            state,
-            names,
-            scale=scaler._scale if enabled else None,
-            skipped=skipped,
-            flags=flags,
-            reading=reading,
-        )
+        self._gradients.taken(optimizer, state, names, outcome_of(optimizer, scaler, ran=ran))
         self._step_over(optimizer, state)
 
     def scheduler_moved(self, scheduler: Any) -> None:
@@ -234,7 +219,7 @@ class Watch:
         """What travels beside the facts of steps."""
         while self._ranges and (wait or self._ranges[0][1].posted.arrived):
             self._look_at(*self._ranges.pop(0))
-        while self._updates and (wait or (self._updates[0][2].posted or wait) and self._updates[0][2].posted.arrived):  # type: ignore[union-attr]
+        while self._updates and (wait or self._updates[0][2].arrived):
             state, step, compared = self._updates.pop(0)
             if state.index in self.healths:
                 self.healths[state.index].add_updates(step, compared.shares())
@@ -370,25 +355,6 @@ class Watch:
             self._record.findings(self.seen())
             told = None if error is None else {"type": type(error).__name__, "message": str(error)}
             self._record.close(status, exit_code, told)
-
-
-def _is_ours(scaler: Any) -> bool:
-    return type(scaler).__module__.startswith("ampwise.")
-
-
-def _of_ours(scaler: Any, optimizer: Any) -> tuple[Any, bool | None, list[Any]]:
-    """Reading, whether skipped, and flags on the device, of a step by our own scaler."""
-    entry = scaler._entries.of(optimizer)
-    outcome = entry.outcome
-    if outcome is None:
-        return None, False, []
-    if outcome.known_to_skip is not None or outcome.numbers is None:
-        return entry.reading, bool(outcome.known_to_skip), []
-    return entry.reading, None, [outcome.numbers[1]]
-
-
-def _decides_on_device(optimizer: Any) -> bool:
-    return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
 
 
 def _is_finite(value: float) -> bool:

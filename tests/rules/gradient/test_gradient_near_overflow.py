@@ -33,7 +33,14 @@ def test_near_the_limit_is_where_a_scaler_stays():
 
 
 def test_a_large_gradient_that_costs_nobody_is_fine():
-    assert not list(check(sampled(one_large(1e-3, 1.0), scale=2.0**15)))
+    assert not list(check(sampled(one_large(1e-4, 1.0), scale=2.0**15)))
+
+
+def test_one_that_is_not_far_above_the_next_does_not_decide_alone():
+    def at(number):
+        return {**one_large(1e-9, 1.0)(number), "layers.4.weight": RNG.normal(0, 0.02, 400)}
+
+    assert not list(check(sampled(at, scale=2.0**15)))
 
 
 def test_far_from_the_limit_is_fine_and_so_is_once():

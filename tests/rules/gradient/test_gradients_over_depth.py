@@ -45,6 +45,16 @@ def test_two_odd_layers_are_not_the_depth():
     assert not findings(sampled(at, precision="bf16", names=DEPTH))
 
 
+def test_a_small_first_quarter_alone_is_not_the_depth():
+    sizes = [1e-8, 1.2e-8, 1e-8, 3e-3, 1e-3, 2e-3, 1.5e-3, 2.5e-3, 1.2e-3, 2.8e-3, 1.1e-3, 2.2e-3]
+    health = sampled(
+        lambda number: {name: RNG.normal(0, size, 300) for name, size in zip(DEPTH, sizes, strict=True)},
+        precision="bf16",
+        names=DEPTH,
+    )
+    assert not findings(health)
+
+
 def test_without_an_order_nothing_is_said_of_depth():
     assert not findings(sampled(along_depth(4.0), precision="bf16", names=()))
 

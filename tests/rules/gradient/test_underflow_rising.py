@@ -88,3 +88,13 @@ def test_a_scale_that_follows_is_silent():
 
 def test_far_above_the_limit_a_fall_is_nobodys_business():
     assert silent(decaying(10, start=2.0**-2), 40, scale=2.0**8)
+
+
+def test_a_fast_fall_is_nobodys_business_until_values_lose_bits():
+    assert silent(decaying(1, start=1.0), 12)
+    assert not silent(decaying(1, start=1.0), 20)
+
+
+def test_less_than_one_halving_is_no_fall():
+    assert silent(decaying(30, start=2.0**-26, noise=0.02), 24)
+    assert not silent(decaying(12, start=2.0**-26, noise=0.02), 24)

@@ -15,7 +15,7 @@ def check(step: OptimizerStep | ScalerStep) -> Iterator[Finding]:
     for backward in step.undivided:
         yield RULE.at(
             backward.site.place,
-            f"{step.backwards} backward passes add up before the step at {step.site.short}, each of a mean that nothing "
-            f"divides: the gradient is {step.backwards} times that of the whole batch",
+            f"{step.backwards} backward passes add up before the step at {step.site.short}, each of a mean that "
+            f"nothing divides: the gradient is {step.backwards} times that of the whole batch",
             evidence={"backward_passes": step.backwards},
         )

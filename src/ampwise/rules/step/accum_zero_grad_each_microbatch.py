@@ -19,5 +19,5 @@ def check(run: Conduct) -> Iterator[Finding]:
             yield RULE.at(
                 site.place,
                 f"`zero_grad` dropped gradients that no step had taken, before {steps} of {run.steps} steps",
-                evidence={"steps": steps, "of": run.steps},
+                evidence={"times": steps, "steps": run.steps},
             )

@@ -15,6 +15,5 @@ def check(step: ScalerStep) -> Iterator[Finding]:
     for backward in step.unscaled:
         yield RULE.at(
             backward.site.place,
-            f"the loss is not scaled, and `scaler.step` at {step.site.short} divides its gradients by the loss scale all "
-            "the same",
+            f"the loss is not scaled, and `scaler.step` at {step.site.short} divides its gradients by the loss scale",
         )

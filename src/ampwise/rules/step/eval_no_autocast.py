@@ -22,6 +22,6 @@ def check(run: Conduct) -> Iterator[Finding]:
 def _at(forward: Forward, half: str, times: int) -> Finding:
     return RULE.at(
         forward.site.place,
-        f"{forward.model} was trained in {half.upper()} and runs in {forward.precision.upper()} here, without gradients",
+        f"{forward.model} was trained in {half.upper()}, and is evaluated in {forward.precision.upper()} here",
         evidence={"times": times},
     )

@@ -15,6 +15,6 @@ def check(update: Update) -> Iterator[Finding]:
     if update.earlier and update.earlier_site is not None:
         yield RULE.at(
             update.site.place,
-            f"the scaler is updated after one optimizer's step here and after another's at {update.earlier_site.short}: "
-            "it counts twice as many steps as there are, and one optimizer's overflow lowers the other's scale midway",
+            "the scaler is updated after one optimizer's step here, and again after another's at "
+            f"{update.earlier_site.short}: its growth counts each iteration twice",
         )

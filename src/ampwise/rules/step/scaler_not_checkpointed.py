@@ -19,5 +19,5 @@ def check(run: Conduct) -> Iterator[Finding]:
         yield RULE.at(
             save.site.place,
             "the optimizer's state is saved, and that of the GradScaler nowhere in this run",
-            evidence={"saves": times},
+            evidence={"times": times},
         )

@@ -15,6 +15,6 @@ def check(update: Update) -> Iterator[Finding]:
     if update.pending and not update.steps:
         yield RULE.at(
             update.site.place,
-            "`scaler.update` is called while gradients of this window wait for their step: the next pass may be scaled by "
-            "another scale than these",
+            "`scaler.update` is called while gradients of this window wait for their step: the next pass may be "
+            "multiplied by another scale than these were",
         )

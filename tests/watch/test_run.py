@@ -1,0 +1,275 @@
+"""`ampwise run` as a user has it: the script's own arguments, output and exit code, and a record of what was seen."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+from ampwise.record.reader import Run
+
+ROOT = Path(__file__).parents[2]
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "COLUMNS": "110"}
+TRAINING = """
+import torch
+from torch import nn
+
+torch.manual_seed(0)
+model = nn.Linear(8, 2)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+
+
+def step():
+    optimizer.zero_grad()
+    with torch.autocast("cpu", dtype=torch.float16):
+        loss = model(torch.ones(4, 8)).float().square().mean()
+    scaler.scale(loss).backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    scaler.step(optimizer)
+    scaler.update()
+    return loss
+"""
+
+
+def ampwise(*words, folder, **options):
+    command = [sys.executable, "-m", "ampwise", *map(str, words)]
+    return subprocess.run(
+        command, cwd=folder, env=ENVIRONMENT, capture_output=True, text=True, timeout=120, check=False, **options
+    )
+
+
+def python(*words, folder):
+    return subprocess.run(
+        [sys.executable, *map(str, words)], cwd=folder, env=ENVIRONMENT, capture_output=True, text=True, check=False
+    )
+
+
+@pytest.fixture
+def write(tmp_path):
+    def write(text, name="train.py"):
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True, parents=True)
+        path.write_text(textwrap.dedent(text))
+        return path
+
+    return write
+
+
+# The script is its own master
+
+
+WHO_AM_I = """
+import os, sys
+print(__name__, __file__, sys.argv, sys.path[0], __spec__ is None, sys.modules["__main__"].__dict__ is globals())
+print("on stderr", file=sys.stderr)
+"""
+
+
+def test_a_script_sees_what_it_would_see_without_us(write, tmp_path):
+    write(WHO_AM_I)
+    plain = python("train.py", "--epochs", "3", "-o", "x", folder=tmp_path)
+    run = ampwise("run", "-q", "-o", "run", "train.py", "--epochs", "3", "-o", "x", folder=tmp_path)
+    assert (run.returncode, run.stdout, run.stderr) == (0, plain.stdout, plain.stderr)
+
+
+@pytest.mark.parametrize("module", ["package", "package.inner"])
+def test_a_module_too(write, tmp_path, module):
+    write("", "package/__init__.py")
+    for name in ("__main__", "inner"):
+        write("from . import __name__ as home\nimport sys\nprint(__name__, __package__, sys.argv, sys.path[0], home)",
+              f"package/{name}.py")  # fmt: skip
+    plain = python("-m", module, "one", folder=tmp_path)
+    run = ampwise("run", "-q", "-o", "run", "-m", module, "one", folder=tmp_path)
+    assert plain.returncode == 0
+    assert (run.returncode, run.stdout, run.stderr) == (0, plain.stdout, plain.stderr)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "import sys\nsys.exit()",
+        "import sys\nsys.exit(3)",
+        "import sys\nsys.exit('could not read the data')",
+        "raise SystemExit(False)",
+        "import os\nprint('out', flush=True)\nos._exit(7)",
+        "def f():\n    raise ValueError('no data')\n\n\nf()",
+        "1 +\n",
+        "import no_such_module",
+        "import atexit\natexit.register(print, 'last')\nprint('first')",
+        "import sys\nsys.excepthook = lambda *error: print('mine', error[0].__name__)\n1 / 0",
+    ],
+)
+def test_exit_codes_and_words_are_its_own(write, tmp_path, text):
+    write(text)
+    plain = python("train.py", folder=tmp_path)
+    run = ampwise("run", "-q", "-o", "run", "train.py", folder=tmp_path)
+    assert (run.returncode, run.stdout, run.stderr) == (plain.returncode, plain.stdout, plain.stderr)
+    manifest = Run.read(tmp_path / "run").manifest
+    assert (manifest["exit_code"], manifest["status"]) == (
+        plain.returncode, "failed" if plain.returncode in (1, 7) and "data'" not in text else "finished",
+    ) or "SystemExit" in text or "could not" in text  # fmt: skip
+
+
+def test_stdin_is_the_scripts(write, tmp_path):
+    write("print(input().upper())")
+    assert ampwise("run", "-q", "-o", "run", "train.py", folder=tmp_path, input="hello\n").stdout == "HELLO\n"
+
+
+def test_children_of_a_fork_leave_the_record_alone(write, tmp_path):
+    write(
+        TRAINING
+        + """
+import os
+step()
+if os.fork() == 0:
+    raise SystemExit(0)
+os.wait()
+step()
+"""
+    )
+    assert ampwise("run", "-q", "-o", "run", "train.py", folder=tmp_path).returncode == 0
+    run = Run.read(tmp_path / "run")
+    assert [(row.first, row.last) for row in run.steps] == [(1, 1), (2, 2)]
+    assert not run.trouble
+
+
+def test_variables_set_before_torch_is_imported_count(write, tmp_path):
+    write("import os\nos.environ['OMP_NUM_THREADS'] = '1'\nimport torch\nprint(torch.get_num_threads())")
+    assert ampwise("run", "-q", "-o", "run", "train.py", folder=tmp_path).stdout == "1\n"
+
+
+# What is left of a run
+
+
+def test_a_finding_and_the_record_of_it(write, tmp_path):
+    path = write(TRAINING + "\nfor _ in range(5):\n    print(float(step().detach()))\n")
+    plain = python("train.py", folder=tmp_path)
+    run = ampwise("run", "-o", "run", "train.py", folder=tmp_path)
+    assert (run.returncode, run.stdout) == (0, plain.stdout)  # to the last bit
+    line = path.read_text().splitlines().index("    nn.utils.clip_grad_norm_(model.parameters(), 1.0)") + 1
+    assert f"train.py:{line}" in run.stderr
+    assert "AMP101" in run.stderr
+    assert "×5" in run.stderr
+    report = ampwise("report", "run", "--json", folder=tmp_path)
+    (finding,) = json.loads(report.stdout)["findings"]
+    assert (finding["code"], finding["name"], finding["severity"]) == ("AMP101", "clip-scaled-grads", "error")
+    assert (finding["place"]["line"], finding["count"]) == (line, 5)
+    assert finding["fix"]
+
+
+@pytest.mark.parametrize("how", ["an exception", "os._exit", "kill -9", "Ctrl-C"])
+def test_what_was_seen_before_the_end_is_kept(write, tmp_path, how):
+    endings = {
+        "an exception": "raise ValueError('no more data')",
+        "os._exit": "import os\nos._exit(9)",
+        "kill -9": "import os, signal\nos.kill(os.getpid(), signal.SIGKILL)",
+        "Ctrl-C": "import time\nprint('ready', flush=True)\ntime.sleep(60)",
+    }
+    write(TRAINING + f"\nimport time\nfor _ in range(40):\n    step()\n    time.sleep(0.1)\n{endings[how]}\n")
+    command = [sys.executable, "-m", "ampwise", "run", "-q", "-o", "run", "train.py"]
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    process = subprocess.Popen(command, cwd=tmp_path, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    signal.signal(signal.SIGINT, before)
+    if how == "Ctrl-C":
+        assert process.stdout.readline() == b"ready\n"
+        time.sleep(0.2)
+        process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=90)
+    codes = {"an exception": 1, "os._exit": 9, "kill -9": -9, "Ctrl-C": 130}
+    assert process.returncode == codes[how], err
+    run = Run.read(tmp_path / "run")
+    assert [seen.finding.rule.code for seen in run.findings] == ["AMP101"]
+    fewest = 10 if how == "kill -9" else 40
+    assert fewest <= sum(bucket.count for bucket in run.steps) <= 40
+    statuses = {"an exception": "failed", "os._exit": "failed", "kill -9": "running", "Ctrl-C": "interrupted"}
+    assert run.manifest["status"] == statuses[how]
+
+
+def test_a_script_without_torch_is_told_so(write, tmp_path):
+    write("print('no training here')")
+    run = ampwise("run", "-o", "run", "train.py", folder=tmp_path)
+    assert (run.returncode, run.stdout) == (0, "no training here\n")
+    assert "the script never imported torch" in run.stderr
+
+
+def test_a_script_that_never_trains_is_told_so(write, tmp_path):
+    write("import torch\nprint(torch.ones(2).sum())")
+    run = ampwise("run", "-o", "run", "train.py", folder=tmp_path)
+    assert run.returncode == 0
+    assert "which took no step" in run.stderr
+
+
+def test_without_o_each_run_has_a_folder_of_its_own(write, tmp_path):
+    write("print('hello')")
+    for _ in range(2):
+        assert ampwise("run", "-q", "train.py", folder=tmp_path).returncode == 0
+    folders = sorted(path.name for path in (tmp_path / "ampwise-runs").iterdir())
+    assert len(folders) == 2
+    assert all(name.startswith("train-") for name in folders)
+
+
+@pytest.mark.parametrize("module", [True, False], ids=["-m", "torchrun"])
+def test_ranks_each_write_a_part(write, tmp_path, module):
+    apart = TRAINING.replace("init_scale=1024.0", "init_scale=1024.0 * (1 + rank)")
+    write(
+        f"import os\nrank = int(os.environ['RANK'])\n{apart}\nfor _ in range(3):\n    step()\nprint(f'rank {{rank}}\\n', end='')"
+    )
+    launcher = ["-m", "torch.distributed.run"] if module else [Path(sys.executable).with_name("torchrun")]
+    run = ampwise("run", "-o", "run", *launcher, "--standalone", "--nproc-per-node", "2", "train.py", folder=tmp_path)
+    assert run.returncode == 0, run.stderr
+    assert sorted(run.stdout.split("\n"))[-2:] == ["rank 0", "rank 1"]
+    record = Run.read(tmp_path / "run")
+    assert set(record.ranks) == {1}
+    found = {seen.finding.rule.code: seen for seen in record.merged_findings()}
+    assert found["AMP101"].count == 6
+    assert sorted(found["AMP101"].ranks) == [0, 1]
+    assert found["AMP207"].finding.message == "the loss scale is 2048 on rank 1 and 1024 on rank 0"
+    assert run.stderr.count("AMP101") >= 1
+    again = ampwise("run", "-o", "run", *launcher, "--standalone", "--nproc-per-node", "2", "train.py", folder=tmp_path)
+    assert again.returncode == 2
+    assert "-f" in again.stderr
+
+
+# Bad input
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["no_such.py"], "no_such.py: no such file. For a module: ampwise run -m no_such."),
+        (["folder"], "folder is a folder without __main__.py. Name the script in it."),
+        (["--every", "0", "train.py"], "--every"),
+        ([], "SCRIPT"),
+    ],
+)
+def test_what_cannot_be_run_is_told_in_a_line(write, tmp_path, words, said):
+    write("print('ran')")
+    (tmp_path / "folder").mkdir()
+    run = ampwise("run", *words, folder=tmp_path)
+    assert (run.returncode, run.stdout) == (2, "")
+    assert run.stderr.startswith("ampwise: error: ")
+    assert said in run.stderr
+    assert run.stderr.count("\n") == 1
+    assert not (tmp_path / "ampwise-runs").exists()
+
+
+def test_a_record_is_not_written_over_by_accident(write, tmp_path):
+    write("print('ran')")
+    assert ampwise("run", "-q", "-o", "run", "train.py", folder=tmp_path).returncode == 0
+    again = ampwise("run", "-q", "-o", "run", "train.py", folder=tmp_path)
+    assert (again.returncode, again.stdout) == (2, "")
+    assert "run exists and holds a record; -f writes over it, -o names another." in again.stderr
+    assert ampwise("run", "-q", "-f", "-o", "run", "train.py", folder=tmp_path).returncode == 0
+
+
+def test_what_is_not_text_is_not_python(tmp_path):
+    (tmp_path / "train.py").write_bytes(b"\x7fELF\xff\xfe\x00")
+    run = ampwise("run", "-q", "-o", "run", "train.py", folder=tmp_path)
+    assert run.returncode == 1
+    assert "train.py is not Python" in run.stderr
