@@ -104,7 +104,7 @@ def make_run():
                     "precision": "fp16",
                     "what_was_fine": ["Every step was followed by one update of the scaler."],
                     "not_measured": ["Activations: run with --activations."],
-                    "timing": {"matrix_share_in_half": 0.873, "syncs_per_step": 1, "cast_share": None},
+                    "timing": {"half_share": 0.873, "syncs_per_step": 1, "cast_share": None},
                     "settings": [{"name": "init_scale", "value": 32768.0, "reason": "65536 overflowed twice."}],
                     "modules": [{"name": "head", "kind": "Linear", "precision": "fp16"}],
                 },

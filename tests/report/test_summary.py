@@ -40,8 +40,8 @@ Layers, worst first
   head.weight       40.0%   0.05   0.00552      0          0
 
 Where time goes
-  matrix share in half  87.3%
-  syncs per step        1
+  matrix work in half precision  87.3%
+  waits for the device, a step   1
 
 Fine
   - Every step was followed by one update of the scaler.

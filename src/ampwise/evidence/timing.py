@@ -75,6 +75,7 @@ class TimeUse:
             "autocast": self.autocast,
             "steps": self.steps,
             "seconds": self.seconds,
+            "seconds_per_step": self.seconds / self.steps if self.steps else None,
             "data_wait_seconds": self.data_wait_seconds,
             "data_wait_share": self.data_wait_share,
             "data_waits": {str(site): seconds for site, seconds in self.data_waits.items()},

@@ -18,7 +18,7 @@ CLAIMS: tuple[tuple[tuple[str, ...], str, str], ...] = (
     (("AMP103", "AMP104", "AMP105", "AMP106", "AMP107"), "Update", "The scaler was driven in order ({n} updates)."),
     (("AMP109", "AMP110"), "ScalerStep", "Every step went through the scaler ({n} steps)."),
     (("AMP114",), "Scheduled", "The schedule stood still on skipped steps, or none was skipped."),
-    (("AMP205", "AMP206"), "Backward", "Accumulated gradients were means of what they add up."),
+    (("AMP205", "AMP206"), "Accumulation", "Losses were divided where gradients add up ({n} steps)."),
 )
 HEALTH = ("AMP601", "AMP602", "AMP603", "AMP604", "AMP605", "AMP606")
 

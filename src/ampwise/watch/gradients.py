@@ -98,14 +98,12 @@ class Gradients:
             return
         state.read = True
         self._readings.pop(state.index, None)
-        if not self._reads.due:
+        if not self._reads.asked():
             return
-        began = self._reads.begins()
-        with torch.no_grad():
+        with self._reads.timed(), torch.no_grad():
             gradients = gradients_of(optimizer)
             if len(gradients) and not gradients.shards:
                 self._readings[state.index] = read(gradients, scale)
-        self._reads.ended(began)
 
     def taken(
         self,
@@ -163,7 +161,7 @@ class Gradients:
             self._resolve(self._awaited.popleft())
 
     def _sampled(self, reading: Reading | None) -> list[_Late] | None:
-        if reading is None or not self._samples.due:
+        if reading is None or not self._samples.asked():
             return None
         return [_Late(part) for part in reading.parts if part.counts]
 
@@ -185,7 +183,9 @@ class Gradients:
         known = Known(row, finite=not bad and row.finite)
         if not known.finite and self._is_serious(row):
             known.bad = _bad_parameters(awaited)
-        if awaited.sampled is not None:
+        if awaited.sampled is not None and skipped:
+            self._samples.again()  # a step that did not count says nothing of those that do
+        elif awaited.sampled is not None:
             known.sample = self._sample(awaited, row)
         self._tell(awaited.state, known)
         for tell in awaited.after:
@@ -198,9 +198,8 @@ class Gradients:
         return self._skips.get(row.optimizer, 0) >= PATIENCE
 
     def _sample(self, awaited: _Awaited, row: StepRow) -> LayerSample:
-        began = self._samples.begins()
-        layers = _layers(awaited.reading, awaited.sampled or [], awaited.names)
-        self._samples.ended(began)
+        with self._samples.timed():
+            layers = _layers(awaited.reading, awaited.sampled or [], awaited.names)
         return LayerSample(optimizer=row.optimizer, first=row.step, last=row.step, scale=row.scale, layers=layers)
 
 

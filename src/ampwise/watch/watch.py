@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from ampwise.evidence.conduct import Died, Event, Site
+from ampwise.evidence.conduct import Died, Event, OptimizerStep, ScalerStep, Site
 from ampwise.evidence.health import BadStep, Health
 from ampwise.evidence.settings import suggested_settings
 from ampwise.evidence.timing import TimeUse
@@ -40,6 +40,7 @@ FIRST_JUDGEMENT = 20
 WRITTEN_EVERY = 2.0  # seconds: findings, while the script runs
 ARMED_FOR = 3  # steps after a loss that was not finite, in which modules are looked at
 UPDATES_EVERY = 10  # steps: whether BF16 weights move
+PROFILED = (6, 200)  # steps
 AROUND = 2  # lines of an excerpt, on either side
 
 
@@ -92,7 +93,8 @@ class Watch:
             self._patches = Patches()
             self._models = Models(self._patches, self._tracker.model_begins, self._tracker.model_ends)
             self._entry_points = EntryPoints(self._patches, self._tracker, self)
-            self._timing = Timing(self._patches) if self._with_timing else None
+            to_come = [step for step in PROFILED if step > self.steps]
+            self._timing = Timing(self._patches, profile_at=to_come) if self._with_timing else None
             for optimizer, _ in self._tracker.optimizers.pairs():  # of an earlier time
                 self.optimizer_made(optimizer)
         return self
@@ -297,6 +299,8 @@ class Watch:
     def _tell(self, event: Event, step: int | None = None) -> None:
         kind = type(event).__name__
         self._kinds[kind] = self._kinds.get(kind, 0) + 1
+        if isinstance(event, ScalerStep | OptimizerStep) and event.backwards > 1:
+            self._kinds["Accumulation"] = self._kinds.get("Accumulation", 0) + 1
         self.findings.judge(event, step or self.steps + 1)
 
     def _judge_all(self) -> None:

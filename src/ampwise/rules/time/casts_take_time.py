@@ -28,12 +28,13 @@ RULE = Rule(
     good='with torch.autocast("cuda", dtype=torch.bfloat16):\n    for block in blocks:\n        x = block(x)',
 )
 MUCH = 0.15
+LEAST = 5e-4  # seconds a step: what a tiny model loses is nobody's trouble
 
 
 def check(use: TimeUse) -> Iterator[Finding]:
     share = use.cast_share
-    if use.device == "cuda" and share is not None and share > MUCH:
-        seconds = use.time_by_kind.get("casts", 0.0) / max(use.profiled_steps, 1)
+    seconds = use.time_by_kind.get("casts", 0.0) / max(use.profiled_steps, 1)
+    if use.device == "cuda" and share is not None and share > MUCH and seconds > LEAST:
         yield RULE.at(
             Place(device=use.device),
             f"{share:.0%} of the device's time goes into casts: {1e3 * seconds:.1f} ms a step",
