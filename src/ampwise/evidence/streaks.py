@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ampwise.formats import find_scalar_format
 
@@ -103,8 +103,12 @@ class Streaks:
 
     def details(self, streak: Streak) -> BadStep | None:
         """What is known of its first step, or of the first that something is known of."""
-        inside = [bad for bad in self.bad if streak.first <= bad.step <= streak.last]
-        return min(inside, key=lambda bad: bad.step, default=None)
+        inside = sorted((bad for bad in self.bad if streak.first <= bad.step <= streak.last), key=lambda bad: bad.step)
+        if not inside:
+            return None
+        # Modules may have been looked at only later, which says something as long as the weights are the same.
+        module = next((bad.module for bad in inside if bad.module and bad.healthy_before), None)
+        return replace(inside[0], module=inside[0].module or module)
 
     def _extend(self, streak: Streak, step: int, scale: float | None) -> None:
         self._is_open = True

@@ -73,6 +73,7 @@ class Watch:
         self._names: dict[int, list[str]] = {}
         self._armed = 0
         self._bad_module: str | None = None
+        self._poisoned: set[int] = set()  # optimizers whose weights got gradients that were not finite
         self._ranges: list[tuple[int, Ranges]] = []
         self.largest: dict[str, tuple[str, float]] = {}  # by module: dtype and largest magnitude
         self._compared: dict[int, Compared] = {}
@@ -179,6 +180,10 @@ class Watch:
             compared.after_step()
             self._updates.append((state, state.steps + 1, compared))
         self._health_of(optimizer, state, scaler)
+        ranges = self._activations.collect()
+        if ranges is not None:
+            self._ranges.append((state.steps + 1, ranges))
+        self._settle_others()  # before the step itself, which is judged by what modules put out
         self._gradients.taken(optimizer, state, names, outcome_of(optimizer, scaler, ran=ran))
         self._step_over(optimizer, state)
 
@@ -201,9 +206,6 @@ class Watch:
 
     def _step_over(self, optimizer: Any, state: OptimizerState) -> None:
         self.steps += 1
-        ranges = self._activations.collect()
-        if ranges is not None:
-            self._ranges.append((state.steps + 1, ranges))
         self._settle_others()
         if self._armed and not self._always_looks:
             self._armed -= 1
@@ -250,9 +252,12 @@ class Watch:
 
     def _bad_step(self, health: Health, known: Known) -> None:
         row = known.row
+        healthy = row.optimizer not in self._poisoned
+        if not row.skipped:
+            self._poisoned.add(row.optimizer)  # such gradients leave no weight as it was
         loss_is_bad = row.loss is not None and not _is_finite(row.loss)
-        if loss_is_bad and not self._activations.on and not self._armed and self._bad_module is None:
-            self._armed = ARMED_FOR + 1  # look at modules in the steps to come
+        if loss_is_bad and row.skipped and not self._activations.on and not self._armed and not self._bad_module:
+            self._armed = ARMED_FOR + 1  # the weights are still what they were: look at modules in the steps to come
         health.add_bad(
             BadStep(
                 step=row.step,
@@ -260,7 +265,7 @@ class Watch:
                 scale=row.scale,
                 parameters=known.bad,
                 module=self._bad_module,
-                healthy_before=True,
+                healthy_before=healthy,
             )
         )
 

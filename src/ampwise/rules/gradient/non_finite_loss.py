@@ -20,7 +20,10 @@ RULE = Rule(
         "left the range (in FP16 that is 65504), divided by zero, or took the logarithm or root of what it cannot; "
         "or the data or the weights were not finite to begin with."
     ),
-    fix="Look at the first module whose output is not finite, and at its input; run that part in FP32 or BF16.",
+    fix=(
+        "Look at the first module whose output is not finite (`ampwise run --activations` names it), and at its input; "
+        "run that part in FP32 or BF16."
+    ),
     bad="probability = torch.exp(logits) / torch.exp(logits).sum(-1, keepdim=True)",
     good="probability = torch.softmax(logits, -1)",
 )
