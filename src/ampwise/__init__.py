@@ -97,3 +97,10 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return __all__
+
+
+def load_ipython_extension(shell: Any) -> None:
+    """Called by ``%load_ext ampwise``; then ``%%ampwise`` at the top of a cell watches it."""
+    from ampwise.watch.notebook import load_ipython_extension
+
+    load_ipython_extension(shell)

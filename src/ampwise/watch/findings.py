@@ -57,14 +57,19 @@ class Findings:
     def judge_whole(self, evidence: Any, room: str) -> None:
         """Judge what has grown since it was last judged: the new findings replace the old."""
         for finding in self._judged(evidence, room):
-            key = _key(finding)
-            if key not in self._seen:
-                key = self.add(finding, finding.place.step)
-            seen = self._seen[key]
-            if seen.finding != finding and _key(finding) == key:
-                seen.finding = finding
-                self.changed = True
-            seen.count = int(finding.evidence.get("times", seen.count))  # of what happened often and is judged once
+            evidence = dict(finding.evidence)
+            times = evidence.pop("times", None)  # of what happened often and is judged once
+            self._replace(finding.but(evidence=evidence), times)
+
+    def _replace(self, finding: Finding, times: int | None) -> None:
+        key = _key(finding)
+        if key not in self._seen and self.add(finding, finding.place.step) != key:
+            return  # there are too many
+        seen = self._seen[key]
+        if seen.finding != finding:
+            seen.finding = finding
+            self.changed = True
+        seen.count = seen.count if times is None else times
 
     def add(self, finding: Finding, step: int | None = None) -> Hashable:
         """One more finding, or one more time the same."""

@@ -58,6 +58,10 @@ class Models:
             for index, each in enumerate(group["params"])
         ]
 
+    def remember(self, model: nn.Module) -> None:
+        """One that may be an optimizer's."""
+        self._asked.add(model)
+
     def watch(self, model: nn.Module) -> None:
         """Be told when it runs."""
         if model not in self._hooked:

@@ -32,6 +32,10 @@ class Patches:
             replacement = wraps(original)(_passed_by_warnings(replacement))
         setattr(owner, name, replacement)
 
+    def pairs(self) -> list[tuple[Any, Any]]:
+        """What stood in a place first, and what stands there now."""
+        return [(own, getattr(owner, name)) for owner, name, own in self._before if own is not MISSING]
+
     def undo(self) -> None:
         """Put everything back, the last first."""
         while self._before:

@@ -142,11 +142,10 @@ class Tracker:
 
     def zeroed(self, thing: Any) -> None:
         """``zero_grad`` of an optimizer, or of a model."""
-        state = None if isinstance(thing, nn.Module) else self.optimizers.get(unwrapped(thing))
         if isinstance(thing, nn.Module):
             states = [each for _, each in self._owners_of(thing.parameters())]
         else:
-            states = [state] if state else []
+            states = [self.state_of(thing)]
         for each in states:
             if each.pending:
                 each.dropped_at = caller()

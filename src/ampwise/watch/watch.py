@@ -6,13 +6,16 @@ import linecache
 import os
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from types import TracebackType
 from typing import Any
 
 import torch
+from torch import nn
+from torch.amp.grad_scaler import GradScaler
+from torch.optim import Optimizer
 
 from ampwise.evidence.conduct import Died, Event, OptimizerStep, ScalerStep, Site
 from ampwise.evidence.health import BadStep, Health
@@ -112,6 +115,21 @@ class Watch:
             self._entry_points.remove()
             self._patches.undo()
             self._patches = None
+
+    def adopt(self, things: Iterable[Any]) -> None:
+        """Models, optimizers and scalers that were made before."""
+        every = list(things) if self._patches is not None else []
+        for model in (each for each in every if isinstance(each, nn.Module)):
+            self._models.remember(model)
+        for optimizer in (each for each in every if isinstance(each, Optimizer)):
+            self._tracker.state_of(optimizer)
+            self.optimizer_made(optimizer)
+        for scaler in (each for each in every if isinstance(each, GradScaler)):
+            self._tracker.scaler_state(scaler)
+
+    def replaced(self) -> list[tuple[Any, Any]]:
+        """Functions of torch's, and what stands in their places."""
+        return [] if self._patches is None else self._patches.pairs()
 
     def __enter__(self) -> Watch:
         return self.install()

@@ -1,0 +1,82 @@
+"""``%%ampwise``: a cell of a notebook, watched."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from ampwise.errors import BadInput
+from ampwise.printers.terminal import wants_colour, write
+from ampwise.record.reader import Run
+from ampwise.record.writer import Writer
+from ampwise.report.summary import summary
+from ampwise.watch.watch import Watch
+
+__all__ = ["load_ipython_extension"]
+
+WIDTH = 110
+HELP = "%%ampwise [-o RUN] [-f] [--every N] [--activations]: run this cell, watched, and say what was found"
+
+
+class _Refusing(argparse.ArgumentParser):
+    def error(self, message: str) -> Any:
+        raise BadInput(f"%%ampwise: {message}. It is used as {HELP}.")
+
+
+def _arguments(line: str) -> argparse.Namespace:
+    parser = _Refusing(prog="%%ampwise", add_help=False, allow_abbrev=False)
+    parser.add_argument("-o", "--output")
+    parser.add_argument("-f", "--force", action="store_true")
+    parser.add_argument("--every", type=int)
+    parser.add_argument("--activations", action="store_true")
+    return parser.parse_args(shlex.split(line))
+
+
+def load_ipython_extension(shell: Any) -> None:
+    """What ``%load_ext ampwise`` calls."""
+
+    def ampwise(line: str, cell: str) -> None:
+        _run_cell(shell, _arguments(line), cell)
+
+    ampwise.__doc__ = HELP
+    shell.register_magic_function(ampwise, "cell")
+
+
+def _run_cell(shell: Any, args: argparse.Namespace, cell: str) -> None:
+    with tempfile.TemporaryDirectory() as aside:
+        folder = Path(args.output or f"{aside}/run")
+        record = Writer.create(folder, force=args.force, script="this cell")
+        watch = Watch(record, every=args.every, activations=args.activations).install()
+        try:
+            with _seeing(watch, shell.user_ns):
+                result = shell.run_cell(cell)  # which shows an error by itself
+        finally:
+            error = sys.exc_info()[1]
+            failed = error if error is not None else result.error_in_exec
+            if isinstance(failed, Exception):
+                watch.died(failed)
+            watch.close("finished" if failed is None else "failed", None, failed)
+        write(summary(Run.read(folder), colour=wants_colour(sys.stdout), width=WIDTH), sys.stdout)
+
+
+@contextmanager
+def _seeing(watch: Watch, names: dict[str, Any]) -> Iterator[None]:
+    """What earlier cells have made or imported is watched too: models are known, and functions bear our wrappers."""
+    watch.adopt(names.values())
+    changed = {}
+    for original, replacement in watch.replaced():
+        for name, value in list(names.items()):
+            if value is original:
+                changed[name], names[name] = original, replacement
+    try:
+        yield
+    finally:
+        for name, original in changed.items():
+            if name in names:
+                names[name] = original
