@@ -7,12 +7,15 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 NEEDS  := pyproject.toml constraints.txt setup.py src/ampwise/census/_native.c
 
-.PHONY: help demo test fuzz check lint types docs docs-check format peers bench gpu-test gpu-bench clean
+.PHONY: help demo layers test fuzz check lint types docs docs-check format peers bench gpu-test gpu-bench clean
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
-demo: $(STAMP) ## train a small GPT under FP16 autocast and show what each layer would lose
+demo: $(STAMP) ## watch a training script with four mistakes in it, and see what is found
+	@$(BIN)/ampwise run --force --output build/demo examples/broken_gpt.py $(ARGS)
+
+layers: $(STAMP) ## train a small GPT in FP16 and show what each layer would lose in other formats
 	@$(BIN)/python examples/char_gpt.py $(ARGS)
 
 test: $(STAMP) ## all tests

@@ -55,7 +55,7 @@ OURS: tuple[Make, ...] = (unwatched, watched, engine_alone, engine_watched)
 OTHERS: tuple[Make, ...] = (looped_over, histogram_hooked, module_hooked, anomaly_detected)
 WANTED = {"gpu": {RUN: 1.02, ENGINE_RUN: 1.01}, "cpu": {RUN: 1.10, ENGINE_RUN: 1.10}}
 # A watch counts in full only every n-th step: a turn has several of these, or the median would be of turns without.
-ON_GPU, ON_CPU = Turns(10, 20), Turns(6, 5)
+ON_GPU, ON_CPU = Turns(6, 10), Turns(6, 5)
 WAITED_STEPS = 40
 WAIT = "called a synchronizing CUDA operation"  # what torch says of one
 STEP = "forward and backward pass in FP16, unscaled, clipped to 1.0, fused AdamW, next scale, gradients dropped"

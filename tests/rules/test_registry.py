@@ -90,7 +90,14 @@ def test_rules_are_found_and_sorted():
 def test_every_rule_of_a_room_is_about_it():
     for room in rooms():
         assert all(f".rules.{room}." in module.__name__ for module in rules_about(room))
-    assert sum(len(rules_about(room)) for room in rooms()) == len(built_in())
+    # What is seen in the source and when it runs is one rule, known once.
+    assert {module.RULE.code for room in rooms() for module in rules_about(room)} == {e.rule.code for e in built_in()}
+
+
+def test_a_rule_of_several_rooms_is_at_home_in_the_source():
+    shared = next(entry for entry in built_in() if entry.rule.name == "clip-scaled-grads")
+    assert shared.room == "source"
+    assert [module.RULE for module in rules_about("step")].count(shared.rule) == 1
 
 
 def test_an_unknown_room_is_refused():

@@ -217,9 +217,8 @@ def test_without_o_each_run_has_a_folder_of_its_own(write, tmp_path):
 @pytest.mark.parametrize("module", [True, False], ids=["-m", "torchrun"])
 def test_ranks_each_write_a_part(write, tmp_path, module):
     apart = TRAINING.replace("init_scale=1024.0", "init_scale=1024.0 * (1 + rank)")
-    write(
-        f"import os\nrank = int(os.environ['RANK'])\n{apart}\nfor _ in range(3):\n    step()\nprint(f'rank {{rank}}\\n', end='')"
-    )
+    told = "for _ in range(3):\n    step()\nprint(f'rank {rank}\\n', end='')\n"
+    write(f"import os\nrank = int(os.environ['RANK'])\n{apart}\n{told}")
     launcher = ["-m", "torch.distributed.run"] if module else [Path(sys.executable).with_name("torchrun")]
     run = ampwise("run", "-o", "run", *launcher, "--standalone", "--nproc-per-node", "2", "train.py", folder=tmp_path)
     assert run.returncode == 0, run.stderr
