@@ -245,6 +245,7 @@ def test_a_manifest_of_odd_parts_can_still_be_asked(record):
         (True, platform.node(), None),
         (None, None, None),
     ],
+    ids=["this", "first", "elsewhere", "nowhere", "beyond", "far beyond", "zero", "negative", "true", "none"],
 )
 def test_whether_it_still_runs(record, pid, host, alive):
     change_manifest(record, status="running", pid=pid, host=host)

@@ -183,11 +183,14 @@ class Gradients:
         known = Known(row, finite=not bad and row.finite)
         if not known.finite and self._is_serious(row):
             known.bad = _bad_parameters(awaited)
+        if awaited.sampled is None or skipped:
+            self._tell(awaited.state, known)
+        else:
+            with self._samples.timed():  # with what whoever is told makes of it
+                known.sample = _sample(awaited, row)
+                self._tell(awaited.state, known)
         if awaited.sampled is not None and skipped:
             self._samples.again()  # a step that did not count says nothing of those that do
-        elif awaited.sampled is not None:
-            known.sample = self._sample(awaited, row)
-        self._tell(awaited.state, known)
         for tell in awaited.after:
             tell(skipped)
 
@@ -196,11 +199,6 @@ class Gradients:
         if row.scale is None or row.scale <= 1 or (row.loss is not None and not math.isfinite(row.loss)):
             return True
         return self._skips.get(row.optimizer, 0) >= PATIENCE
-
-    def _sample(self, awaited: _Awaited, row: StepRow) -> LayerSample:
-        with self._samples.timed():
-            layers = _layers(awaited.reading, awaited.sampled or [], awaited.names)
-        return LayerSample(optimizer=row.optimizer, first=row.step, last=row.step, scale=row.scale, layers=layers)
 
 
 def _parts(
@@ -219,6 +217,11 @@ def _parts(
     elif present:
         parts.append(torch.stack([loss.float() for loss in present]))
     return parts
+
+
+def _sample(awaited: _Awaited, row: StepRow) -> LayerSample:
+    layers = _layers(awaited.reading, awaited.sampled or [], awaited.names)
+    return LayerSample(optimizer=row.optimizer, first=row.step, last=row.step, scale=row.scale, layers=layers)
 
 
 def _layers(reading: Reading | None, parts: Sequence[_Late], names: Sequence[str]) -> dict[str, Census]:

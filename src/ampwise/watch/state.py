@@ -13,6 +13,7 @@ from ampwise.evidence.conduct import Backward, ScalerMade, Site
 
 __all__ = ["Known", "OptimizerState", "Pass", "ScalerState", "SchedulerState"]
 
+MOST = 256  # objects that are remembered after they have gone
 PROBES = 8  # parameters by which an optimizer is told to have got gradients
 PRECISIONS = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", torch.float64: "fp64"}
 
@@ -90,6 +91,7 @@ class Known(Generic[T]):
 
     def __init__(self) -> None:
         self._by_id: dict[int, tuple[Any, T]] = {}
+        self.count = 0  # of all that there have been
 
     def get(self, thing: Any) -> T | None:
         found = self._by_id.get(id(thing))
@@ -100,7 +102,10 @@ class Known(Generic[T]):
             refer: Any = weakref.ref(thing)
         except TypeError:
             refer = lambda: thing  # noqa: E731
+        if len(self._by_id) >= MOST:
+            self._by_id = {key: known for key, known in self._by_id.items() if known[0]() is not None}
         self._by_id[id(thing)] = (refer, state)
+        self.count += 1
         return state
 
     def pairs(self) -> list[tuple[Any, T]]:
@@ -108,5 +113,5 @@ class Known(Generic[T]):
         return [(thing, state) for refer, state in list(self._by_id.values()) if (thing := refer()) is not None]
 
     def states(self) -> list[T]:
-        """All that there have been."""
+        """Those that there have been, as far as they are remembered."""
         return [state for _, state in self._by_id.values()]

@@ -177,7 +177,7 @@ class Tracker:
         state = self.optimizers.get(optimizer)
         if state is None:
             plain = type(optimizer).__module__.startswith("torch.optim")
-            state = OptimizerState(len(self.optimizers.states()), type(optimizer).__name__, plain)
+            state = OptimizerState(self.optimizers.count, type(optimizer).__name__, plain)
             self.optimizers.add(optimizer, state)
         return state
 
