@@ -354,7 +354,7 @@ CASES = {
     "Adam's eps in FP16": """
         half = nn.Linear(16, 4).half()
         optimizer = torch.optim.Adam(half.parameters())
-        half(x.half()).float().sum().backward()
+        half(x.half()).float().sum().backward()  # expect: AMP301
         optimizer.step()  # expect: AMP305
         scaler.scale(torch.ones(()))
     """,
@@ -475,6 +475,51 @@ CASES = {
                 hidden = checkpoint(model, x.clone().requires_grad_(), use_reentrant=reentrant)
                 loss = F.cross_entropy(hidden, y)
             scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+    """,
+    "a closure that is asked for often": """
+        optimizer = torch.optim.LBFGS(model.parameters(), max_iter=4)
+
+        def closure():
+            optimizer.zero_grad()
+            loss = F.cross_entropy(model(x), y)
+            loss.backward()
+            return loss
+
+        for _ in range(4):
+            optimizer.step(closure)
+        scaler.scale(torch.ones(()))
+    """,
+    "gradients dropped by hand": """
+        for step in range(8):
+            for each in model.parameters():
+                each.grad = None
+            scaler.scale(loss_of()).backward()
+            if step % 2:
+                continue
+            scaler.step(optimizer)
+            scaler.update()
+    """,
+    "an optimizer that is not torch's": """
+        class Descent:
+            def __init__(self, params):
+                self.param_groups = [{"params": list(params), "lr": 0.1}]
+
+            def step(self):
+                with torch.no_grad():
+                    for each in self.param_groups[0]["params"]:
+                        each -= 0.1 * each.grad
+
+            def zero_grad(self):
+                for each in self.param_groups[0]["params"]:
+                    each.grad = None
+
+        optimizer = Descent(model.parameters())
+        for _ in range(4):
+            optimizer.zero_grad()
+            scaler.scale(loss_of()).backward()
+            scaler.unscale_(optimizer)
             scaler.step(optimizer)
             scaler.update()
     """,

@@ -76,7 +76,7 @@ class Trained:
             scaler.step(self.optimizer)
             scaler.update()
         moved = any(not torch.equal(one, other) for one, other in zip(before, self.model.parameters(), strict=True))
-        self.truth.append((sum(losses) / self.accumulate, norm, None if scaler is None else scale, not moved))
+        self.truth.append((sum(losses), norm, None if scaler is None else scale, not moved))
 
 
 WAYS = {
@@ -159,8 +159,39 @@ def test_the_engine_is_watched_through_its_own_reading():
     assert [(row.norm, row.skipped) for row in record.rows] == [
         (pytest.approx(step.grad_norm, rel=1e-6), step.skipped) for step in steps
     ]
-    assert [row.loss for row in record.rows] == [pytest.approx(step.loss / 2, rel=1e-6) for step in steps]
+    assert [row.loss for row in record.rows] == [pytest.approx(step.loss, rel=1e-6) for step in steps]
     assert dict(record.samples[-1].layers) == dict(engine.census())
+
+
+def test_each_scaler_has_its_own_scale():
+    record = Kept()
+    truth = []
+    with Watch(record, every=1, timing=False):
+        models = [nn.Linear(4, 2), nn.Linear(4, 2)]
+        optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+        scalers = [torch.amp.GradScaler("cpu", init_scale=2.0**n) for n in (4, 12)]
+        for model, optimizer, scaler in zip(models, optimizers, scalers, strict=True):
+            scaler.scale(model(torch.ones(2, 4)).sum()).backward()
+            gradients = [each.grad / scaler.get_scale() for each in model.parameters()]
+            truth.append(float(torch.stack([each.norm() for each in gradients]).norm()))
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            scaler.step(optimizer)
+            scaler.update()
+    assert [row.norm for row in record.rows] == [pytest.approx(norm) for norm in truth]
+
+
+def test_what_the_script_does_to_its_loss_later_is_not_the_loss():
+    record = Kept()
+    with Watch(record, every=1, timing=False):
+        model = nn.Linear(4, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        loss = model(torch.ones(2, 4)).square().mean()
+        truth = loss.item()
+        loss.backward()
+        with torch.no_grad():
+            loss.mul_(100)
+        optimizer.step()
+    assert record.rows[0].loss == pytest.approx(truth)
 
 
 def test_two_optimizers_have_rows_of_their_own():

@@ -15,7 +15,7 @@ Options of ampwise come before the script; all that follows it is the script's. 
 ampwise-runs/, in a folder named after the script and the time. torchrun's processes each write a part of it.
 
 The exit code is the script's own: 0 when it ended well, 1 after an exception, 130 after Ctrl-C, else what it said.
-2 means that ampwise could not begin: no such script, or a folder that has a record already (-f writes over it).
+2 means that ampwise could not begin: no such file, or a folder that has a record already (-f writes over it).
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--part", action="store_true", help=argparse.SUPPRESS)  # of a run that another process began
     parser.add_argument("-m", dest="module", action="store_true", help="SCRIPT is a module's name, as in python -m")
     parser.add_argument("script", metavar="SCRIPT", help="what to run")
-    parser.add_argument("args", metavar="...", nargs=argparse.REMAINDER, help="its own arguments")
+    parser.add_argument("args", metavar="ARGS", nargs=argparse.REMAINDER, help="its own arguments")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -53,7 +53,8 @@ def run(args: argparse.Namespace) -> int:
     from ampwise.watch.script import Script
 
     script = Script(args.script, tuple(args.args), args.module)
-    script.check()
+    if not is_launcher(script):  # torchrun by its name alone will do
+        script.check()
     folder = Path(args.output) if args.output else _new_folder(script)
     code = _launched(script, folder, args) if is_launcher(script) else _watched(script, folder, args)
     sys.stdout.flush()
@@ -64,7 +65,13 @@ def _watched(script: Script, folder: Path, args: argparse.Namespace) -> int:
     from ampwise.watch.running import Options, Running, rank_here
 
     options = Options(every=args.every, activations=args.activations, timing=not args.no_timing)
-    running = Running(script, folder, options, force=args.force)
+    try:
+        running = Running(script, folder, options, force=args.force)
+    except BadInput as error:
+        if not args.part:
+            raise
+        print(f"ampwise: warning: this process runs unwatched: {error}", file=sys.stderr)
+        return script.run().exit_code
     ended = running.run()
     if not args.quiet and not args.part and rank_here()[0] == 0:
         _show(folder)
@@ -76,7 +83,7 @@ def _launched(script: Script, folder: Path, args: argparse.Namespace) -> int:
     from ampwise.watch.launching import launch
 
     make_room(folder, rank=0, world_size=1, force=args.force)  # before anything is started that would have to stop
-    options = ["-f"] if args.force else []
+    options = ["-f"]  # room was made; and a process that torchrun starts again writes over what it had begun
     options += [f"--every={args.every}"] if args.every else []
     options += ["--activations"] if args.activations else []
     options += ["--no-timing"] if args.no_timing else []
@@ -93,7 +100,11 @@ def _show(folder: Path) -> None:
     from ampwise.record.reader import Run
     from ampwise.report.summary import summary
 
-    text = summary(Run.read(folder), colour=wants_colour(sys.stderr), width=console(sys.stderr).width)
+    try:
+        record = Run.read(folder)
+    except BadInput:  # torchrun has started nothing, and said why
+        return
+    text = summary(record, colour=wants_colour(sys.stderr), width=console(sys.stderr).width)
     sys.stdout.flush()
     write(f"\n{text}", sys.stderr)
 
@@ -119,5 +130,5 @@ def _new_folder(script: Script) -> Path:
 
 def _count(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
-        raise BadInput(f"--every {text}: a whole number above 0 is expected.")
+        raise argparse.ArgumentTypeError(f"{text!r}: a whole number above 0 is expected")
     return int(text)

@@ -11,7 +11,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from ampwise.evidence.health import Health
-from ampwise.evidence.streaks import LONG
+from ampwise.evidence.streaks import LONG, Streak
 
 if TYPE_CHECKING:
     from ampwise.record.rows import StepRow
@@ -51,7 +51,7 @@ class Oscillation:
 def collapse(health: Health) -> Collapse | None:
     """The worst one, if there was one."""
     worst = None
-    for streak in health.streaks.all:
+    for streak in _in_a_row(health):
         if streak.first_scale is None or streak.lowest_scale is None:
             continue
         below = streak.lowest_scale < NO_SCALING and health.streaks.total - 1 + streak.count >= FALLS
@@ -59,6 +59,17 @@ def collapse(health: Health) -> Collapse | None:
         if (below or long) and (worst is None or streak.count > worst.in_a_row):
             worst = Collapse(streak.first, streak.first_scale, streak.lowest_scale, streak.count)
     return worst
+
+
+def _in_a_row(health: Health) -> list[Streak]:
+    """Bad steps in a row, whatever was bad about each."""
+    joined: list[Streak] = []
+    for streak in health.streaks.all:
+        if joined and streak.first == joined[-1].last + 1:
+            joined[-1] = joined[-1].followed_by(streak)
+        else:
+            joined.append(streak)
+    return joined
 
 
 def skip_share(health: Health) -> float | None:

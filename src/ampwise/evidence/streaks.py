@@ -32,7 +32,7 @@ class BadStep:
 
     @property
     def bad_loss(self) -> bool:
-        return self.loss is not None and not math.isfinite(self.loss)
+        return _is_bad(self.loss)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -47,11 +47,30 @@ class Streak:
     loss: float | None = None  # of its first step
     after_good: bool = False  # steps had gone well before
     implausible: bool = False  # gradients had been far from overflow at this scale
+    bad_losses: int = 0  # steps whose loss was not finite
+    last_bad_loss: int | None = None  # step
+    spoiled_from: int | None = None  # the first step whose loss was bad too, or unknown after weights were spoiled
 
     @property
     def bad_loss(self) -> bool:
         """It began with a loss that was not finite."""
-        return self.loss is not None and not math.isfinite(self.loss)
+        return _is_bad(self.loss)
+
+    @property
+    def gradients_alone(self) -> int:
+        """Steps whose gradients were not finite while the loss was, as far as it is known."""
+        return self.count if self.spoiled_from is None else max(self.spoiled_from - self.first, 0)
+
+    def followed_by(self, other: Streak) -> Streak:
+        """The two as one, if the other begins where this one ends."""
+        scales = [streak.lowest_scale for streak in (self, other) if streak.lowest_scale is not None]
+        return replace(
+            self,
+            last=other.last,
+            count=self.count + other.count,
+            lowest_scale=min(scales, default=None),
+            bad_losses=self.bad_losses + other.bad_losses,
+        )
 
     def is_real(self, precision: str) -> bool:
         """Not the ordinary overflow of scaled gradients, which a lower scale mends."""
@@ -88,15 +107,19 @@ class Streaks:
 
     def add_bad(self, step: int, loss: float | None, scale: float | None) -> None:
         last = self.all[-1] if self.all else None
-        if last is not None and step == last.last + 1:
+        if last is not None and step == last.last + 1 and not _is_another_fault(last, loss, scale):
             self._extend(last, step, scale)
         elif last is None or step > last.last:
             self._begin(step, loss, scale)
         elif step == last.first and last.loss is None:
             last.loss = loss
+        if _is_bad(loss):
+            self._spoiled(step, bad_loss=True)
 
     def add_details(self, bad: BadStep) -> None:
         self.add_bad(bad.step, bad.loss, bad.scale)
+        if bad.loss is None and not bad.healthy_before:
+            self._spoiled(bad.step, bad_loss=False)
         self.bad.append(bad)
         if len(self.bad) > 2 * KEPT_BAD:
             del self.bad[KEPT_BAD]
@@ -109,6 +132,14 @@ class Streaks:
         # Modules may have been looked at only later, which says something as long as the weights are the same.
         module = next((bad.module for bad in inside if bad.module and bad.healthy_before), None)
         return replace(inside[0], module=inside[0].module or module)
+
+    def _spoiled(self, step: int, *, bad_loss: bool) -> None:
+        streak = next((each for each in reversed(self.all) if each.first <= step <= each.last), None)
+        if streak is None:
+            return  # not kept
+        streak.spoiled_from = step if streak.spoiled_from is None else min(step, streak.spoiled_from)
+        if bad_loss and (streak.last_bad_loss is None or step > streak.last_bad_loss):  # told twice, counted once
+            streak.bad_losses, streak.last_bad_loss = streak.bad_losses + 1, step
 
     def _extend(self, streak: Streak, step: int, scale: float | None) -> None:
         self._is_open = True
@@ -138,3 +169,12 @@ class Streaks:
         if scale is None or len(self._usual) < TRUSTED or scale > max(used for used, _ in self._usual):
             return False
         return max(norm for _, norm in self._usual) * IMPLAUSIBLE <= find_scalar_format("fp16").max
+
+
+def _is_bad(loss: float | None) -> bool:
+    return loss is not None and not math.isfinite(loss)
+
+
+def _is_another_fault(streak: Streak, loss: float | None, scale: float | None) -> bool:
+    """A loss that is not finite though a scaler has skipped the steps before: their gradients did not spoil it."""
+    return _is_bad(loss) and scale is not None and not streak.bad_loss

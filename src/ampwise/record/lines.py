@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ampwise.census.algebra import Census
+from ampwise.formats import binade_of
 from ampwise.record.bucket import NOTHING, Bucket, Spread
 from ampwise.record.rows import LayerSample, StepRow
 
@@ -252,7 +253,12 @@ def _census(census: Census) -> list[Any]:
 
 def _read_census(data: Any) -> Census:
     zeros, infs, nans, amax, amin, sum_squares, lowest, counts = _list(data)
-    return Census.from_dict(
+    if _as_written(data):
+        binades = {exponent: count for exponent, count in enumerate(counts, lowest) if count}
+        return Census(
+            binades=binades, zeros=zeros, infs=infs, nans=nans, amax=amax, amin=amin, sum_squares=sum_squares
+        )
+    return Census.from_dict(  # it takes what else means the same, and says what is wrong with the rest
         {
             "binades": dict(enumerate(_list(counts), lowest)),
             "zeros": zeros,
@@ -263,6 +269,17 @@ def _read_census(data: Any) -> Census:
             "sum_squares": sum_squares,
         }
     )
+
+
+def _as_written(data: list[Any]) -> bool:
+    """Whether it is what ``_census`` makes of a gradient that is not all zeros: a record has tens of thousands."""
+    *whole, amax, amin, sum_squares, lowest, counts = data
+    if type(counts) is not list or not counts or {*map(type, whole), *map(type, counts), type(lowest)} != {int}:
+        return False
+    if {type(amax), type(amin), type(sum_squares)} != {float} or min(*whole, *counts, sum_squares) < 0:
+        return False
+    ends = counts[0] and counts[-1] and 0.0 < amin <= amax < math.inf and sum_squares < math.inf
+    return bool(ends) and binade_of(amin) == lowest and binade_of(amax) == lowest + len(counts) - 1
 
 
 # --- numbers -------------------------------------------------------------------------------------------------------

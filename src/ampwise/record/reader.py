@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -120,12 +121,12 @@ class Run:
 
     def total_layers(self, optimizer: int = 0) -> dict[str, Census]:
         """What the gradients of each parameter held in all samples together."""
-        total: dict[str, Census] = {}
+        parts: dict[str, list[Census]] = {}
         for sample in self.layers:
             if sample.optimizer == optimizer:
                 for name, census in sample.layers.items():
-                    total[name] = total[name] + census if name in total else census
-        return total
+                    parts.setdefault(name, []).append(census)
+        return {name: _total(censuses) for name, censuses in parts.items()}
 
     def merged_findings(self) -> list[Seen]:
         """Those of all ranks, worst first and then the most frequent; one that several ranks have is there once."""
@@ -224,6 +225,26 @@ def _listed(value: Any) -> list[Any]:
 
 def _mapping(value: Any) -> Mapping[str, Any]:
     return value if isinstance(value, dict) else {}
+
+
+# --- layers --------------------------------------------------------------------------------------------------------
+
+
+def _total(parts: list[Census]) -> Census:
+    """What adding them up one by one gives, without a Census for every sum on the way: there are tens of thousands."""
+    binades: defaultdict[int, int] = defaultdict(int)
+    for part in parts:
+        for exponent, count in part.binades.items():
+            binades[exponent] += count
+    return Census(
+        binades=dict(binades),
+        zeros=sum(part.zeros for part in parts),
+        infs=sum(part.infs for part in parts),
+        nans=sum(part.nans for part in parts),
+        amax=max(part.amax for part in parts),
+        amin=min((part.amin for part in parts if part.amin), default=0.0),  # 0.0 stands for "none"
+        sum_squares=sum(part.sum_squares for part in parts),
+    )
 
 
 # --- ranks ---------------------------------------------------------------------------------------------------------

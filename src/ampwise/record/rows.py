@@ -20,7 +20,7 @@ class StepRow:
     optimizer: int = 0  # which, in the order they were first met
     step: int  # of this optimizer, from 1 on; a skipped step counts
     seconds: float = 0.0  # since the run began
-    loss: float | None = None  # mean over the step's backward passes, without the loss scale
+    loss: float | None = None  # what the step descends: the sum over its backward passes, without the loss scale
     scale: float | None = None  # that these gradients were multiplied by; None without a scaler
     norm: float | None = None  # of all gradients, in true units, before clipping
     skipped: bool = False

@@ -143,7 +143,7 @@ class EntryPoints:
                 with self._quietly():
                     self._tracker.scaler_used(scaler)
                     if isinstance(scaled, Tensor | list | tuple):  # an iterator would be used up
-                        mark_scaled(scaled)
+                        mark_scaled(scaled, scaler)
             return scaled
 
         return _marked(scale)
@@ -224,7 +224,9 @@ class EntryPoints:
         with self._quietly():
             if ("step of", id(optimizer)) in self._running:
                 self._ran.add(id(optimizer))
-            elif not _has_closure(args, kwargs):
+            elif _has_closure(args, kwargs):
+                self._tracker.stepping.add(self._tracker.state_of(optimizer).index)
+            else:
                 self._listener.gradients_ready(optimizer, None)
                 self._tracker.optimizer_steps(optimizer)
             self._listener.step_begins(optimizer)
@@ -234,6 +236,7 @@ class EntryPoints:
             return
         with self._quietly():
             if _has_closure(args, kwargs):  # it has computed gradients only within the step
+                self._tracker.stepping.discard(self._tracker.state_of(optimizer).index)
                 self._listener.gradients_ready(optimizer, None)
                 self._tracker.optimizer_steps(optimizer)
             self._step_is_over(optimizer, None, ran=True)

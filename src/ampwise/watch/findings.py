@@ -41,6 +41,7 @@ class Findings:
     def __init__(self) -> None:
         self._seen: dict[Hashable, Seen] = {}
         self._known: dict[Any, tuple[Hashable, ...]] = {}  # evidence that was judged before
+        self._given: dict[Hashable, set[Hashable]] = {}  # findings of what is judged again as it grows
         self.changed = False  # since someone last looked
 
     def judge(self, evidence: Any, step: int | None = None, *, room: str = "step") -> None:
@@ -56,20 +57,30 @@ class Findings:
 
     def judge_whole(self, evidence: Any, room: str) -> None:
         """Judge what has grown since it was last judged: the new findings replace the old."""
+        source = (room, type(evidence), getattr(evidence, "optimizer", None))
+        before, now = self._given.get(source, set()), set()
         for finding in self._judged(evidence, room):
-            evidence = dict(finding.evidence)
-            times = evidence.pop("times", None)  # of what happened often and is judged once
-            self._replace(finding.but(evidence=evidence), times)
+            shown = dict(finding.evidence)
+            times = shown.pop("times", None)  # of what happened often and is judged once
+            now.add(self._replace(finding.but(evidence=shown), times, before))
+        for key in before - now:  # the worst of several is another by now, or it was no finding after all
+            del self._seen[key]
+            self.changed = True
+        self._given[source] = now
 
-    def _replace(self, finding: Finding, times: int | None) -> None:
+    def _replace(self, finding: Finding, times: int | None, before: set[Hashable]) -> Hashable:
         key = _key(finding)
-        if key not in self._seen and self.add(finding, finding.place.step) != key:
-            return  # there are too many
-        seen = self._seen[key]
+        same_rule = [self._seen[old] for old in before if self._seen[old].finding.rule is finding.rule]
+        if key not in self._seen:
+            self.add(finding, min((old.first_step or 0 for old in same_rule), default=finding.place.step) or None)
+        seen = self._seen.get(key)
+        if seen is None:
+            return key  # there are too many
         if seen.finding != finding:
             seen.finding = finding
             self.changed = True
         seen.count = seen.count if times is None else times
+        return key
 
     def add(self, finding: Finding, step: int | None = None) -> Hashable:
         """One more finding, or one more time the same."""

@@ -28,7 +28,6 @@ __all__ = ["Gradients", "Known"]
 
 READING_SHARE = 0.02  # of the time, for reading gradients
 SAMPLING_SHARE = 0.01  # and for turning counts into censuses
-MOST_LOSSES = 64  # micro-batches of a step whose losses are kept
 PATIENCE = 3  # skips in a row from which on the parameters to blame are named
 
 
@@ -116,7 +115,7 @@ class Gradients:
         mine = self._readings.pop(state.index, None)
         reading = outcome.reading or mine
         home = home_of([optimizer])
-        losses = [each for each in state.pending[:MOST_LOSSES] if each.loss is not None and each.loss.device == home]
+        losses = {by: loss for by, loss in state.losses.items() if loss.device == home}
         row = StepRow(
             optimizer=state.index,
             step=state.steps + 1,
@@ -125,7 +124,7 @@ class Gradients:
             lr=_lr(optimizer),
         )
         sampled = self._sampled(reading)
-        parts = _parts(home, reading, outcome, [each.loss for each in losses])
+        parts = _parts(home, reading, outcome, list(losses.values()))
         self._awaited.append(
             _Awaited(
                 state=state,
@@ -133,7 +132,7 @@ class Gradients:
                 posted=Posted(*parts) if parts else None,
                 read=reading is not None,
                 scaled=outcome.scale is not None,
-                losses=[each.scale for each in losses],
+                losses=list(losses),
                 flags=len(outcome.flags),
                 names=names,
                 reading=reading,
@@ -176,7 +175,7 @@ class Gradients:
         flags = [next(numbers) > 0 for _ in range(awaited.flags)]
         skipped = awaited.row.skipped or any(flags)
         losses = [next(numbers) / (scale if by and scale else 1.0) for by in awaited.losses]
-        loss = sum(losses) / len(losses) if losses else None
+        loss = sum(losses) if losses else None
         row = replace(awaited.row, norm=norm, scale=scale, skipped=skipped, loss=loss)
         index = awaited.state.index
         self._skips[index] = self._skips.get(index, 0) + 1 if skipped else 0
@@ -205,18 +204,13 @@ def _parts(
     home: torch.device,
     reading: Reading | None,
     outcome: StepOutcome,
-    losses: Sequence[Tensor | None],
+    losses: Sequence[Tensor],
 ) -> list[Tensor]:
     """What is to travel, in the order in which it is read."""
     parts = [] if reading is None else [reading.totals(home)]
     parts += [] if outcome.scale is None else [there(outcome.scale.detach(), home).reshape(1)]
     parts += [there(flag.detach(), home).reshape(1) for flag in outcome.flags]
-    present = [loss.reshape(()) for loss in losses if loss is not None]
-    if len(present) == 1:
-        parts.append(present[0].reshape(1))
-    elif present:
-        parts.append(torch.stack([loss.float() for loss in present]))
-    return parts
+    return parts + [loss.reshape(1) for loss in losses]
 
 
 def _sample(awaited: _Awaited, row: StepRow) -> LayerSample:

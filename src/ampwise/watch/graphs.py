@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -24,32 +25,37 @@ BY_HAND = 8.0  # a loss is multiplied by this at least, by someone who means it 
 class Loss:
     """What is known of a loss before its backward pass."""
 
-    scaled: bool = False  # by a GradScaler
+    scaler: Any = None  # a reference to the GradScaler that has scaled it
     constant: float | None = None  # by hand
     is_mean: bool | None = None  # a mean of its batch, and nothing more; None: cannot tell
 
+    @property
+    def scaled(self) -> bool:
+        return self.scaler is not None
 
-def mark_scaled(outputs: Any) -> None:
+
+def mark_scaled(outputs: Any, scaler: Any) -> None:
     """Leave a mark on what ``scaler.scale`` returned, which whatever is computed from it leads back to."""
+    mark = weakref.ref(scaler)
     for tensor in _tensors(outputs):
         node: Any = tensor.grad_fn
         if node is not None:
-            node.metadata[MARK] = True
+            node.metadata[MARK] = mark
 
 
 def read_loss(tensor: Tensor) -> Loss:
     """Look at the last operations of a loss; the marks of ``mark_scaled`` are found through arithmetic."""
-    scaled, constant, ends = False, None, []
+    scaler, constant, ends = None, None, []
     for node in _near(tensor):
         if MARK in node.metadata:
-            scaled = True
+            scaler = node.metadata[MARK]
         elif _name(node) == "MulBackward0":
             constant = constant or _constant(node)
         if not _is_arithmetic(node) and not _is_moving(node):
             ends.append(node)
     plain = not any(_is_arithmetic(node) and MARK not in node.metadata for node in _near(tensor))
     is_mean = _is_mean(ends[0]) if len(ends) == 1 and plain else (False if not plain else None)
-    return Loss(scaled, None if scaled else constant, is_mean)
+    return Loss(scaler, constant if scaler is None else None, is_mean)
 
 
 def _near(tensor: Tensor) -> Iterator[Any]:

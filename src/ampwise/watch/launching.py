@@ -36,6 +36,5 @@ def launch(script: Script, folder: Path, options: list[str]) -> Ended:
         return Ended("interrupted", 130)
     except SystemExit as leaving:
         return Ended("finished", leaving.code if isinstance(leaving.code, int) else 1)
-    except Exception as error:  # one of the processes failed; torchrun has said which
-        print(f"ampwise: {type(error).__name__}: see what the processes wrote above", file=sys.stderr)
+    except Exception as error:  # one of the processes failed, or a signal came; torchrun has said which
         return Ended("failed", 1, error)

@@ -71,7 +71,7 @@ def _gemm(call: Call, first: int) -> MatrixProduct:
     left, right = call.shapes[first], call.shapes[first + 1]
     precision = PRECISIONS[call.formats[first]]
     flops = 2 * math.prod(left) * right[-1]
-    # The result lies by rows, whatever its parts do. Over a forward and a backward pass that shows each size of a layer.
+    # The result lies by rows, whatever its parts do; forward and backward together show each size of a layer.
     starts = [right[-1]]
     if call.strides is not None:
         starts = [_row_step(left, call.strides[first]), _row_step(right, call.strides[first + 1]), right[-1]]

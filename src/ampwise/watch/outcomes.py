@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
+from torch.optim import Optimizer
 
 from ampwise.engine.scaling.reading import Reading
 
@@ -34,7 +35,8 @@ def outcome_of(optimizer: Any, scaler: Any | None, *, ran: bool) -> StepOutcome:
         return _of_ours(scaler, optimizer, scale)
     if scaler is None or scale is None:
         return StepOutcome()
-    if not getattr(optimizer, "_step_supports_amp_scaling", False):
+    hooked = isinstance(optimizer, Optimizer)  # of any other we are not told whether its step was called
+    if hooked and not getattr(optimizer, "_step_supports_amp_scaling", False):
         return StepOutcome(skipped=not ran, scale=scale)  # the scaler has asked the device, and waited
     flags = list(scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values())
     return StepOutcome(skipped=None, flags=flags, scale=scale)

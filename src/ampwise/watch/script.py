@@ -20,6 +20,7 @@ from ampwise.errors import BadInput
 
 __all__ = ["Ended", "Script", "when_imported"]
 
+PYTHONS = ("python", "python3")
 INTERRUPTED = 130  # 128 + SIGINT, as a shell has it
 
 
@@ -49,6 +50,8 @@ class Script:
         if self.is_module:
             return
         path = Path(self.name)
+        if path.name in PYTHONS and not path.is_file():
+            raise BadInput(f"leave out {self.name!r}: ampwise run {' '.join(self.args[:1]) or 'train.py'} …")
         if path.is_dir() and not (path / "__main__.py").exists():
             raise BadInput(f"{self.name} is a folder without __main__.py. Name the script in it.")
         if not path.exists():

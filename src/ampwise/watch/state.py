@@ -25,7 +25,7 @@ class Pass:
     event: Backward
     forwards: int  # how many had run by then: two passes of one forward are no micro-batches
     loss: Tensor | None  # without a graph
-    scale: bool  # the loss is multiplied by the loss scale
+    scaler: Any = None  # a reference to the one whose scale the loss is multiplied by
 
 
 @dataclass(slots=True)
@@ -43,6 +43,7 @@ class OptimizerState:
     by_scaler: bool = False  # the last step was a scaler's
     bare: bool = False  # stepped without the scaler, with the gradients there are
     dropped_at: Site | None = None  # by zero_grad, before any step took them
+    losses: dict[bool, Tensor] = field(default_factory=dict)  # added up, those multiplied by a loss scale apart
     scaled_by: dict[Site, list[ScalerState]] = field(default_factory=dict)  # where the scalers were made
 
     @property
@@ -52,9 +53,27 @@ class OptimizerState:
             return None
         return next((each.event for each in self.pending if each.event.scaled), None)
 
+    @property
+    def scaler(self) -> Any:
+        """The one whose scale its gradients are, or were, multiplied by."""
+        return next((found for each in self.pending if each.scaler and (found := each.scaler()) is not None), None)
+
+    def add(self, made: Pass) -> None:
+        """Its gradients have got more."""
+        self.pending.append(made)
+        self.read = False
+        if made.loss is not None:
+            scaled = made.event.scaled
+            self.losses[scaled] = self.losses[scaled] + made.loss if scaled in self.losses else made.loss
+
+    def forget(self) -> None:
+        """Its gradients are gone."""
+        self.pending, self.unscaled_at, self.midway, self.read, self.losses = [], None, None, False, {}
+
     def took(self) -> None:
         """A step has taken the gradients."""
-        self.pending, self.unscaled_at, self.midway, self.read, self.dropped_at = [], None, None, False, None
+        self.forget()
+        self.dropped_at = None
         self.steps += 1
 
 

@@ -45,12 +45,13 @@ HALVES = {"fp16", "bf16"}
 class Tracker:
     """Told of calls, tells of events."""
 
-    def __init__(self, tell: Callable[[Event], None]) -> None:
+    def __init__(self, tell: Callable[[Event, int], None]) -> None:
         self._tell = tell
         self.optimizers: Known[OptimizerState] = Known()
         self.scalers: Known[ScalerState] = Known()
         self._schedulers: Known[SchedulerState] = Known()
         self.conduct = Conduct()
+        self.stepping: set[int] = set()  # optimizers that compute gradients within their steps
         self._forwards = 0
         self._running = 0  # models
         self._precisions: dict[str, None] = {}  # since the last step, in order
@@ -58,6 +59,16 @@ class Tracker:
         self._mixed_forward = False
         self._idle_region: Site | None = None
         self._probed: list[tuple[Any, OptimizerState, list[Any]]] = []
+
+    def _step(self, states: Sequence[OptimizerState] = ()) -> int:
+        """The number of the step that is being prepared: of these optimizers, or of the one that is furthest."""
+        every = states or [state for _, state in self.optimizers.pairs()]
+        return 1 + max((state.steps for state in every), default=0)
+
+    @property
+    def steps(self) -> int:
+        """Of the optimizer that is furthest."""
+        return max((state.steps for state in self.optimizers.states()), default=0)
 
     # Models and precision
 
@@ -99,7 +110,7 @@ class Tracker:
             other_half=other,
         )
         self.conduct.forwards[event] = self.conduct.forwards.get(event, 0) + 1
-        self._tell(event)
+        self._tell(event, self._step())
 
     def model_ends(self, *_: Any) -> None:
         self._running = max(self._running - 1, 0)
@@ -124,21 +135,22 @@ class Tracker:
         )
         self._since_backward = set()
         self._probed = [(each, state, _probe(each)) for each, state in self.optimizers.pairs()]
-        plain = root.detach() if root.numel() == 1 else None
-        return Pass(event, self._forwards, plain, loss.scaled)
+        # A copy, as the script may go on to write to its loss.
+        plain = root.detach().reshape(()).clone() if root.numel() == 1 else None
+        return Pass(event, self._forwards, plain, loss.scaler)
 
     def backward_ended(self, made: Pass) -> None:
-        reached = [state for each, state, before in self._probed if _probe(each) != before]
-        if len(self._probed) == 1:
-            reached = [self._probed[0][1]]
+        alone = len(self._probed) == 1
+        reached = [(state, before) for each, state, before in self._probed if alone or _probe(each) != before]
         onto = False
-        for state in reached:
+        for state, before in reached:
+            if not any(before):  # dropped by hand
+                state.forget()
             if made.event.scaled and state.unscaled_at is not None and state.pending:
                 state.midway, onto = state.unscaled_at, True
-            state.pending.append(made)
-            state.read = False
+            state.add(made)
         self._probed = []
-        self._tell(replace(made.event, onto_unscaled=True) if onto else made.event)
+        self._tell(replace(made.event, onto_unscaled=True) if onto else made.event, self._step([s for s, _ in reached]))
 
     def zeroed(self, thing: Any) -> None:
         """``zero_grad`` of an optimizer, or of a model."""
@@ -147,9 +159,9 @@ class Tracker:
         else:
             states = [self.state_of(thing)]
         for each in states:
-            if each.pending:
+            if each.pending and each.index not in self.stepping:
                 each.dropped_at = caller()
-            each.pending, each.unscaled_at, each.midway, each.read = [], None, None, False
+            each.forget()
 
     # Gradients looked at or changed
 
@@ -159,7 +171,8 @@ class Tracker:
         scaled = next((event for _, state in owners if (event := state.scaled) is not None), None)
         kind = Measured if only_measured else Clip
         backward = None if scaled is None else scaled.site
-        self._tell(kind(site=caller(), function=function, scaled=scaled is not None, backward=backward))
+        clip = kind(site=caller(), function=function, scaled=scaled is not None, backward=backward)
+        self._tell(clip, self._step([state for _, state in owners]))
         return [optimizer for optimizer, _ in owners]
 
     def _owners_of(self, parameters: Any) -> list[tuple[Any, OptimizerState]]:
@@ -199,11 +212,12 @@ class Tracker:
                 precisions=tuple(self._precisions),
                 mixed_forward=self._mixed_forward,
                 scaler=any(scaler.is_enabled() for scaler, _ in self.scalers.pairs()),
-                parameters=_precisions_of(optimizer),
+                parameters=precisions_of(optimizer),
                 eps=_eps(optimizer),
                 backward=None if first is None else first.site,
                 plain=state.plain,
-            )
+            ),
+            self._step([state]),
         )
 
     def optimizer_stepped(self, optimizer: Optimizer, *, by_scaler: bool) -> None:
@@ -240,8 +254,9 @@ class Tracker:
                 site=site,
                 again=stage is OptState.UNSCALED,
                 after_step=stage is OptState.STEPPED,
-                half_parameters="fp16" in _precisions_of(optimizer),
-            )
+                half_parameters="fp16" in precisions_of(optimizer),
+            ),
+            self._step([state]),
         )
         state.unscaled_at = site
 
@@ -259,7 +274,7 @@ class Tracker:
                 unscaled=tuple(dict.fromkeys(each.event for each in state.pending if not each.event.scaled)),
                 undivided=_undivided(state.pending),
                 closure=callable(kwargs.get("closure")) or bool(args and callable(args[0])),
-                half_parameters="fp16" in _precisions_of(optimizer),
+                half_parameters="fp16" in precisions_of(optimizer),
                 eps=_eps(optimizer),
                 precisions=tuple(self._precisions),
                 mixed_forward=self._mixed_forward,
@@ -267,7 +282,8 @@ class Tracker:
                 bare=state.bare and not state.pending,
                 unscaled_midway=state.midway,
                 threads=len(of_scaler.threads),
-            )
+            ),
+            self._step([state]),
         )
 
     def scaler_stepped(self, scaler: Any, optimizer: Any) -> None:
@@ -278,7 +294,7 @@ class Tracker:
             of_scaler.optimizers[state.index] = None
             before = state.scaled_by.setdefault(of_scaler.made.site, [])
             if before:  # one of the same line has scaled for this optimizer
-                self._tell(replace(of_scaler.made, times=len(before) + 1, stepped_before=True))
+                self._tell(replace(of_scaler.made, times=len(before) + 1, stepped_before=True), self._step([state]))
             before.append(of_scaler)
 
     def updates(self, scaler: Any) -> None:
@@ -297,7 +313,8 @@ class Tracker:
                 optimizers=tuple(state.since_update),
                 earlier=tuple(state.before_update) if turns else (),
                 earlier_site=state.updated_at if turns else None,
-            )
+            ),
+            max(self._step() - 1, 1),
         )
         state.before_that, state.before_update, state.since_update = state.before_update, state.since_update, []
         state.updated_at = site
@@ -405,7 +422,7 @@ def _undivided(passes: Sequence[Pass]) -> tuple[Backward, ...]:
     return (alike[0].event,) if 1 < len(batches) == len(alike) == len(passes) else ()
 
 
-def _precisions_of(optimizer: Any) -> tuple[str, ...]:
+def precisions_of(optimizer: Any) -> tuple[str, ...]:
     dtypes = {each.dtype for group in optimizer.param_groups for each in group["params"]}
     return tuple(sorted(PRECISIONS.get(dtype, str(dtype)) for dtype in dtypes))
 

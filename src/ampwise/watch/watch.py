@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.amp.grad_scaler import GradScaler
+from torch.amp.grad_scaler import GradScaler, OptState
 from torch.optim import Optimizer
 
 from ampwise.evidence.conduct import Died, Event, OptimizerStep, ScalerStep, Site
@@ -33,7 +33,7 @@ from ampwise.watch.outcomes import is_ours, outcome_of
 from ampwise.watch.patches import Patches
 from ampwise.watch.state import OptimizerState
 from ampwise.watch.timing import Timing
-from ampwise.watch.tracker import Tracker
+from ampwise.watch.tracker import HALVES, Tracker, precisions_of, stage_of
 from ampwise.watch.updates import Compared, before_step
 
 __all__ = ["Watch"]
@@ -74,6 +74,7 @@ class Watch:
         self._gradients = Gradients(self._known, every)
         self._activations = Activations()
         self._names: dict[int, list[str]] = {}
+        self._described: dict[int, tuple[str, list[str]]] = {}  # optimizers: class, and the models' classes
         self._armed = 0
         self._bad_module: str | None = None
         self._poisoned: set[int] = set()  # optimizers whose weights got gradients that were not finite
@@ -156,7 +157,7 @@ class Watch:
         """The script ended with an exception."""
         frames = [each for each in traceback.extract_tb(error.__traceback__) if _is_own(each.filename)]
         site = Site(file=frames[-1].filename, line=frames[-1].lineno) if frames else Site()
-        self._tell(Died(site=site, error=type(error).__name__, message=str(error)))
+        self._tell(Died(site=site, error=type(error).__name__, message=str(error)), self._tracker.steps + 1)
 
     # What entry points tell
 
@@ -171,7 +172,7 @@ class Watch:
             return  # which reads them itself
         state = self._tracker.state_of(optimizer)
         with self._paused():
-            self._gradients.ready(optimizer, self._scale_of(scaler) if state.scaled is not None else None, state)
+            self._gradients.ready(optimizer, _scale_of(optimizer, state, scaler), state)
 
     def step_begins(self, optimizer: Any) -> None:
         state = self._tracker.state_of(optimizer)
@@ -209,7 +210,7 @@ class Watch:
         moved = self._tracker.scheduled(scheduler)
         if moved is not None:
             state, event = moved
-            step = self.steps
+            step = state.steps
             self._gradients.when_known(state, lambda skipped: self._tell(replace(event, after_skip=skipped), step))
 
     def failed(self, error: Exception) -> None:
@@ -292,8 +293,11 @@ class Watch:
         if health is None:
             health = self.healths[state.index] = Health(state.index, names=self._names_of(optimizer, state))
         event = state.pending[-1].event if state.pending else None
+        kept = precisions_of(optimizer)
         if event is not None and event.precision != "fp32":
             health.precision = event.precision
+        elif len(kept) == 1 and kept[0] in HALVES:  # a model that was cast as a whole
+            health.precision = kept[0]
         if scaler is not None and scaler._enabled and health.growth_interval is None:
             health.growth_interval, health.init_scale = scaler._growth_interval, scaler._init_scale
             health.growth_factor, health.backoff_factor = scaler._growth_factor, scaler._backoff_factor
@@ -305,26 +309,22 @@ class Watch:
         if known is None or len(known) != count:  # a group was added
             known = self._names[state.index] = self._models.names(optimizer)
             self.optimizer_made(optimizer)  # its model may have been made since
+            models = [type(model).__name__ for model in self._models.of(optimizer)]
+            self._described[state.index] = (state.name, models)
         return known
 
     def _autocast(self) -> str | None:
         """What the training ran in, where that is a half format."""
         return next((each.precision for each in self.healths.values() if each.precision != "fp32"), None)
 
-    def _scale_of(self, scaler: Any | None) -> Any:
-        if scaler is not None:
-            return scaler._scale
-        found = [each for each, _ in self._tracker.scalers.pairs() if each.is_enabled() and each._scale is not None]
-        return found[0]._scale if found else None
-
     # Judging and writing
 
-    def _tell(self, event: Event, step: int | None = None) -> None:
+    def _tell(self, event: Event, step: int) -> None:
         kind = type(event).__name__
         self._kinds[kind] = self._kinds.get(kind, 0) + 1
         if isinstance(event, ScalerStep | OptimizerStep) and event.backwards > 1:
             self._kinds["Accumulation"] = self._kinds.get("Accumulation", 0) + 1
-        self.findings.judge(event, step or self.steps + 1)
+        self.findings.judge(event, step)
 
     def _judge_all(self) -> None:
         conduct = self._tracker.whole()
@@ -353,7 +353,8 @@ class Watch:
         """What there is to say besides findings."""
         settings = [each for health in self.healths.values() if (each := suggested_settings(health)) is not None]
         return {
-            "steps": self.steps,
+            "steps": self._tracker.steps,
+            "optimizers": self._optimizers(),
             "precision": next((health.precision for health in self.healths.values()), None),
             "what_was_fine": what_was_fine(self._tracker.conduct, self._kinds, self.seen(), self.healths),
             "not_measured": self.not_measured(),
@@ -365,6 +366,13 @@ class Watch:
             ],
             "activations": {name: {"dtype": dtype, "largest": value} for name, (dtype, value) in self.largest.items()},
         }
+
+    def _optimizers(self) -> list[dict[str, Any]]:
+        """Which they were, in words."""
+        return [
+            {"index": index, "name": name, "model": " and ".join(models)}
+            for index, (name, models) in sorted(self._described.items())
+        ]
 
     def not_measured(self) -> list[str]:
         """What was not, and why."""
@@ -382,6 +390,17 @@ class Watch:
             self._record.findings(self.seen())
             told = None if error is None else {"type": type(error).__name__, "message": str(error)}
             self._record.close(status, exit_code, told)
+
+
+def _scale_of(optimizer: Any, state: OptimizerState, scaler: Any | None) -> Any:
+    """What gradients in memory are multiplied by."""
+    if state.scaled is not None:
+        scaler = state.scaler or scaler
+        return None if scaler is None else scaler._scale
+    # An optimizer that was not known when the pass was made: a scaler that is asked to step it takes them for scaled.
+    if scaler is None or state.pending or stage_of(scaler, optimizer) is OptState.UNSCALED:
+        return None
+    return scaler._scale
 
 
 def _is_finite(value: float) -> bool:

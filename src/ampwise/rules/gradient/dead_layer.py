@@ -40,9 +40,10 @@ def check(health: Health) -> Iterator[Finding]:
     if not dead or not alive:
         return
     others = f" (and of {len(dead) - 1} more parameters)" if len(dead) > 1 else ""
+    flushed = ", unless FP16 has flushed a gradient that is there" if health.precision == "fp16" else ""
     yield RULE.at(
         Place(parameter=dead[0], step=health.recent[-1].last),
-        f"the gradient is exactly zero in all {health.samples} samples{others}: it learns nothing",
+        f"the gradient is exactly zero in all {health.samples} samples{others}: it learns nothing{flushed}",
         evidence={
             "samples": health.samples,
             "parameters": len(dead),

@@ -18,7 +18,10 @@ RULE = Rule(
     code="AMP603",
     name="gradient-near-overflow",
     severity=Severity.WARNING,
-    summary="A few gradients stand just below FP16's largest number and hold the loss scale down for the rest.",
+    summary=(
+        "Gradients stand just below FP16's largest number, where they hold the loss scale down for the rest or have no "
+        "scaler to skip a step that overflows."
+    ),
     why=(
         "A scaler raises its scale until something overflows, so that the largest gradient is always within a few "
         "doublings of 65504: that alone is by design. It is a fault when one or a few parameters, hundreds of times "
@@ -31,6 +34,10 @@ RULE = Rule(
     good="loss = F.mse_loss(output, target)",
 )
 
+FIX_WITHOUT_SCALER = (
+    "Use a GradScaler with FP32 parameters, under autocast, or train in BF16; and look at these layers: a sum where a "
+    "mean is meant, a missing normalisation."
+)
 NEAR = 4.0  # two doublings below the largest number
 APART = 2.0**8  # times the largest of the rest: the scale could be so much higher without them
 FEW = 0.1  # of the parameters
@@ -92,9 +99,9 @@ def _finding(health: Health, near: Mapping[str, Census], layers: Mapping[str, Ce
         f"the gradient reaches {near[worst].amax:.3g}{at}, near FP16's 65504{others}, {cost}",
         evidence={
             "amax": near[worst].amax,
-            "scale": sample.scale,
             "near": sorted(near, key=lambda name: -near[name].amax)[:3],
             "parameters": len(near),
             "of": len(layers),
         },
+        fix=FIX_WITHOUT_SCALER if sample.scale is None else None,
     )

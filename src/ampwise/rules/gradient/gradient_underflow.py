@@ -1,4 +1,4 @@
-"""Gradients that FP16 turns to zero, or keeps with few bits, at the present loss scale."""
+"""Gradients that FP16 turns to zero, or keeps with few bits."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ RULE = Rule(
     code="AMP601",
     name="gradient-underflow",
     severity=Severity.WARNING,
-    summary="Gradients are too small for FP16 at the present loss scale.",
+    summary="Gradients are too small for FP16, at the loss scale they have or without one.",
     why=(
         "FP16 turns magnitudes up to 2⁻²⁵ to zero and keeps those below 2⁻¹⁴ with fewer bits. The loss scale lifts "
         "gradients above that; where it does not, weights stop learning without a word. Exact zeros alone say little: "
@@ -55,7 +55,6 @@ def check(health: Health) -> Iterator[Finding]:
         evidence={
             "lost_share_estimated": round(found.lost_share, 4),
             "subnormal_share": round(found.subnormal_share, 4),
-            "scale": scale,
             "parameters": len(hit),
             "of": len(health.underflows),
             "worst": sorted(hit, key=lambda name: -hit[name].lost_share)[:NAMED],
@@ -67,5 +66,11 @@ def check(health: Health) -> Iterator[Finding]:
 def _fix(health: Health, scale: float | None) -> str:
     fitting = fitting_scale(health)
     if fitting is None or fitting <= (scale or 1.0):
-        return "Train in BF16: the largest gradients leave no room for a higher loss scale in FP16."
+        higher = "a" if scale is None else "a higher"
+        return f"Train in BF16: the largest gradients leave no room for {higher} loss scale in FP16."
+    if scale is None:
+        return (
+            f"Use a GradScaler with FP32 parameters, under autocast: `init_scale={scale_text(fitting)}` fits these "
+            "gradients; or train in BF16, with FP32's range."
+        )
     return f"`GradScaler(init_scale={scale_text(fitting)})` fits these gradients; or train in BF16, with FP32's range."

@@ -36,11 +36,5 @@ def check(health: Health) -> Iterator[Finding]:
         Place(step=worst.step),
         f"the loss jumped to {worst.loss:.4g}{length} from a usual {worst.usual:.4g}, "
         f"{worst.spreads:.0f} times its ordinary spread{others}",
-        evidence={
-            "loss": worst.loss,
-            "usual": worst.usual,
-            "spreads": round(worst.spreads, 1),
-            "steps": worst.length,
-            "spikes": health.losses.count,
-        },
+        evidence={"times": health.losses.count},
     )

@@ -35,17 +35,12 @@ def check(health: Health) -> Iterator[Finding]:
         return
     first = streaks[0]
     details = health.streaks.details(first)
-    count = sum(streak.count for streak in streaks)
-    times = f"; {count} steps in all" if count > 1 else ""
+    count = sum(streak.bad_losses for streak in streaks)
+    more = f"; {count} steps in all" if count > 1 else ""
     yield RULE.at(
         Place(module=details.module if details else None, step=first.first),
-        f"the loss is {first.loss}: {_known(details)}{times}",
-        evidence={
-            "loss": str(first.loss),
-            "steps": count,
-            "module": details.module if details else None,
-            "weights_finite_before": details.healthy_before if details else None,
-        },
+        f"the loss is {first.loss}: {_known(details)}{more}",
+        evidence={"times": count},
     )
 
 

@@ -39,5 +39,5 @@ def check(health: Health) -> Iterator[Finding]:
     yield RULE.at(
         Place(step=health.last_step),
         f"{skips} of the last {len(health.window)} steps were skipped ({share:.0%})",
-        evidence={"skipped": skips, "steps": len(health.window), "share": round(share, 4)},
+        evidence={"times": skips},
     )

@@ -28,6 +28,7 @@ RULE = Rule(
     good='scaler = torch.amp.GradScaler("cuda", growth_interval=500)',
 )
 
+FIX_WITHOUT_SCALER = "Use a GradScaler with FP32 parameters, under autocast; or train in BF16."
 TOUCHED = 0.02  # of the values subnormal or lost: before, there is nothing to be seen of it yet
 FALLEN = 1.0  # powers of two, at least: less is what the noise of batches does
 HORIZON = 4.0  # times as long as the fall was watched; further no line should be drawn
@@ -64,6 +65,7 @@ def check(health: Health) -> Iterator[Finding]:
             "half_lost_at_step": fall.half_lost,
             "parameters": len(falls),
         },
+        fix=FIX_WITHOUT_SCALER if health.recent[-1].scale is None else None,
     )
 
 

@@ -13,7 +13,14 @@ __all__ = ["RULE", "check"]
 
 def check(step: OptimizerStep) -> Iterator[Finding]:
     alone = not step.scaled and not step.again and step.scaled_by_constant is None and step.backward is not None
-    if alone and "fp16" in step.precisions and "fp16" not in step.parameters:
+    if alone and "fp16" in step.parameters:
+        yield RULE.at(
+            (step.backward or step.site).place,
+            "the parameters are FP16, and this loss is not scaled: gradients below 6e-8 are zero before "
+            f"`{step.optimizer}.step` at {step.site.short} sees them",
+            fix="Keep the parameters in FP32, run the model under FP16 autocast, and scale the loss by a GradScaler.",
+        )
+    elif alone and "fp16" in step.precisions:
         beside = " beside a GradScaler" if step.scaler else ""
         yield RULE.at(
             (step.backward or step.site).place,
