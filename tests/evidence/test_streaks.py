@@ -62,6 +62,35 @@ def test_a_loss_that_is_not_finite_is_real_if_it_came_first():
     assert streaks.all[0].is_real("fp16")
 
 
+@pytest.mark.parametrize("details", [None, "after each", "at the end"])
+def test_gradients_alone_are_told_from_the_losses_they_spoil(details):
+    """Without a scaler: gradients are bad at 2, and the losses from 3 on."""
+    streaks = Streaks()
+    streaks.add_good(1, None, 1.0)
+    losses = {2: 1.0, 3: math.nan, 4: math.nan, 5: math.nan}
+    for step, loss in losses.items():
+        streaks.add_bad(step, loss, None)
+        if details == "after each":
+            streaks.add_details(BadStep(step=step, loss=loss, healthy_before=step == 2))
+    for step, loss in losses.items() if details == "at the end" else ():
+        streaks.add_details(BadStep(step=step, loss=loss, healthy_before=step == 2))
+    (streak,) = streaks.all
+    assert (streak.count, streak.gradients_alone, streak.bad_losses, streak.spoiled_from) == (4, 1, 3, 3)
+    assert not streak.bad_loss
+
+
+def test_a_loss_that_breaks_after_skipped_steps_begins_a_streak_of_its_own():
+    streaks = Streaks()
+    for step, (loss, scale) in enumerate([(1.0, 8.0), (1.0, 4.0), (math.nan, 2.0), (1.0, 1.0)], start=1):
+        streaks.add_bad(step, loss, scale)
+    overflow, broken = streaks.all
+    assert (overflow.count, overflow.gradients_alone, overflow.bad_losses) == (2, 2, 0)
+    assert (broken.count, broken.gradients_alone, broken.bad_losses) == (2, 0, 1)
+    assert streaks.open is broken
+    whole = overflow.followed_by(broken)
+    assert (whole.first, whole.last, whole.count, whole.first_scale, whole.lowest_scale) == (1, 4, 4, 8.0, 1.0)
+
+
 CALLS = [("row", 2), ("row", 3), ("bad", 2), ("bad", 3)]
 ORDERS = [
     order

@@ -412,11 +412,11 @@ CASES = {
         optimizer.step()
         scaler.scale(torch.ones(()))
     """,
-    "autocast around nothing": """
+    "autocast around a loss alone": """
         for _ in range(2):
             optimizer.zero_grad()
             out = model(x)
-            with torch.autocast("cpu", dtype=torch.bfloat16):  # expect: AMP312
+            with torch.autocast("cpu", dtype=torch.bfloat16):
                 loss = F.cross_entropy(out, y)
             loss.backward()
             optimizer.step()
@@ -533,6 +533,244 @@ CASES = {
             scaler.scale(loss + penalty).backward()
             scaler.step(optimizer)
             scaler.update()
+    """,
+    "an optimizer that wraps another": """
+        from collections import OrderedDict
+
+        class Lookahead(torch.optim.Optimizer):
+            def __init__(self, base):
+                self.base, self.param_groups, self.defaults, self.state = base, base.param_groups, base.defaults, {}
+                self._optimizer_step_pre_hooks, self._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
+
+            def step(self, closure=None):
+                return self.base.step(closure)
+
+            def zero_grad(self, set_to_none=True):
+                self.base.zero_grad()
+
+        wrapped = Lookahead(optimizer)
+        for _ in range(4):
+            wrapped.zero_grad()
+            scaler.scale(loss_of()).backward()
+            scaler.step(wrapped)
+            scaler.update()
+        for _ in range(4):
+            wrapped.zero_grad()
+            F.cross_entropy(model(x), y).backward()
+            wrapped.step()
+    """,
+    "a teacher in FP16, a student in BF16": """
+        teacher = nn.Linear(16, 4)
+        for _ in range(4):
+            with torch.autocast("cpu", dtype=torch.float16), torch.no_grad():
+                target = teacher(x)
+            with torch.autocast("cpu", dtype=torch.float16):
+                with torch.no_grad():
+                    target = teacher(x)
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                loss = F.mse_loss(model(x), target.float())
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        scaler.scale(torch.ones(()))
+    """,
+    "one model in FP16, another in FP32": """
+        other = nn.Linear(16, 4)
+        second = torch.optim.SGD(other.parameters(), lr=0.1)
+        weight = nn.Parameter(torch.ones(3))
+        third = torch.optim.SGD([weight], lr=0.1)
+        for _ in range(4):
+            for each in (optimizer, second, third):
+                each.zero_grad()
+            loss = loss_of()
+            F.cross_entropy(other(x), y).backward()
+            second.step()
+            weight.square().sum().backward()
+            third.step()
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+    """,
+    "an unscaled FP16 loss beside a scaler": """
+        other = nn.Linear(16, 4)
+        second = torch.optim.SGD(other.parameters(), lr=0.1)
+        for _ in range(2):
+            optimizer.zero_grad()
+            second.zero_grad()
+            scaler.scale(loss_of()).backward()
+            loss_of(other).backward()  # expect: AMP301
+            scaler.step(optimizer)
+            second.step()
+            scaler.update()
+    """,
+    "a scaled loss of many": """
+        for _ in range(2):
+            optimizer.zero_grad()
+            with torch.autocast("cpu", dtype=torch.float16):
+                losses = F.cross_entropy(model(x), y, reduction="none")
+            scaler.scale(losses).mean().backward()
+            clip_grad_norm_(model.parameters(), 1.0)  # expect: AMP101
+            scaler.step(optimizer)
+            scaler.update()
+    """,
+    "scaled by what the scaler says": """
+        scaler.scale(torch.ones(()))
+        for _ in range(2):
+            optimizer.zero_grad()
+            (loss_of() * scaler.get_scale()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+    """,
+    "a part of the loss not scaled": """
+        for _ in range(2):
+            optimizer.zero_grad()
+            penalty = model[0].weight.square().sum().exp()
+            (scaler.scale(loss_of()) + penalty).backward()  # expect: AMP108
+            scaler.step(optimizer)
+            scaler.update()
+    """,
+    "an attack on the input first": """
+        for _ in range(4):
+            near = x.clone().requires_grad_()
+            F.cross_entropy(model(near), y).backward(inputs=[near])
+            optimizer.zero_grad()
+            with torch.autocast("cpu", dtype=torch.float16):
+                loss = F.cross_entropy(model(near.detach() + near.grad.sign()), y)
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+    """,
+    "an attack on the input, and its gradients dropped": """
+        for _ in range(4):
+            near = x.clone().requires_grad_()
+            F.cross_entropy(model(near), y).backward()
+            optimizer.zero_grad()
+            with torch.autocast("cpu", dtype=torch.float16):
+                loss = F.cross_entropy(model(near.detach() + near.grad.sign()), y)
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+    """,
+    "a bad step skipped by hand": """
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**26)
+        for _ in range(6):
+            scaler.scale(loss_of()).backward()
+            scaler.unscale_(optimizer)
+            if torch.isfinite(clip_grad_norm_(model.parameters(), 1.0)):
+                scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+    """,
+    "a GAN that trains the generator first": """
+        critic = nn.Linear(4, 1)
+        second = torch.optim.AdamW(critic.parameters())
+        for _ in range(6):
+            optimizer.zero_grad()
+            with torch.autocast("cpu", dtype=torch.float16):
+                fake = model(x)
+                loss = -critic(fake).float().mean()
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            second.zero_grad()
+            with torch.autocast("cpu", dtype=torch.float16):
+                loss = (critic(fake.detach()).square() + (1 - critic(x[:, :4])).square()).float().mean()
+            scaler.scale(loss).backward()
+            scaler.step(second)
+            scaler.update()
+    """,
+    "a clip of the last layers": """
+        deep = nn.Sequential(*[nn.Linear(16, 16) for _ in range(9)], nn.Linear(16, 4))
+        optimizer = torch.optim.SGD(deep.parameters(), lr=0.1)
+        scaler.scale(loss_of(deep)).backward()
+        clip_grad_norm_(deep[-1].parameters(), 1.0)  # expect: AMP101
+        scaler.step(optimizer)
+        scaler.update()
+    """,
+    "two models of one class, each evaluated as it was trained": """
+        other = nn.Sequential(nn.Linear(16, 4))
+        second = torch.optim.SGD(other.parameters(), lr=0.1)
+        scaler.scale(loss_of()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        F.cross_entropy(other(x), y).backward()
+        second.step()
+        with torch.no_grad():
+            other.eval()(x)
+            with torch.autocast("cpu", dtype=torch.float16):
+                model.eval()(x)
+    """,
+    "evaluated in what it was cast to": """
+        scaler.scale(loss_of()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        with torch.no_grad():
+            model.eval().half()(x.half())
+        model.float()
+    """,
+    "gradients divided by hand, or by what backward is given": """
+        for _ in range(2):
+            optimizer.zero_grad()
+            for _ in range(4):
+                F.cross_entropy(model(x), y).backward()
+            for each in model.parameters():
+                each.grad.div_(4)
+            optimizer.step()
+        for _ in range(2):
+            optimizer.zero_grad()
+            for _ in range(4):
+                F.cross_entropy(model(x), y).backward(gradient=torch.tensor(0.25))
+            optimizer.step()
+        scaler.scale(torch.ones(()))
+    """,
+    "a scaler saved as it is": """
+        import io
+        scaler.scale(loss_of()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        torch.save([optimizer.state_dict(), scaler], io.BytesIO())
+    """,
+    "two optimizers by turns": """
+        other = nn.Linear(16, 4)
+        second = torch.optim.SGD(other.parameters(), lr=0.1)
+        for step in range(6):
+            net, one = ((model, optimizer), (other, second))[step % 2]
+            one.zero_grad()
+            scaler.scale(loss_of(net)).backward()
+            scaler.step(one)
+            scaler.update()
+    """,
+    "threads, one after the other": """
+        import threading
+
+        def epoch():
+            for _ in range(2):
+                optimizer.zero_grad()
+                scaler.scale(loss_of()).backward()
+                scaler.step(optimizer)
+                scaler.update()
+
+        epoch()
+        thread = threading.Thread(target=epoch)
+        thread.start()
+        thread.join()
+    """,
+    "trained in evaluation mode": """
+        model.eval()
+        for _ in range(2):
+            optimizer.zero_grad()
+            for _ in range(3):
+                scaler.scale(loss_of()).backward()  # expect: AMP205
+            scaler.step(optimizer)
+            scaler.update()
+        with torch.no_grad():
+            model(x)  # expect: AMP501
+    """,
+    "a term of the loss that weighs much": """
+        for _ in range(2):
+            optimizer.zero_grad()
+            (100.0 * loss_of() + loss_of()).backward()  # expect: AMP301
+            optimizer.step()
+        scaler.scale(loss_of())
     """,
     "by the engine": """
         import ampwise

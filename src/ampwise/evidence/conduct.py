@@ -68,6 +68,7 @@ class Forward(Event):
     precision: str  # of autocast around it: "fp16", "bf16", or "fp32" where it is off
     device: str  # "cuda", "cpu"
     model: str = ""  # its class
+    number: int | None = None  # which of the models that optimizers train; None of a copy
     other_half: str | None = None  # what an earlier model ran in, in the same step, if that is the other half format
 
 
@@ -78,9 +79,9 @@ class Backward(Event):
     scaled: bool  # the loss came from ``scaler.scale``
     scaled_by_constant: float | None = None  # by hand
     autocast: str | None = None  # its precision, where autocast is on around the call
-    precision: str = "fp32"  # of the forward passes since the last backward
     loss_is_mean: bool | None = None  # a mean that nothing divided afterwards; None: cannot tell
     scaler: bool = False  # there is a GradScaler, enabled, whose step the script has called before
+    partly: bool = False  # some terms of the loss came from ``scaler.scale``, others did not
     onto_unscaled: bool = False  # a scaled backward adds to gradients that were unscaled already
 
 
@@ -120,7 +121,7 @@ class ScalerStep(Event):
     enabled: bool = True
     again: bool = False  # the second since the last update
     backwards: int = 0  # passes whose gradients it takes
-    unscaled: tuple[Backward, ...] = ()  # those of them without ``scaler.scale``
+    unscaled: tuple[Backward, ...] = ()  # those of them without ``scaler.scale``, in whole or in part
     undivided: tuple[Backward, ...] = ()  # means, added up, that nothing divided
     closure: bool = False
     half_parameters: bool = False
@@ -158,7 +159,7 @@ class Update(Event):
     """``scaler.update()``."""
 
     steps: int = 0  # by this scaler since its last update
-    pending: bool = False  # gradients of the scaled loss are in memory that no step has taken
+    pending: bool = False  # gradients were in memory that no step had taken, and a later pass has added to them
     optimizers: tuple[int, ...] = ()  # stepped since the last update
     earlier: tuple[int, ...] = ()  # stepped before the update before, in the same round of optimizers
     earlier_site: Site | None = None
@@ -208,7 +209,6 @@ class Conduct:
     scalers: list[ScalerMade] = field(default_factory=list)
     unused_scalers: list[ScalerMade] = field(default_factory=list)
     saves: dict[Saved, int] = field(default_factory=dict)
-    idle_regions: dict[Site, int] = field(default_factory=dict)  # of autocast, entered outside of any model
     dropped: dict[Site, int] = field(default_factory=dict)  # steps before which zero_grad dropped unused gradients
     scales_by_rank: dict[int, dict[int, float]] = field(default_factory=dict)  # rank: {step: scale}
     bf16_emulated_on: str | None = None  # the device's name, where BF16 was used and is emulated

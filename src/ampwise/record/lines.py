@@ -255,9 +255,7 @@ def _read_census(data: Any) -> Census:
     zeros, infs, nans, amax, amin, sum_squares, lowest, counts = _list(data)
     if _as_written(data):
         binades = {exponent: count for exponent, count in enumerate(counts, lowest) if count}
-        return Census(
-            binades=binades, zeros=zeros, infs=infs, nans=nans, amax=amax, amin=amin, sum_squares=sum_squares
-        )
+        return Census(binades=binades, zeros=zeros, infs=infs, nans=nans, amax=amax, amin=amin, sum_squares=sum_squares)
     return Census.from_dict(  # it takes what else means the same, and says what is wrong with the rest
         {
             "binades": dict(enumerate(_list(counts), lowest)),

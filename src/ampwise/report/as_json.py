@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from ampwise.printers.strict_json import dumps
 from ampwise.report.curves import plain, thinned
-from ampwise.report.facts import settings
+from ampwise.report.facts import environment, settings
 from ampwise.report.layers import layers_of
 from ampwise.report.verdict import verdict, worst_first
 
@@ -39,7 +39,7 @@ def as_json(run: Run) -> str:
                 "layers": [layer.as_dict() for layer in layers_of(run)],
             },
             "settings": [{"name": one.name, "value": one.value, "reason": one.reason} for one in settings(run)],
-            "environment": run.environment,
+            "environment": environment(run),
             "trouble": list(run.trouble),
             "facts": {name: fact for name, fact in run.facts.items() if name != "settings"},
         }

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from ampwise.report.layers import Layer
 
-__all__ = ["FATES", "Span", "bars", "span_of"]
+__all__ = ["Span", "bars", "legend", "span_of"]
 
 WIDTH, HEIGHT = 180, 24
 MOST_BARS = 60  # FP64 has two thousand binades; what lies below is drawn in the lowest bar
@@ -53,10 +53,19 @@ def bars(layer: Layer, span: Span) -> str:
     return f'<svg width="{WIDTH}" height="{HEIGHT}" role="img" aria-label="{told}"><title>{told}</title>{drawn}</svg>'
 
 
+def legend(drawn: Iterable[str]) -> list[str]:
+    """The fates that need a word, of all that ``bars`` has drawn: none where all values are plain numbers."""
+    text = "".join(drawn)
+    found = [fate for fate in FATES if f'class="{fate}"' in text]
+    return [] if found == ["normal"] else found
+
+
 def _fate(layer: Layer, exponent: int) -> str:
     fmt, scaled = layer.fmt, exponent + layer.exponent
+    if scaled > fmt.overflow_binade:
+        return "overflow"
+    if not layer.underflow or not layer.underflow.nonzero:
+        return "normal"  # it never was in FP16, and nothing of it was lost
     if fmt.flush_exponent is not None and scaled + 1 <= fmt.flush_exponent:
         return "lost"
-    if scaled + 1 <= fmt.lowest_exponent:
-        return "subnormal"
-    return "overflow" if scaled > fmt.overflow_binade else "normal"
+    return "subnormal" if scaled + 1 <= fmt.lowest_exponent else "normal"

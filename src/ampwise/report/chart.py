@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 
+from ampwise.printers.terminal import printable
 from ampwise.record.bucket import Bucket
 from ampwise.report.axis import Axis, axis_for, round_numbers
 from ampwise.report.curves import by_optimizer, spread_of
@@ -31,9 +32,18 @@ class _Frame:
 
 
 def chart(
-    title: str, metric: str, points: Sequence[Bucket], *, powers_of_two: bool = False, skips: bool = False
+    title: str,
+    metric: str,
+    points: Sequence[Bucket],
+    *,
+    powers_of_two: bool = False,
+    skips: bool = False,
+    names: Mapping[int, str] | None = None,
 ) -> str:
-    """A figure of one metric, a line for each optimizer; empty where nothing was measured."""
+    """A figure of one metric, a line for each optimizer; empty where nothing was measured.
+
+    names: of optimizers, where they are known.
+    """
     lines = list(by_optimizer(points).items())
     shown = lines[:MOST_LINES]
     drawn = [point for _, line in shown for point in line]
@@ -49,7 +59,8 @@ def chart(
     curves = "".join(_curve(line, metric, frame, place) for place, (_, line) in enumerate(shown))
     bad = "".join(_not_finite(point, metric, frame) for point in drawn if spread_of(point, metric).bad)
     skipped = "".join(_skips(point, frame) for point in drawn if point.skipped) if skips else ""
-    legend = _legend([optimizer for optimizer, _ in lines], bool(bad), bool(skipped))
+    told = [(names or {}).get(optimizer, f"optimizer {optimizer}") for optimizer, _ in lines]
+    legend = _legend(told, bool(bad), bool(skipped))
     return (
         f'<figure class="chart"><figcaption>{escape(title)}{legend}</figcaption>'
         f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(title)} over steps">'
@@ -135,15 +146,15 @@ def _steps(point: Bucket) -> str:
     return f"step {point.first:,}" if point.first == point.last else f"steps {point.first:,} to {point.last:,}"
 
 
-def _legend(optimizers: Sequence[int], bad: bool, skipped: bool) -> str:
+def _legend(optimizers: Sequence[str], bad: bool, skipped: bool) -> str:
     entries = []
     if len(optimizers) > 1:
-        entries = [(f"key{place}", f"optimizer {number}") for place, number in enumerate(optimizers[:MOST_LINES])]
+        entries = [(f"key{place}", name) for place, name in enumerate(optimizers[:MOST_LINES])]
     more = len(optimizers) - MOST_LINES
     entries += [("", f"{more:,} more not drawn")] if more > 0 else []
     entries += [("keyskip", "skipped step")] if skipped else []
     entries += [("keybad", "inf or NaN")] if bad else []
-    return "".join(f' <span class="key {name}">{escape(text)}</span>' for name, text in entries)
+    return "".join(f' <span class="key {name}">{escape(printable(text))}</span>' for name, text in entries)
 
 
 def _short(number: float) -> str:

@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from ampwise.report.wording import duration, number, short
+
 if TYPE_CHECKING:
     from ampwise.record.reader import Run
 
-__all__ = ["Setting", "modules", "one_line", "sentences", "settings", "short", "timing"]
+__all__ = ["Setting", "environment", "modules", "optimizer_names", "sentences", "settings", "timing"]
 
 TIMES = {  # what a person asks of it; JSON has the rest
-    "seconds_per_step": "seconds a step",
+    "seconds_per_step": "time a step",
     "half_share": "matrix work in half precision",
     "cast_share": "time in casts",
     "data_wait_share": "time waiting for data",
     "syncs_per_step": "waits for the device, a step",
 }
-LONGEST = 200  # characters of a value of evidence: a line is for reading
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +53,13 @@ def modules(run: Run) -> list[tuple[str, str, str]]:
     return [(text[0], text[1], text[2]) for row in _rows(run, "modules") for text in [[_text(row, p) for p in parts]]]
 
 
+def optimizer_names(run: Run) -> dict[int, str]:
+    """The optimizers in words, "AdamW of Generator", by number; of two that read the same, each with its number."""
+    told = {row["index"]: _of_model(row) for row in _rows(run, "optimizers") if type(row.get("index")) is int}
+    times = Counter(told.values())
+    return {index: name if times[name] == 1 else f"{name}, optimizer {index}" for index, name in told.items() if name}
+
+
 def timing(run: Run) -> list[tuple[str, str]]:
     """Where time went: a name and a value in words for each number that was measured."""
     found = run.facts.get("timing")
@@ -59,19 +68,12 @@ def timing(run: Run) -> list[tuple[str, str]]:
     return [(words, _amount(name, found[name])) for name, words in TIMES.items() if _known(found.get(name))]
 
 
-def short(value: object) -> str:
-    """A value in few characters: six digits are what a person compares; JSON has them all."""
-    text = f"{value:.6g}" if isinstance(value, float) else str(value)
-    return text if len(text) <= LONGEST else f"{text[:LONGEST]}…"
-
-
-def one_line(evidence: Mapping[str, Any]) -> str:
-    """The evidence of a finding.
-
-    >>> one_line({"norm": 1.5258789e-05, "scale": 65536})
-    'norm: 1.52588e-05, scale: 65536'
-    """
-    return ", ".join(f"{key}: {short(value)}" for key, value in evidence.items())
+def environment(run: Run) -> dict[str, Any]:
+    """Where it ran: what was known before it began, and what torch said at its end."""
+    found = run.facts.get("torch")
+    of_torch = {name: value for name, value in found.items() if value is not None} if isinstance(found, Mapping) else {}
+    wrote = run.manifest.get("ampwise")
+    return {**run.environment, **of_torch, **({} if wrote is None else {"ampwise": wrote})}
 
 
 def _rows(run: Run, name: str) -> list[Mapping[str, Any]]:
@@ -83,11 +85,18 @@ def _text(row: Mapping[str, Any], part: str) -> str:
     return str(row.get(part) or "")
 
 
+def _of_model(row: Mapping[str, Any]) -> str:
+    return " of ".join(text for text in (_text(row, "name"), _text(row, "model")) if text)
+
+
 def _known(value: object) -> bool:
     return value is not None and not isinstance(value, (Mapping, list, tuple))
 
 
 def _amount(name: str, value: object) -> str:
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
+    found = number(value)
+    if found is None or isinstance(value, str):
         return short(value)
-    return f"{value:.1%}" if "share" in name else f"{value:.4g}" if isinstance(value, float) else f"{value:,}"
+    if name.startswith("seconds"):
+        return duration(found)
+    return f"{found:.1%}" if "share" in name else f"{value:.4g}" if isinstance(value, float) else f"{value:,}"

@@ -1,40 +1,47 @@
-"""The gradients of each layer over a run, worst first."""
+"""The gradients of each layer over a run, and what FP16 lost of them; worst first."""
 
 from __future__ import annotations
 
 import math
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ampwise.census.algebra import Census
 from ampwise.errors import UnknownName
+from ampwise.evidence.underflow import Underflow, scale_exponent, underflow
 from ampwise.formats import Format, find_scalar_format
+from ampwise.report.facts import optimizer_names
 
 if TYPE_CHECKING:
     from ampwise.record.reader import Run
+    from ampwise.record.rows import LayerSample
 
-__all__ = ["Layer", "about_layers", "layers_of", "percent"]
+__all__ = ["Layer", "about_layers", "headings", "layers_of", "title"]
 
+NOTHING = Underflow(0, 0, 0.0, None)
 NEAR_OVERFLOW = 1  # doublings of the scale, or of a gradient, that are left before the largest value overflows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layer:
-    """What the gradients of a parameter held over the sampled steps, and what a format makes of them."""
+    """What the gradients of a parameter held over the sampled steps, and what the format of the run makes of them."""
 
     name: str
     optimizer: int
+    owner: str  # the optimizer in words
     census: Census  # in true units, over all samples
     steps: int  # that were sampled
     share: float  # of all gradients of the run
     fmt: Format
     scale: float | None  # at present
+    underflow: Underflow | None  # in FP16, at present; None for a run in another format, which loses nothing there
 
     @property
     def exponent(self) -> int:
         """The power of two of the scale; one that lies between two counts as the lower, so that no loss is hidden."""
-        known = self.scale is not None and 0 < self.scale < math.inf
-        return math.frexp(self.scale)[1] - 1 if known and self.scale is not None else 0
+        return scale_exponent(self.scale)
 
     @property
     def norm(self) -> float:
@@ -42,14 +49,14 @@ class Layer:
         return self.census.norm / math.sqrt(max(1, self.steps))
 
     @property
-    def lost(self) -> float:
-        """The share of the non-zero values that the format rounds to zero at the present scale."""
-        return self.census.flushed(self.fmt, self.exponent) / max(1, self.census.nonzeros)
+    def lost(self) -> float | None:
+        """The share of the values that FP16 turned to zero, by estimate: those that are left hold none of them."""
+        return None if self.underflow is None else self.underflow.lost_share
 
     @property
-    def subnormal(self) -> float:
-        """The share of the non-zero values that the format keeps with fewer bits at the present scale."""
-        return self.census.subnormal(self.fmt, self.exponent) / max(1, self.census.nonzeros)
+    def subnormal(self) -> float | None:
+        """The share of the values that FP16 keeps with fewer bits."""
+        return None if self.underflow is None else self.underflow.subnormal_share
 
     @property
     def dead(self) -> bool:
@@ -76,6 +83,11 @@ class Layer:
         }
         return [note for note, holds in told.items() if holds]
 
+    @property
+    def name_and_owner(self) -> str:
+        """For a table of the layers of several optimizers."""
+        return f"{self.name} ({self.owner})"
+
     def as_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""
         return {
@@ -97,37 +109,58 @@ class Layer:
 
 def layers_of(run: Run) -> list[Layer]:
     """Every parameter of every optimizer, worst first; of equals, in the order of the model."""
-    fmt = _format(run)
+    fmt, owners = _format(run), optimizer_names(run)
     optimizers = sorted({sample.optimizer for sample in run.layers})
     totals = {optimizer: run.total_layers(optimizer) for optimizer in optimizers}
-    scales = {optimizer: _present_scale(run, optimizer) for optimizer in optimizers}
     everything = sum(census.count for layers in totals.values() for census in layers.values())
-    found = [
-        Layer(
-            name=name,
-            optimizer=optimizer,
-            census=census,
-            steps=_sampled(run, optimizer, name),
-            share=census.count / max(1, everything),
-            fmt=fmt,
-            scale=scales[optimizer],
-        )
-        for optimizer, layers in totals.items()
-        for name, census in layers.items()
-    ]
+    found = []
+    for optimizer, layers in totals.items():
+        samples = [sample for sample in run.layers if sample.optimizer == optimizer]
+        scale = _present_scale(run, samples, optimizer)
+        steps, lost = _sampled(samples), _underflows(samples, scale) if fmt.name == "fp16" else None
+        found += [
+            Layer(
+                name=name,
+                optimizer=optimizer,
+                owner=owners.get(optimizer, f"optimizer {optimizer}"),
+                census=census,
+                steps=steps[name],
+                share=census.count / max(1, everything),
+                fmt=fmt,
+                scale=scale,
+                underflow=None if lost is None else lost.get(name, NOTHING),
+            )
+            for name, census in layers.items()
+        ]
     return sorted(found, key=_badness)
 
 
-def about_layers(layers: list[Layer]) -> str:
+def title(layers: Sequence[Layer]) -> str:
+    """What stands above the table: where nothing is worse than the rest, it is in the order of the model."""
+    odd = any(layer.lost or layer.subnormal or layer.notes for layer in layers)
+    return "Layers, worst first" if odd and len(layers) > 1 else "Layers"
+
+
+def headings(layers: Sequence[Layer]) -> list[str]:
+    """Of the numbers; what is lost is known only of a run in FP16."""
+    return ["share", "norm", "largest", *(["lost, est.", "subnormal"] if layers[0].underflow is not None else [])]
+
+
+def about_layers(layers: Sequence[Layer]) -> str:
     """What the numbers of the table are about.
 
     The share lost is of values that are not zero: exact zeros of rows that were not used lose nothing.
     """
     steps = max(layer.steps for layer in layers)
-    scales = {layer.scale for layer in layers if layer.scale is not None}
-    scale = f"at the last loss scale, {_written(max(scales))}" if scales else "without a loss scale"
-    fmt = layers[0].fmt.title
-    return f"Gradients in true units, over {steps:,} sampled step{'' if steps == 1 else 's'}; lost in {fmt} {scale}"
+    over = f"Gradients in true units, over {steps:,} sampled step{'' if steps == 1 else 's'}"
+    if layers[0].underflow is None:
+        return over
+    scales = {layer.scale for layer in layers}
+    if len(scales) > 1:
+        return f"{over}; lost in FP16 at each optimizer's last loss scale, by estimate"
+    scale = layers[0].scale
+    at = "without a loss scale" if scale is None else f"at the last loss scale, {_written(scale)}"
+    return f"{over}; lost in FP16 {at}, by estimate"
 
 
 def _written(scale: float) -> str:
@@ -138,43 +171,52 @@ def _written(scale: float) -> str:
     return f"{scale:,.0f}" if scale.is_integer() and scale < 1e9 else f"{scale:.6g}"
 
 
-def percent(share: float) -> str:
-    """A share that is not zero never reads as zero.
-
-    >>> percent(0.0), percent(0.00001), percent(0.1234), percent(1.0)
-    ('0', '<0.1%', '12.3%', '100%')
-    """
-    if not share:
-        return "0"
-    if share < 0.001:
-        return "<0.1%"
-    return "100%" if share >= 1 else ">99.9%" if share > 0.9994 else f"{share:.1%}"
-
-
 def _badness(layer: Layer) -> tuple[object, ...]:
     left = layer.doublings_left
     # Shares of a thousandth: a finer order would be noise, and would mix up the layers of a healthy model.
-    shares = (-round(layer.lost, 3), -round(layer.subnormal, 3))
+    shares = (-round(layer.lost or 0.0, 3), -round(layer.subnormal or 0.0, 3))
     # A scale that grows ends near overflow in the best of runs, so that comes last.
     return (layer.census.finite, not layer.dead, *shares, left is None or left >= NEAR_OVERFLOW)
 
 
 def _format(run: Run) -> Format:
-    """That the run computed in; FP16 where it was neither half, since that is the one that loses."""
+    """That the run computed in. One that was killed has not said so: only FP16 needs a loss scale."""
     try:
-        found = find_scalar_format(str(run.facts.get("precision") or "fp16"))
+        found = find_scalar_format(str(run.facts.get("precision")))
     except (UnknownName, ValueError):
-        return find_scalar_format("fp16")
-    return found if found.name in ("fp16", "bf16") else find_scalar_format("fp16")
+        scaled = any(bucket.scale.known for bucket in run.steps) or any(one.scale is not None for one in run.layers)
+        return find_scalar_format("fp16" if scaled else "fp32")
+    return found if found.name in ("fp16", "bf16") else find_scalar_format("fp32")
 
 
-def _sampled(run: Run, optimizer: int, name: str) -> int:
-    return sum(sample.steps for sample in run.layers if sample.optimizer == optimizer and name in sample.layers)
+def _sampled(samples: Iterable[LayerSample]) -> Counter[str]:
+    """Over how many steps each layer was measured."""
+    steps: Counter[str] = Counter()
+    for sample in samples:
+        steps.update(dict.fromkeys(sample.layers, sample.steps))
+    return steps
 
 
-def _present_scale(run: Run, optimizer: int) -> float | None:
+def _underflows(samples: Sequence[LayerSample], scale: float | None) -> dict[str, Underflow]:
+    """What FP16 lost of each layer, by the last sample in which it was finite: what the rules look at, too."""
+    last = {name: (census, at.scale) for at in samples for name, census in at.layers.items() if census.finite}
+    return {name: _at_present(census, then, scale) for name, (census, then) in last.items()}
+
+
+def _at_present(census: Census, then: float | None, now: float | None) -> Underflow:
+    """At the scale that there is now; where it has grown since the sample, at that of the sample: what is gone is gone.
+
+    Where it has shrunk, those that were small go, too, and they are counted.
+    """
+    found, k = underflow(census, then), scale_exponent(now)
+    if not found.nonzero or k >= scale_exponent(then):
+        return found
+    gone = census.flushed("fp16", k)
+    return Underflow(found.nonzero - gone, census.subnormal("fp16", k).low, found.lost + gone, None)
+
+
+def _present_scale(run: Run, samples: Sequence[LayerSample], optimizer: int) -> float | None:
     for bucket in reversed(run.steps):
         if bucket.optimizer == optimizer and bucket.scale.mean is not None:
             return bucket.scale.mean
-    scales = [sample.scale for sample in run.layers if sample.optimizer == optimizer and sample.scale is not None]
-    return scales[-1] if scales else None
+    return next((sample.scale for sample in reversed(samples) if sample.scale is not None), None)

@@ -50,7 +50,9 @@ th:first-child, td:first-child, .left { text-align: left; }
 td.name, td.text { white-space: normal; overflow-wrap: anywhere; }
 td.text, td.pair { text-align: left; }
 td.pair { width: 75%; white-space: normal; overflow-wrap: anywhere; }
-td.name { min-width: 150px; }
+td.name { min-width: 130px; }
+th:first-child, td.name { position: sticky; left: 0; background: var(--ground); }
+sup { font-size: 75%; line-height: 0; }
 td svg { display: block; }
 .charts { display: grid; gap: 12px; grid-template-columns: repeat(auto-fit, minmax(min(480px, 100%), 1fr)); }
 figure { margin: 0; background: var(--card); border: 1px solid var(--rule); border-radius: 8px; padding: 12px 14px; }
@@ -63,6 +65,7 @@ svg text { fill: var(--soft); font: 11px system-ui, sans-serif; }
 .skip { stroke: var(--warning); stroke-width: 1.6; } .bad { stroke: var(--error); stroke-width: 1.6; }
 .lost { fill: var(--lost); } .subnormal { fill: var(--subnormal); } .normal { fill: var(--normal); }
 .overflow { fill: var(--overflow); }
+.keys { display: flex; flex-wrap: wrap; gap: 0 12px; } .keys .key { margin-left: 0; }
 .key { white-space: nowrap; margin-left: 12px; }
 .key::before { content: ""; display: inline-block; width: 9px; height: 9px; border-radius: 2px; margin-right: 5px; }
 .keyskip::before { background: var(--warning); } .keybad::before { background: var(--error); }

@@ -8,14 +8,16 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ampwise.printers.terminal import printable
-from ampwise.report.bars import FATES, bars, span_of
+from ampwise.report.activations import ABOUT, HEADINGS, MOST_MODULES, Activation, activations_of
+from ampwise.report.bars import bars, legend, span_of
 from ampwise.report.chart import COLUMNS, chart
 from ampwise.report.curves import thinned
-from ampwise.report.facts import modules, one_line, sentences, settings, short, timing
-from ampwise.report.layers import Layer, about_layers, layers_of, percent
+from ampwise.report.facts import environment, modules, optimizer_names, sentences, settings, timing
+from ampwise.report.layers import Layer, about_layers, headings, layers_of, title
 from ampwise.report.looks import CSS
 from ampwise.report.source_lines import kept_lines
-from ampwise.report.verdict import ending, happened, verdict, worst_first
+from ampwise.report.verdict import happened, mood, opening, verdict, worst_first
+from ampwise.report.wording import moment, one_line, percent, short
 
 if TYPE_CHECKING:
     from ampwise.record.reader import Run
@@ -27,27 +29,27 @@ MARK = '<meta name="generator" content="ampwise report">'  # by which an earlier
 # The page runs nothing and fetches nothing, whatever a record has smuggled in.
 POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 MOST_LAYERS = 400
-MOST_MODULES = 1000
+MOST_KINDS = 1000  # modules with their kinds
 MOST_FINDINGS = 300
 
 
 def page(run: Run) -> str:
     """The whole file."""
     seen = worst_first(run.merged_findings())
-    said = verdict(run)
     body = "".join(
         [
-            _header(run, seen, said),
+            _header(run),
             _findings(seen),
             _settings(run),
             _charts(run),
             _layers(layers_of(run)),
+            _activations(activations_of(run)),
             _pairs("Where time goes", timing(run)),
             _list("What was fine", sentences(run, "what_was_fine")),
             _list("What was not measured", sentences(run, "not_measured")),
             _list("Trouble with this record", run.trouble),
             _modules(run),
-            _pairs("Environment", [(str(name), short(value)) for name, value in _flat(run.environment)]),
+            _pairs("Environment", [(str(name), short(value)) for name, value in _flat(environment(run))]),
             f'<footer class="soft">Record: <code>{_text(str(run.folder))}</code></footer>',
         ]
     )
@@ -55,7 +57,7 @@ def page(run: Run) -> str:
         f'<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n{MARK}\n'
         f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>{_text(said)}</title>\n<style>{CSS}</style>\n</head>\n<body>\n<main>\n{body}</main>\n</body>\n</html>\n"
+        f"<title>{_text(verdict(run))}</title>\n<style>{CSS}</style>\n</head>\n<body>\n<main>\n{body}</main>\n</body>\n</html>\n"
     )
 
 
@@ -73,17 +75,19 @@ def _lines(text: str) -> str:
     return "<br>".join(_prose(line) for line in text.split("\n"))
 
 
-def _header(run: Run, seen: Sequence[Seen], said: str) -> str:
-    kind = str(seen[0].finding.severity) if seen else "ok"
-    times = [str(run.manifest[part]) for part in ("created", "finished") if run.manifest.get(part)]
+def _raised(text: str) -> str:
+    """Escaped text in which powers of two have their exponents raised."""
+    return re.sub(r"2\^(-?\d+)", lambda power: f"2<sup>{power[1].replace('-', '−')}</sup>", text)
+
+
+def _header(run: Run) -> str:
+    first, *others = opening(run)
+    times = [moment(str(run.manifest[part])) for part in ("created", "finished") if run.manifest.get(part)]
     command = run.manifest.get("command")
-    told = [
-        ending(run),
-        f"From {' to '.join(times)}." if len(times) == 2 else f"Begun {times[0]}." if times else "",
-    ]
-    about = "".join(f'<p class="soft">{_text(line)}</p>' for line in told if line)
+    told = [*others, f"From {' to '.join(times)}." if len(times) == 2 else f"Begun {times[0]}." if times else ""]
+    about = "".join(f'<p class="soft">{_prose(line)}</p>' for line in told if line)
     ran = f"<p><code>{_text(' '.join(map(str, command)))}</code></p>" if isinstance(command, list) and command else ""
-    return f'<h1 class="{kind}">{_prose(said)}.</h1>\n{about}{ran}\n'
+    return f'<h1 class="{mood(run)}">{_prose(first)}</h1>\n{about}{ran}\n'
 
 
 def _findings(seen: Sequence[Seen]) -> str:
@@ -96,12 +100,14 @@ def _findings(seen: Sequence[Seen]) -> str:
 def _card(seen: Seen) -> str:
     finding = seen.finding
     where = f"<p><code>{_text(str(finding.place))}</code></p>" if finding.place.as_dict() else ""
-    evidence = f'<p class="soft">{_text(one_line(finding.evidence))}</p>' if finding.evidence else ""
+    told = "".join(
+        f'<p class="soft">{_text(text)}</p>' for text in (one_line(finding.evidence), happened(seen)) if text
+    )
     return (
         f'<article class="card {finding.severity}">'
         f'<h3><span class="tag {finding.severity}">{finding.severity}[{_text(finding.rule.code)}]</span> '
         f"<b>{_text(finding.rule.name)}</b>: {_lines(finding.message)}</h3>"
-        f'{where}{_excerpt(seen)}{evidence}<p class="soft">{_text(happened(seen))}</p>'
+        f"{where}{_excerpt(seen)}{told}"
         f"<p><b>Fix:</b> {_lines(finding.fix)}</p></article>"
     )
 
@@ -128,11 +134,12 @@ def _settings(run: Run) -> str:
 
 def _charts(run: Run) -> str:
     points = thinned(run.steps, COLUMNS)
+    names = optimizer_names(run)
     drawn = [
-        chart("Loss", "loss", points),
-        chart("Loss scale", "scale", points, powers_of_two=True, skips=True),
-        chart("Norm of the gradients", "norm", points, skips=True),
-        chart("Learning rate", "lr", points),
+        chart("Loss", "loss", points, names=names),
+        chart("Loss scale", "scale", points, powers_of_two=True, skips=True, names=names),
+        chart("Norm of the gradients", "norm", points, skips=True, names=names),
+        chart("Learning rate", "lr", points, names=names),
     ]
     charts = "\n".join(figure for figure in drawn if figure)
     if not charts:
@@ -148,25 +155,36 @@ def _layers(layers: list[Layer]) -> str:
         return ""
     span = span_of(layers)
     several = len({layer.optimizer for layer in layers}) > 1
-    rows = [
-        [
-            f"<code>{_text(layer.name)}</code>{f' (optimizer {layer.optimizer})' if several else ''}",
-            bars(layer, span),
-            percent(layer.share),
-            f"{layer.norm:.3g}",
-            f"{layer.census.amax:.3g}",
-            _text(percent(layer.lost)),
-            _text(percent(layer.subnormal)),
-            _text(", ".join(layer.notes)),
-        ]
-        for layer in layers[:MOST_LAYERS]
-    ]
-    headings = ["layer", f"2^{span.low} to 2^{span.high + 1}", "values", "norm", "largest", "lost", "subnormal", ""]
-    keys = "".join(f'<span class="key {fate}">{fate}</span>' for fate in FATES)
+    shown = layers[:MOST_LAYERS]
+    drawn = [bars(layer, span) for layer in shown]
+    rows = [_row(layer, picture, several) for layer, picture in zip(shown, drawn, strict=True)]
+    numbers = headings(layers)
+    top = ["layer", *numbers, _raised(f"2^{span.low} to 2^{span.high + 1}"), ""]
+    words = "".join(f'<span class="key {fate}">{fate}</span>' for fate in legend(drawn))
+    keys = f'<p class="soft keys">{words}</p>\n' if words else ""
     return (
-        f'<h2>Layers, worst first</h2>\n<p class="soft">{_text(about_layers(layers))}. {keys}</p>\n'
-        f"{_table(headings, rows, ['name', 'left', '', '', '', '', '', 'text'])}"
+        f'<h2>{title(layers)}</h2>\n<p class="soft">{_raised(_text(about_layers(layers)))}.</p>\n'
+        f"{keys}{_table(top, rows, ['name', *[''] * len(numbers), 'left', 'text'])}"
         f"{_more(len(layers) - MOST_LAYERS, 'layers')}"
+    )
+
+
+def _row(layer: Layer, picture: str, several: bool) -> list[str]:
+    owner = f" ({_text(layer.owner)})" if several else ""
+    numbers = [percent(layer.share), f"{layer.norm:.3g}", f"{layer.census.amax:.3g}"]
+    lost = [_text(percent(share)) for share in (layer.lost, layer.subnormal) if share is not None]
+    return [f"<code>{_text(layer.name)}</code>{owner}", *numbers, *lost, picture, _text(", ".join(layer.notes))]
+
+
+def _activations(found: list[Activation]) -> str:
+    if not found:
+        return ""
+    rows = [[_text(cell) for cell in one.cells] for one in found[:MOST_MODULES]]
+    named = [[f"<code>{name}</code>", *cells] for name, *cells in rows]
+    return (
+        f"<h2>Modules{', worst first' if len(found) > 1 else ''}</h2>\n"
+        f'<p class="soft">{ABOUT}.</p>\n{_table(HEADINGS, named, ["name", "", "", ""])}'
+        f"{_more(len(found) - MOST_MODULES, 'modules')}"
     )
 
 
@@ -174,10 +192,10 @@ def _modules(run: Run) -> str:
     found = modules(run)
     if not found:
         return ""
-    rows = [[_text(part) for part in row] for row in found[:MOST_MODULES]]
+    rows = [[_text(part) for part in row] for row in found[:MOST_KINDS]]
     body = _table(["module", "kind", "precision"], rows, ["name", "text", "text"])
-    more = _more(len(found) - MOST_MODULES, "modules")
-    return f"<details><summary><h2>Modules ({len(found):,})</h2></summary>\n{body}{more}</details>\n"
+    more = _more(len(found) - MOST_KINDS, "modules")
+    return f"<details><summary><h2>Kinds of modules ({len(found):,})</h2></summary>\n{body}{more}</details>\n"
 
 
 def _pairs(title: str, pairs: Sequence[tuple[str, str]]) -> str:

@@ -8,10 +8,12 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from ampwise.printers.terminal import paint, printable
-from ampwise.report.facts import one_line, sentences, settings, short, timing
-from ampwise.report.layers import Layer, about_layers, layers_of, percent
+from ampwise.report.activations import ABOUT, HEADINGS, MOST_MODULES, Activation, activations_of
+from ampwise.report.facts import sentences, settings, timing
+from ampwise.report.layers import Layer, about_layers, headings, layers_of, title
 from ampwise.report.source_lines import drawn_lines, gutter_of
-from ampwise.report.verdict import ending, happened, verdict, worst_first
+from ampwise.report.verdict import happened, mood, nothing_seen, opening, steps_of, worst_first
+from ampwise.report.wording import one_line, percent, short
 
 if TYPE_CHECKING:
     from ampwise.record.reader import Run
@@ -30,14 +32,16 @@ INDENT = "  "
 def summary(run: Run, *, colour: bool, width: int) -> str:
     """The whole text, ending in a newline."""
     width = max(width, NARROWEST)
+    if nothing_seen(run):
+        return _short_of_steps(run, colour, width)
     seen = worst_first(run.merged_findings())
-    layers = layers_of(run)
     parts = [
-        _opening(run, seen, colour, width),
+        _opening(run, colour, width),
         *[_paragraph(one, colour) for one in seen[:MOST_FINDINGS]],
         _more(len(seen) - MOST_FINDINGS, "findings: the page and the JSON have all of them"),
         _settings(run, colour, width),
-        _table_of(layers, colour, width),
+        _table_of(layers_of(run), colour, width),
+        _activations(activations_of(run), colour, width),
         _pairs("Where time goes", timing(run), colour),
         _list("Fine", sentences(run, "what_was_fine"), "ok", colour, width),
         _list("Not measured", sentences(run, "not_measured"), "bold", colour, width),
@@ -47,11 +51,16 @@ def summary(run: Run, *, colour: bool, width: int) -> str:
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
-def _opening(run: Run, seen: Sequence[Seen], colour: bool, width: int) -> str:
-    style = str(seen[0].finding.severity) if seen else "ok"
-    lines = [paint(f"{printable(verdict(run))}.", style, colour)]
-    how = ending(run)
-    return "\n".join([*lines, *([_wrapped(how, width)] if how else [])])
+def _short_of_steps(run: Run, colour: bool, width: int) -> str:
+    """Of a run that took no step, there is little to say."""
+    told = f"{_opening(run, colour, width)}\n{_where(run)}"
+    trouble = _list("Trouble with this record", run.trouble, "warning", colour, width)
+    return f"{told}\n\n{trouble}\n" if trouble else f"{told}\n"
+
+
+def _opening(run: Run, colour: bool, width: int) -> str:
+    first, *others = opening(run)
+    return "\n".join([paint(printable(first), mood(run), colour), *[_wrapped(other, width) for other in others]])
 
 
 def _paragraph(seen: Seen, colour: bool) -> str:
@@ -60,12 +69,12 @@ def _paragraph(seen: Seen, colour: bool) -> str:
     mark = f"{margin} {paint('=', 'gutter', colour)}"
     head = paint(f"{finding.severity}[{finding.rule.code}]", finding.severity, colour)
     where = f"{margin}{paint('-->', 'gutter', colour)} {printable(str(finding.place))}"
+    told = [printable(text) for text in (one_line(finding.evidence), happened(seen)) if text]
     lines = [
         f"{head} {paint(printable(finding.rule.name), 'bold', colour)}: {_block(finding.message, 2)}",
         *([where] if finding.place.as_dict() else []),
         *drawn_lines(seen, colour),
-        *([f"{mark} {printable(one_line(finding.evidence))}"] if finding.evidence else []),
-        f"{mark} {happened(seen)}",
+        *[f"{mark} {text}" for text in told],
         f"{paint('help', 'help', colour)}: {_block(finding.fix, 6)}",
     ]
     return "\n".join(lines)
@@ -88,20 +97,42 @@ def _table_of(layers: list[Layer], colour: bool, width: int) -> str:
     shown = layers[:MOST_LAYERS]
     several = len({layer.optimizer for layer in layers}) > 1
     rows = [_row(layer, several) for layer in shown]
-    more = len(layers) - len(shown)
     lines = [
-        paint("Layers", "bold", colour) + (", worst first" if len(layers) > 1 else ""),
+        _titled(title(layers), colour),
         _wrapped(f"{about_layers(layers)}.", width, INDENT),
-        *_table(["layer", "values", "norm", "largest", "lost", "subnormal", ""], rows, colour, width - len(INDENT)),
-        *([f"{INDENT}… and {more:,} more"] if more else []),
+        *_table(["layer", *headings(layers), ""], rows, colour, width - len(INDENT)),
+        *_left_out(len(layers) - len(shown)),
     ]
     return "\n".join(lines)
 
 
 def _row(layer: Layer, several: bool) -> list[str]:
-    name = f"{layer.name} (optimizer {layer.optimizer})" if several else layer.name
+    name = layer.name_and_owner if several else layer.name
     numbers = [percent(layer.share), f"{layer.norm:.3g}", f"{layer.census.amax:.3g}"]
-    return [printable(name), *numbers, percent(layer.lost), percent(layer.subnormal), ", ".join(layer.notes)]
+    lost = [percent(share) for share in (layer.lost, layer.subnormal) if share is not None]
+    return [printable(name), *numbers, *lost, ", ".join(layer.notes)]
+
+
+def _activations(found: list[Activation], colour: bool, width: int) -> str:
+    if not found:
+        return ""
+    rows = [[*map(printable, one.cells), ""] for one in found[:MOST_MODULES]]
+    lines = [
+        _titled("Modules, worst first" if len(found) > 1 else "Modules", colour),
+        _wrapped(f"{ABOUT}.", width, INDENT),
+        *_table([*HEADINGS, ""], rows, colour, width - len(INDENT)),
+        *_left_out(len(found) - MOST_MODULES),
+    ]
+    return "\n".join(lines)
+
+
+def _titled(text: str, colour: bool) -> str:
+    name, comma, order = text.partition(",")
+    return f"{paint(name, 'bold', colour)}{comma}{order}"
+
+
+def _left_out(number: int) -> list[str]:
+    return [f"{INDENT}… and {number:,} more"] if number > 0 else []
 
 
 def _table(headings: list[str], rows: list[list[str]], colour: bool, width: int) -> list[str]:
@@ -144,14 +175,20 @@ def _list(title: str, lines: Sequence[str], style: str, colour: bool, width: int
     return "\n".join([paint(title, style, colour), *[_wrapped(f"- {line}", width, INDENT, hang=2) for line in lines]])
 
 
+def _where(run: Run) -> str:
+    return f"The record is in {printable(str(run.folder))}"
+
+
 def _next(run: Run, seen: Sequence[Seen], colour: bool) -> str:
     folder = printable(shlex.quote(str(run.folder)))
-    commands = {f"ampwise report {folder} --html page.html": "the curves and every layer, on one page"}
+    commands = {}
+    if steps_of(run):
+        commands[f"ampwise report {folder} --html page.html"] = "the curves and every layer, on one page"
     if seen:
         commands[f"ampwise explain {printable(seen[0].finding.rule.code)}"] = "why it matters, with an example"
-    longest = max(map(len, commands))
+    longest = max(map(len, commands), default=0)
     lines = [f"{INDENT}{command:{longest}}{GAP}{paint(what, 'dim', colour)}" for command, what in commands.items()]
-    return "\n".join([f"The record is in {printable(str(run.folder))}", *lines])
+    return "\n".join([_where(run), *lines])
 
 
 def _more(number: int, what: str) -> str:

@@ -6,13 +6,26 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from ampwise.finding import Finding, Severity
+from ampwise.report.facts import sentences
 
 if TYPE_CHECKING:
     from ampwise.record.reader import Run
     from ampwise.record.rows import Seen
 
-__all__ = ["ending", "happened", "how_many", "setup", "steps_of", "verdict", "worst_first"]
+__all__ = [
+    "ending",
+    "happened",
+    "how_many",
+    "mood",
+    "nothing_seen",
+    "opening",
+    "setup",
+    "steps_of",
+    "verdict",
+    "worst_first",
+]
 
+REASONS = ("Nothing was watched", "Some calls could not be followed")  # of all that was not measured, why nothing was
 RANKS_NAMED = 8  # of a thousand ranks nobody reads the list
 
 
@@ -22,14 +35,47 @@ def worst_first(seen: Sequence[Seen]) -> list[Seen]:
 
 
 def verdict(run: Run) -> str:
-    """The first line of every report, without its full stop."""
+    """The run in a line, without its full stop; that a script failed comes before what was found in it."""
+    how = ending(run)
+    return f"{how} {_judged(run)}" if how and _ended_badly(run) else _judged(run)
+
+
+def opening(run: Run) -> list[str]:
+    """The first sentences of every report: what was found, and how the run ended; a failure first."""
+    how, judged = ending(run), f"{_judged(run)}."
+    reasons = [one for one in sentences(run, "not_measured") if one.startswith(REASONS)] if nothing_seen(run) else []
+    if nothing_seen(run) and how:
+        return [how, *(reasons or [judged])]
+    told = [how, judged] if _ended_badly(run) else [judged, how]
+    return [sentence for sentence in [*told, *reasons] if sentence]
+
+
+def nothing_seen(run: Run) -> bool:
+    """No step, and nothing found."""
+    return not steps_of(run) and not run.merged_findings()
+
+
+def mood(run: Run) -> str:
+    """How bad it is: a severity, or "ok"."""
+    if _ended_badly(run):
+        return str(Severity.ERROR)
+    seen = worst_first(run.merged_findings())
+    return str(seen[0].finding.severity) if seen else str(Severity.INFO) if nothing_seen(run) else "ok"
+
+
+def _judged(run: Run) -> str:
     seen = worst_first(run.merged_findings())
     steps = steps_of(run)
     where = f"{_counted(steps, 'step')} of {script_of(run)}" if steps else f"{script_of(run)}, which took no step"
     about = f"in {where}{setup(run)}"
     if not seen:
-        return f"No findings {about}"
+        return f"{'No findings' if steps else 'Nothing to judge'} {about}"
     return f"{how_many([one.finding for one in seen])} {about}: {_headline(seen[0].finding)}"
+
+
+def _ended_badly(run: Run) -> bool:
+    killed = run.status.startswith("running") and run.alive is False
+    return killed or run.status == "failed" or (run.status == "finished" and bool(run.manifest.get("exit_code")))
 
 
 def how_many(findings: Sequence[Finding]) -> str:
@@ -44,7 +90,10 @@ def how_many(findings: Sequence[Finding]) -> str:
 
 
 def happened(seen: Seen) -> str:
-    """How often, from when to when, and where among the ranks: "×120, first at step 1, last at step 120"."""
+    """How often, from when to when, and where among the ranks: "×120, first at step 1, last at step 120".
+
+    Empty for what was seen once and at no step: that goes without saying.
+    """
     told = ["once" if seen.count == 1 else f"×{seen.count:,}"]
     if seen.first_step is not None and seen.first_step == seen.last_step:
         told.append(f"at step {seen.first_step:,}")
@@ -55,7 +104,7 @@ def happened(seen: Seen) -> str:
         named = ", ".join(str(rank) for rank in seen.ranks[:RANKS_NAMED])
         more = len(seen.ranks) - RANKS_NAMED
         told.append(f"on ranks {named}{f' and {more} more' if more > 0 else ''}")
-    return ", ".join(told)
+    return "" if told == ["once"] else ", ".join(told)
 
 
 def steps_of(run: Run) -> int:
@@ -98,7 +147,9 @@ def ending(run: Run) -> str:
 def _unfinished(alive: bool | None) -> str:
     if alive is None:
         return "The run is still going, or was killed: it wrote no end. This is what it has written so far."
-    return "The run is still going: this is what it has written so far." if alive else "The run was killed: no end."
+    if alive:
+        return "The run is still going: this is what it has written so far."
+    return "The run was killed before it could write its end; this is what it had written."
 
 
 def _error(run: Run) -> str:

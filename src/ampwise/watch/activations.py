@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from ampwise.engine.scaling.facts import Posted
 from ampwise.watch.hook import Hook
+from ampwise.watch.models import UNTOUCHED
 
 __all__ = ["Activations", "Ranges"]
 
@@ -32,7 +33,8 @@ class Ranges:
 class Activations:
     """Hooks on the modules of a model, from ``begin`` to ``end``."""
 
-    def __init__(self) -> None:
+    def __init__(self, failed: Callable[[Exception], None]) -> None:
+        self._failed = failed
         self._handles: dict[int, list[Any]] = {}  # by model
         self._names: list[str] = []
         self._dtypes: list[str] = []
@@ -47,8 +49,8 @@ class Activations:
         if id(model) not in self._handles:
             # Innermost first, as they run: the module that made a bad value comes before those it is a part of.
             self._handles[id(model)] = [
-                module.register_forward_hook(Hook(partial(self._look, name or type(model).__name__)))
-                for name, module in model.named_modules()
+                module.register_forward_hook(Hook(partial(self._look, name or type(model).__name__), self._failed))
+                for name, module in _touchable(model)
             ]
 
     def end(self) -> None:
@@ -74,6 +76,14 @@ class Activations:
                 self._largest.append(tensor.detach().abs().amax().float())
             self._names.append(name)
             self._dtypes.append(str(tensor.dtype).removeprefix("torch."))
+
+
+def _touchable(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Modules that compute the same with a hook on them."""
+    closed = [f"{name}." for name, module in model.named_modules() if isinstance(module, UNTOUCHED)]
+    for name, module in model.named_modules():
+        if not isinstance(module, UNTOUCHED) and not any(f"{name}.".startswith(part) for part in closed):
+            yield name, module
 
 
 def _floats(output: Any) -> Iterator[Tensor]:

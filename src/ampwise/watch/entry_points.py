@@ -54,8 +54,11 @@ class EntryPoints:
 
     def __init__(self, patches: Patches, tracker: Tracker, listener: Listener) -> None:
         self._patches, self._tracker, self._listener = patches, tracker, listener
+        self._follows = tracker.follows
         self._running: list[tuple[str, int]] = []  # calls by name and object: one that calls its parent's is one call
-        self._ran: set[int] = set()  # optimizers whose step was called within a scaler's
+        self._targets: list[int] = []  # optimizers that scalers are stepping
+        self._ran: set[int] = set()  # those of them whose own step was called
+        self._within: list[int] = []  # optimizers that are stepping by themselves
         self._wrap_backward()
         self._wrap_scaler(GradScaler)
         patches.replace(GradScaler, "__init__", self._making_scaler)
@@ -63,7 +66,6 @@ class EntryPoints:
         self._wrap_clipping()
         self._wrap_schedulers()
         patches.replace(autocast, "__enter__", self._entering)
-        patches.replace(autocast, "__exit__", self._leaving)
         patches.replace(torch, "save", self._saving)
         self._hooks = [
             register_optimizer_step_pre_hook(self._before_step),
@@ -73,6 +75,18 @@ class EntryPoints:
     def remove(self) -> None:
         for hook in self._hooks:
             hook.remove()
+
+    def _followed(self, original: Function, watched: Function) -> Function:
+        """The watched way where the call is one to follow, else the original as it is."""
+        follows = self._follows
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if torch.compiler.is_compiling() or not follows():  # the first by itself, as it may be traced
+                return original(*args, **kwargs)
+            return watched(*args, **kwargs)
+
+        call._ampwise = True  # type: ignore[attr-defined]
+        return call
 
     @contextmanager
     def _quietly(self) -> Iterator[None]:
@@ -99,19 +113,19 @@ class EntryPoints:
         self._patches.replace(torch.autograd, "backward", self._going_back)
 
     def _going_back(self, original: Function) -> Function:
-        def backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
+        def backward(tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> Any:
             made = None
             with self._call("backward", None) as outermost:  # checkpointing calls it again, within
                 if outermost:
                     with self._quietly():
-                        made = self._tracker.backward_begins(tensors)
-                result = original(tensors, *args, **kwargs)
+                        made = self._tracker.backward_begins(tensors, _given(grad_tensors))
+                result = original(tensors, grad_tensors, *args, **kwargs)
             if made is not None:
                 with self._quietly():
                     self._tracker.backward_ended(made)
             return result
 
-        return backward
+        return self._followed(original, backward)
 
     # Scalers
 
@@ -122,7 +136,7 @@ class EntryPoints:
                 self._wrap_scaler(type(scaler))  # which the script may have defined only now
                 self._tracker.scaler_made(scaler)
 
-        return init
+        return self._followed(original, init)
 
     def _wrap_scaler(self, kind: type) -> None:
         wrappers = {
@@ -139,25 +153,26 @@ class EntryPoints:
     def _scaling(self, original: Function) -> Function:
         def scale(scaler: Any, outputs: Any) -> Any:
             scaled = original(scaler, outputs)
-            if scaler._enabled:
+            if scaler._enabled and not torch.compiler.is_compiling():
                 with self._quietly():
                     self._tracker.scaler_used(scaler)
                     if isinstance(scaled, Tensor | list | tuple):  # an iterator would be used up
                         mark_scaled(scaled, scaler)
             return scaled
 
-        return _marked(scale)
+        scale._ampwise = True  # type: ignore[attr-defined] # of all threads: a scaler is not to be shared
+        return scale
 
     def _unscaling(self, original: Function) -> Function:
         def unscale_(scaler: Any, optimizer: Any) -> Any:
             with self._call("unscale", scaler) as outermost:
-                if outermost and scaler._enabled and ("step", id(scaler)) not in self._running:
+                if outermost and scaler._enabled and not self._targets:
                     with self._quietly():
                         self._listener.gradients_ready(optimizer, scaler)
                         self._tracker.unscales(scaler, optimizer)
                 return original(scaler, optimizer)
 
-        return _marked(unscale_)
+        return self._followed(original, unscale_)
 
     def _stepping(self, original: Function) -> Function:
         def step(scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
@@ -172,13 +187,16 @@ class EntryPoints:
                         self._tracker.optimizer_steps(optimizer)
                 inner = unwrapped(optimizer)
                 self._ran.discard(id(inner))
-                with self._call("step of", inner):
+                self._targets.append(id(inner))
+                try:
                     result = original(scaler, optimizer, *args, **kwargs)
+                finally:
+                    self._targets.remove(id(inner))
             with self._quietly():
                 self._step_is_over(optimizer, scaler, ran=id(inner) in self._ran)
             return result
 
-        return _marked(step)
+        return self._followed(original, step)
 
     def _step_is_over(self, optimizer: Any, scaler: Any | None, *, ran: bool) -> None:
         self._listener.step_taken(optimizer, scaler, ran=ran)
@@ -194,7 +212,7 @@ class EntryPoints:
                         self._tracker.updates(scaler)
                 return original(scaler, *args, **kwargs)
 
-        return _marked(update)
+        return self._followed(original, update)
 
     # Optimizers
 
@@ -210,7 +228,7 @@ class EntryPoints:
                 self._tracker.state_of(optimizer)
                 self._listener.optimizer_made(optimizer)
 
-        return init
+        return self._followed(original, init)
 
     def _zeroing(self, original: Function) -> Function:
         def zero_grad(thing: Any, *args: Any, **kwargs: Any) -> Any:
@@ -218,22 +236,30 @@ class EntryPoints:
                 self._tracker.zeroed(thing)
             return original(thing, *args, **kwargs)
 
-        return zero_grad
+        return self._followed(original, zero_grad)
 
     def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        if torch.compiler.is_compiling() or not self._follows():
+            return
+        if self._targets:  # a scaler's step, of this one or of what wraps it
+            self._ran.update(self._targets)
+        elif self._within in ([], [id(optimizer)]):  # the same again: its last step has failed
+            self._within = [id(optimizer)]
+            with self._quietly():
+                if _has_closure(args, kwargs):
+                    self._tracker.stepping.add(self._tracker.state_of(optimizer).index)
+                else:
+                    self._listener.gradients_ready(optimizer, None)
+                    self._tracker.optimizer_steps(optimizer)
         with self._quietly():
-            if ("step of", id(optimizer)) in self._running:
-                self._ran.add(id(optimizer))
-            elif _has_closure(args, kwargs):
-                self._tracker.stepping.add(self._tracker.state_of(optimizer).index)
-            else:
-                self._listener.gradients_ready(optimizer, None)
-                self._tracker.optimizer_steps(optimizer)
             self._listener.step_begins(optimizer)
 
     def _after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        if ("step of", id(optimizer)) in self._running:
+        if torch.compiler.is_compiling() or not self._follows():
             return
+        if self._targets or self._within != [id(optimizer)]:  # within another's
+            return
+        self._within.clear()
         with self._quietly():
             if _has_closure(args, kwargs):  # it has computed gradients only within the step
                 self._tracker.stepping.discard(self._tracker.state_of(optimizer).index)
@@ -261,7 +287,7 @@ class EntryPoints:
                                 self._listener.gradients_ready(each, None)
                     return original(given, *args, **kwargs)
 
-            return clip
+            return self._followed(original, clip)
 
         return wrapper
 
@@ -286,7 +312,7 @@ class EntryPoints:
             with self._call("schedule", None):  # it moves once, when it is made
                 original(scheduler, *args, **kwargs)
 
-        return init
+        return self._followed(original, init)
 
     def _moving(self, original: Function) -> Function:
         def step(scheduler: Any, *args: Any, **kwargs: Any) -> Any:
@@ -297,28 +323,19 @@ class EntryPoints:
                     self._listener.scheduler_moved(scheduler)
             return result
 
-        return _marked(step)
+        return self._followed(original, step)
 
     # Autocast and checkpoints
 
     def _entering(self, original: Function) -> Function:
         def enter(region: Any) -> Any:
             result = original(region)
-            if region._enabled and not torch.compiler.is_compiling():
+            if region._enabled:
                 with self._quietly():
                     self._tracker.region_entered(PRECISIONS.get(region.fast_dtype, "other"))
             return result
 
-        return enter
-
-    def _leaving(self, original: Function) -> Function:
-        def leave(region: Any, *args: Any) -> Any:
-            if region._enabled and not torch.compiler.is_compiling():
-                with self._quietly():
-                    self._tracker.region_left()
-            return original(region, *args)
-
-        return leave
+        return self._followed(original, enter)
 
     def _saving(self, original: Function) -> Function:
         def save(obj: Any, *args: Any, **kwargs: Any) -> Any:
@@ -326,12 +343,12 @@ class EntryPoints:
                 self._tracker.saved(obj)
             return original(obj, *args, **kwargs)
 
-        return save
+        return self._followed(original, save)
 
 
-def _marked(function: Any) -> Function:
-    function._ampwise = True
-    return function  # type: ignore[no-any-return]
+def _given(weights: Any) -> Any:
+    """What a backward pass was told to weigh its roots by, if anything: torch passes on a tuple of None."""
+    return None if isinstance(weights, tuple | list) and all(each is None for each in weights) else weights
 
 
 def _has_closure(args: Any, kwargs: Any) -> bool:

@@ -7,6 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -100,8 +101,8 @@ class Gradients:
         if not self._reads.asked():
             return
         with self._reads.timed(), torch.no_grad():
-            gradients = gradients_of(optimizer)
-            if len(gradients) and not gradients.shards:
+            gradients = None if _is_divided(optimizer) else gradients_of(_untouched(optimizer))
+            if gradients is not None and len(gradients):
                 self._readings[state.index] = read(gradients, scale)
 
     def taken(
@@ -198,6 +199,25 @@ class Gradients:
         if row.scale is None or row.scale <= 1 or (row.loss is not None and not math.isfinite(row.loss)):
             return True
         return self._skips.get(row.optimizer, 0) >= PATIENCE
+
+
+def _is_divided(optimizer: Any) -> bool:
+    """Among ranks, each of which has a share only: adding them up would be up to all of them together."""
+    return any(hasattr(each.grad, "placements") for group in optimizer.param_groups for each in group["params"])
+
+
+def _untouched(optimizer: Any) -> Any:
+    """The optimizer; or a stand-in with copies of those gradients that reading them would put in order."""
+    every = [each for group in optimizer.param_groups for each in group["params"]]
+    unusual = [each for each in every if each.grad is not None and (each.grad.is_sparse or each.grad.is_conj())]
+    if not unusual:
+        return optimizer
+    copies = {id(each): SimpleNamespace(grad=_in_order(each.grad)) for each in unusual}
+    return SimpleNamespace(param_groups=[{"params": [copies.get(id(each), each) for each in every]}])
+
+
+def _in_order(gradient: Tensor) -> Tensor:
+    return gradient.coalesce() if gradient.is_sparse else gradient.resolve_conj()
 
 
 def _parts(

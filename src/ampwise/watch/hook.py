@@ -17,12 +17,18 @@ class Hook:
     What torch.compile traces must have nothing of it, or graphs would break.
     """
 
-    def __init__(self, tell: Callable[..., None]) -> None:
-        self._tell = tell
+    __name__ = "ampwise_hook"
+
+    def __init__(self, tell: Callable[..., None], failed: Callable[[Exception], None]) -> None:
+        self._tell, self._failed = tell, failed
 
     def __call__(self, *args: Any) -> None:
-        if not torch.compiler.is_compiling():
+        if torch.compiler.is_compiling():
+            return
+        try:
             self._tell(*args)
+        except Exception as error:  # ours, which the script must not learn of
+            self._failed(error)
 
     def __deepcopy__(self, memo: object) -> Hook:
         return self

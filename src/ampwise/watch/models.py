@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -14,21 +15,37 @@ from ampwise.watch.patches import Patches
 
 __all__ = ["Models"]
 
-MOST = 256  # models that are remembered
+MOST = 4096  # models that are remembered
+TAKING_MODELS_APART = (
+    (torch, "save"),
+    (torch.jit, "script"),
+    (torch.jit, "trace"),
+    (torch.onnx, "export"),
+    (torch.cuda, "make_graphed_callables"),
+    (torch.cuda.graphs, "make_graphed_callables"),
+)
+# With a hook anywhere on them these take a slower way in evaluation, with other last bits.
+UNTOUCHED = (nn.TransformerEncoder, nn.TransformerEncoderLayer, nn.MultiheadAttention)
 WRAPPERS = ("module.", "_orig_mod.", "_fsdp_wrapped_module.")  # of DDP, torch.compile, FSDP
 
 
 class Models:
     """Found where they are asked for their parameters, which is what an optimizer is made from."""
 
-    def __init__(self, patches: Patches, begins: Callable[..., None], ends: Callable[..., None]) -> None:
+    def __init__(
+        self,
+        patches: Patches,
+        begins: Callable[..., None],
+        ends: Callable[..., None],
+        failed: Callable[[Exception], None],
+    ) -> None:
         self._asked: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._hooked: weakref.WeakKeyDictionary[nn.Module, list[Any]] = weakref.WeakKeyDictionary()
-        self._begins, self._ends = Hook(begins), Hook(ends)
+        self._begins, self._ends = Hook(begins, failed), Hook(ends, failed)
         for name in ("parameters", "named_parameters"):
             patches.replace(nn.Module, name, self._remembering)
         patches.replace(torch, "compile", self._hooking_compiled)
-        for owner, name in ((torch, "save"), (torch.jit, "script"), (torch.jit, "trace"), (torch.onnx, "export")):
+        for owner, name in TAKING_MODELS_APART:
             patches.replace(owner, name, self._without_hooks)
 
     def of(self, optimizer: torch.optim.Optimizer) -> list[nn.Module]:
@@ -64,7 +81,7 @@ class Models:
 
     def watch(self, model: nn.Module) -> None:
         """Be told when it runs."""
-        if model not in self._hooked:
+        if model not in self._hooked and not isinstance(model, UNTOUCHED):
             before = model.register_forward_pre_hook(self._begins)
             # Called even if the forward pass fails, or a run would seem to go on for ever.
             after = model.register_forward_hook(self._ends, always_call=True)
@@ -96,15 +113,39 @@ class Models:
 
     def _without_hooks(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
-            models = list(self._hooked)
-            self.forget()
-            try:
+            with _bare(args):
                 return original(*args, **kwargs)
-            finally:
-                for model in models:
-                    self.watch(model)
 
         return call
+
+
+@contextmanager
+def _bare(things: Any) -> Iterator[None]:
+    """Without our hooks on models among the things, or on copies of such; they come back under the same keys.
+
+    Under new ones, torch.compile would take the model for another.
+    """
+    taken: list[tuple[Any, int, Any]] = []
+    for module in {each for model in _models_in(things) for each in model.modules()}:
+        for hooks in (module._forward_pre_hooks, module._forward_hooks):
+            for key, hook in list(hooks.items()):
+                if isinstance(hook, Hook):
+                    taken.append((hooks, key, hooks.pop(key)))
+        called = module._forward_hooks_always_called
+        taken += [(called, key, called.pop(key)) for key in list(called) if key not in module._forward_hooks]
+    try:
+        yield
+    finally:
+        for hooks, key, hook in taken:
+            hooks[key] = hook
+
+
+def _models_in(things: Any, depth: int = 3) -> Iterator[nn.Module]:
+    if isinstance(things, nn.Module):
+        yield things
+    elif depth and isinstance(things, dict | list | tuple):
+        for each in list(things.values() if isinstance(things, dict) else things)[:MOST]:
+            yield from _models_in(each, depth - 1)
 
 
 def _plain(name: str) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import wraps
 from typing import Any
 
-__all__ = ["Patches"]
+__all__ = ["INTERNAL", "Patches"]
 
 MISSING = object()
 # A warning names the line that called; Python passes by the frames of its import machinery, known by these words.

@@ -54,6 +54,7 @@ class Running:
         os._exit = self._closing_first(exit_at_once)  # type: ignore[assignment]
         try:
             ended = self.script.run()
+            _wait_for_threads()
         finally:
             os._exit = exit_at_once
         self._end(ended)
@@ -93,6 +94,13 @@ class Running:
             return exit_at_once(code)
 
         return leave
+
+
+def _wait_for_threads() -> None:
+    """As Python does before it ends: they may be the ones that train."""
+    for thread in threading.enumerate():
+        if not thread.daemon and thread is not threading.current_thread():
+            thread.join()
 
 
 def rank_here(environment: Mapping[str, str] = os.environ) -> tuple[int, int]:

@@ -17,6 +17,7 @@ from types import CodeType, ModuleType, TracebackType
 from typing import Any
 
 from ampwise.errors import BadInput
+from ampwise.watch.patches import INTERNAL
 
 __all__ = ["Ended", "Script", "when_imported"]
 
@@ -79,8 +80,10 @@ class Script:
 
     def _file(self) -> tuple[CodeType, dict[str, Any], str]:
         path = Path(self.name).absolute()
-        file = path / "__main__.py" if path.is_dir() else path
-        return _compiled(file), {"__file__": str(file), "__spec__": None}, str(file.parent)
+        if path.is_dir():
+            return _compiled(path / "__main__.py"), {"__file__": str(path / "__main__.py"), "__spec__": None}, str(path)
+        # A link's neighbours are those of what it links to, as Python has it.
+        return _compiled(path), {"__file__": str(path), "__spec__": None}, str(path.resolve().parent)
 
     def _module(self) -> tuple[CodeType, dict[str, Any], str]:
         sys.path[0] = str(Path.cwd())
@@ -131,14 +134,27 @@ def _exit_code(code: Any) -> int:
 
 def _show(error: BaseException) -> None:
     """The traceback, from the script's own first line on."""
-    trace: TracebackType | None = error.__traceback__
-    while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
-        trace = trace.tb_next
-    error.__traceback__ = trace
+    seen: BaseException | None = error
+    while seen is not None:
+        seen.__traceback__ = _without_ours(seen.__traceback__)
+        seen = seen.__cause__ or seen.__context__
     try:
-        sys.excepthook(type(error), error, trace)
+        sys.excepthook(type(error), error, error.__traceback__)
     except Exception:  # a hook of the script's that is broken itself
         traceback.print_exception(error)
+
+
+def _without_ours(trace: TracebackType | None) -> TracebackType | None:
+    """A traceback without the frames of this file and of wrappers around torch's functions."""
+    frames = []
+    while trace is not None:
+        if trace.tb_frame.f_code.co_filename not in (__file__, INTERNAL):
+            frames.append(trace)
+        trace = trace.tb_next
+    rest: TracebackType | None = None
+    for each in reversed(frames):
+        rest = TracebackType(rest, each.tb_frame, each.tb_lasti, each.tb_lineno)
+    return rest
 
 
 class _Telling(Loader):

@@ -14,7 +14,7 @@ from ampwise.evidence.conduct import Backward, ScalerMade, Site
 __all__ = ["Known", "OptimizerState", "Pass", "ScalerState", "SchedulerState"]
 
 MOST = 256  # objects that are remembered after they have gone
-PROBES = 8  # parameters by which an optimizer is told to have got gradients
+PROBES = 64  # parameters by which an optimizer is told to have got gradients
 PRECISIONS = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", torch.float64: "fp64"}
 
 
@@ -43,7 +43,13 @@ class OptimizerState:
     by_scaler: bool = False  # the last step was a scaler's
     bare: bool = False  # stepped without the scaler, with the gradients there are
     dropped_at: Site | None = None  # by zero_grad, before any step took them
+    dropped_pass: Site | None = None  # the backward pass whose gradients these were
+    updated_at: Site | None = None  # the scaler, while they wait
+    left: list[Any] = field(default_factory=list)  # what they were like after the last pass
+    clipped: bool = False
     losses: dict[bool, Tensor] = field(default_factory=dict)  # added up, those multiplied by a loss scale apart
+    precisions: dict[str, None] = field(default_factory=dict)  # that its models have run in since its last step
+    mixed: bool = False  # which a forward pass has shown already
     scaled_by: dict[Site, list[ScalerState]] = field(default_factory=dict)  # where the scalers were made
 
     @property
@@ -68,13 +74,14 @@ class OptimizerState:
 
     def forget(self) -> None:
         """Its gradients are gone."""
-        self.pending, self.unscaled_at, self.midway, self.read, self.losses = [], None, None, False, {}
+        self.pending, self.losses, self.read, self.clipped = [], {}, False, False
+        self.unscaled_at = self.midway = self.updated_at = None
 
-    def took(self) -> None:
-        """A step has taken the gradients."""
+    def begin_anew(self) -> None:
+        """A step has taken the gradients: its own, or that of one it shares them with."""
         self.forget()
-        self.dropped_at = None
-        self.steps += 1
+        self.dropped_at = self.dropped_pass = None
+        self.precisions, self.mixed = {}, False
 
 
 @dataclass(slots=True)
@@ -90,7 +97,15 @@ class ScalerState:
     updated_at: Site | None = None
     optimizers: dict[int, None] = field(default_factory=dict)  # in the order of their first steps
     precisions: set[str] = field(default_factory=set)
-    threads: set[int] = field(default_factory=set)
+    threads: list[int] = field(default_factory=list)  # in the order in which they came
+    shared: bool = False  # one of them came back after another
+
+    def used_by(self, thread: int) -> None:
+        self.used = True
+        if thread in self.threads:
+            self.shared |= self.threads[-1] != thread
+            self.threads.remove(thread)
+        self.threads.append(thread)
 
 
 @dataclass(slots=True)

@@ -10,10 +10,11 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
-from torch.amp.grad_scaler import OptState
+from torch.amp.grad_scaler import GradScaler, OptState
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
@@ -29,17 +30,18 @@ from ampwise.evidence.conduct import (
     ScalerMade,
     ScalerStep,
     Scheduled,
-    Site,
     Unscale,
     Update,
 )
-from ampwise.watch.graphs import read_loss
+from ampwise.watch.following import Following
+from ampwise.watch.graphs import read_losses
 from ampwise.watch.site import caller
 from ampwise.watch.state import PRECISIONS, PROBES, Known, OptimizerState, Pass, ScalerState, SchedulerState
 
 __all__ = ["Tracker"]
 
 HALVES = {"fp16", "bf16"}
+MOST_PARTS = 200  # of something that is saved, which are looked at
 
 
 class Tracker:
@@ -47,17 +49,17 @@ class Tracker:
 
     def __init__(self, tell: Callable[[Event, int], None]) -> None:
         self._tell = tell
+        self.follows = Following()
         self.optimizers: Known[OptimizerState] = Known()
         self.scalers: Known[ScalerState] = Known()
         self._schedulers: Known[SchedulerState] = Known()
         self.conduct = Conduct()
         self.stepping: set[int] = set()  # optimizers that compute gradients within their steps
-        self._forwards = 0
-        self._running = 0  # models
-        self._precisions: dict[str, None] = {}  # since the last step, in order
-        self._since_backward: set[str] = set()
-        self._mixed_forward = False
-        self._idle_region: Site | None = None
+        self._models: WeakKeyDictionary[nn.Module, tuple[int, list[OptimizerState]]] = WeakKeyDictionary()
+        self._in_training_mode: set[int] = set()  # models that have been
+        self._forwards = 0  # that were seen
+        self._running: list[nn.Module] = []  # models, one within the other
+        self._regions: dict[str, None] = {}  # precisions of autocast since the last step
         self._probed: list[tuple[Any, OptimizerState, list[Any]]] = []
 
     def _step(self, states: Sequence[OptimizerState] = ()) -> int:
@@ -72,102 +74,128 @@ class Tracker:
 
     # Models and precision
 
+    def trains(self, model: nn.Module, state: OptimizerState) -> None:
+        """The model's parameters are the optimizer's."""
+        _, states = self._models.setdefault(model, (len(self._models), []))
+        if state not in states:
+            states.append(state)
+
     def region_entered(self, precision: str) -> None:
         """Autocast, enabled."""
         if torch.is_grad_enabled():
-            self._precisions[precision] = None
-            self._since_backward.add(precision)
-            self._idle_region = None if self._running else caller()
-
-    def region_left(self) -> None:
-        if self._idle_region is not None:  # no model has run in it
-            regions = self.conduct.idle_regions
-            regions[self._idle_region] = regions.get(self._idle_region, 0) + 1
-            self._idle_region = None
+            self._regions[precision] = None
+            for state in self._trained_by(self._running[0]) if self._running else ():  # by the model itself, within
+                state.precisions[precision] = None
 
     def model_begins(self, model: nn.Module, *_: Any) -> None:
-        self._running += 1
-        if self._running > 1:  # part of another
+        if not self.follows():  # a replica of DataParallel's
             return
-        training = torch.is_grad_enabled() and model.training
-        self._idle_region = None
-        device = next((each.device.type for each in model.parameters()), "cpu")
-        precision = autocast_precision(device) or "fp32"
-        other = None
-        if training:
-            self._forwards += 1
-            self._precisions[precision] = None
-            self._since_backward.add(precision)
-            other = next((each for each in self._precisions if each in HALVES and each != precision), None)
-            other = other if precision in HALVES else None
-            self._mixed_forward |= other is not None
+        self._running.append(model)
+        if len(self._running) > 1:  # part of another
+            return
+        learning = torch.is_grad_enabled()
+        # Some are trained in evaluation mode all along: those that never were in the other.
+        self._in_training_mode |= {id(model)} if learning and model.training else set()
+        training = learning and (model.training or id(model) not in self._in_training_mode)
+        device, precision = _runs_in(model)
+        states = self._trained_by(model) if training else []
+        others = [each for state in states for each in state.precisions if each in HALVES and each != precision]
+        other = others[0] if others and precision in HALVES else None
+        for state in states:
+            state.precisions[precision] = None
+            state.mixed |= other is not None
+        self._forwards += training
         event = Forward(
             site=caller(),
             training=training,
             precision=precision,
             device=device,
             model=type(_inner(model)).__name__,
+            number=self._models[model][0] if model in self._models else None,
             other_half=other,
         )
         self.conduct.forwards[event] = self.conduct.forwards.get(event, 0) + 1
         self._tell(event, self._step())
 
-    def model_ends(self, *_: Any) -> None:
-        self._running = max(self._running - 1, 0)
+    def model_ends(self, model: nn.Module, *_: Any) -> None:
+        if self._running and self._running[-1] is model:
+            self._running.pop()
+
+    def _trained_by(self, model: nn.Module) -> list[OptimizerState]:
+        known = self._models.get(model)
+        return [] if known is None else known[1]
+
+    def precisions_since_step(self, state: OptimizerState) -> tuple[str, ...]:
+        """That an optimizer's models have run in; where none was seen to run, what autocast was set to."""
+        unseen = not state.precisions and not self._forwards
+        return tuple(self._regions if unseen else state.precisions)
 
     # Backward
 
-    def backward_begins(self, tensors: Any) -> Pass | None:
-        """What is to be known before the pass; None if it is no loss's."""
-        root = tensors if isinstance(tensors, Tensor) else next(iter(tensors), None) if _is_list(tensors) else None
-        if not isinstance(root, Tensor) or root.grad_fn is None:
+    def backward_begins(self, tensors: Any, weights: Any = None) -> Pass | None:
+        """What is to be known before the pass; None if it is no loss's. weights: what it was given besides."""
+        given = [tensors] if isinstance(tensors, Tensor) else list(tensors) if isinstance(tensors, list | tuple) else []
+        roots = [each for each in given if isinstance(each, Tensor) and each.grad_fn is not None]
+        if not roots:
             return None
-        loss = read_loss(root)
-        enabled = [(scaler, state) for scaler, state in self.scalers.pairs() if scaler.is_enabled()]
+        loss = read_losses(roots)
         event = Backward(
             site=caller(),
             scaled=loss.scaled,
+            partly=loss.partly,
             scaled_by_constant=loss.constant,
-            autocast=autocast_precision(root.device.type),
-            precision=_narrowest(self._since_backward),
-            loss_is_mean=loss.is_mean,
-            scaler=any(state.steps for _, state in enabled),
+            autocast=autocast_precision(roots[0].device.type),
+            loss_is_mean=loss.is_mean if weights is None else None,
+            scaler=any(state.steps for scaler, state in self.scalers.pairs() if scaler.is_enabled()),
         )
-        self._since_backward = set()
         self._probed = [(each, state, _probe(each)) for each, state in self.optimizers.pairs()]
         # A copy, as the script may go on to write to its loss.
-        plain = root.detach().reshape(()).clone() if root.numel() == 1 else None
+        single = len(roots) == 1 and roots[0].numel() == 1
+        plain = roots[0].detach().reshape(()).clone() if single else None
         return Pass(event, self._forwards, plain, loss.scaler)
 
     def backward_ended(self, made: Pass) -> None:
-        alone = len(self._probed) == 1
-        reached = [(state, before) for each, state, before in self._probed if alone or _probe(each) != before]
-        onto = False
-        for state, before in reached:
-            if not any(before):  # dropped by hand
-                state.forget()
-            if made.event.scaled and state.unscaled_at is not None and state.pending:
-                state.midway, onto = state.unscaled_at, True
-            state.add(made)
+        reached = []
+        for optimizer, state, before in self._probed:
+            after = _probe(optimizer)
+            if after != before:
+                reached.append(state)
+                self._add(made, state, before, after)
         self._probed = []
-        self._tell(replace(made.event, onto_unscaled=True) if onto else made.event, self._step([s for s, _ in reached]))
+        self._tell(made.event, self._step(reached))
+
+    def _add(self, made: Pass, state: OptimizerState, before: list[Any], after: list[Any]) -> None:
+        if not any(before):  # dropped by hand
+            state.forget()
+        if state.pending and state.unscaled_at is not None and made.event.scaled:
+            state.midway = state.unscaled_at
+        if state.pending and state.updated_at is not None:
+            self._tell(Update(site=state.updated_at, pending=True), self._step([state]))
+            state.updated_at = None
+        state.add(made)
+        state.left = after
 
     def zeroed(self, thing: Any) -> None:
-        """``zero_grad`` of an optimizer, or of a model."""
+        """``zero_grad`` of an optimizer, or of a model: for all whose gradients these are."""
         if isinstance(thing, nn.Module):
-            states = [each for _, each in self._owners_of(thing.parameters())]
+            parameters = list(thing.parameters())
         else:
-            states = [self.state_of(thing)]
-        for each in states:
-            if each.pending and each.index not in self.stepping:
-                each.dropped_at = caller()
-            each.forget()
+            self.state_of(thing)
+            parameters = [each for group in thing.param_groups for each in group["params"]]
+        given = {id(each) for each in parameters}
+        for optimizer, state in self._owners_of(parameters):
+            if all(id(each) in given for each in _parameters(optimizer) if each.grad is not None):
+                if state.pending and state.index not in self.stepping:
+                    state.dropped_at, state.dropped_pass = caller(), state.pending[-1].event.site
+                state.forget()
 
     # Gradients looked at or changed
 
     def clipped(self, function: str, parameters: Any, *, only_measured: bool = False) -> list[Any]:
         """Returns the optimizers whose gradients these are."""
         owners = self._owners_of(parameters)
+        for _, state in owners:
+            state.clipped |= not only_measured
         scaled = next((event for _, state in owners if (event := state.scaled) is not None), None)
         kind = Measured if only_measured else Clip
         backward = None if scaled is None else scaled.site
@@ -180,7 +208,7 @@ class Tracker:
         return [
             (optimizer, state)
             for optimizer, state in self.optimizers.pairs()
-            if any(id(each) in given for group in optimizer.param_groups for each in group["params"][:PROBES])
+            if any(id(each) in given for each in _parameters(optimizer))
         ]
 
     # Optimizers
@@ -207,10 +235,10 @@ class Tracker:
                 unscaled=scaled and state.unscaled_at is not None,
                 again=not state.pending and state.by_scaler,
                 backwards=len(state.pending),
-                undivided=_undivided(state.pending),
+                undivided=_undivided(optimizer, state),
                 scaled_by_constant=None if first is None else first.scaled_by_constant,
-                precisions=tuple(self._precisions),
-                mixed_forward=self._mixed_forward,
+                precisions=self.precisions_since_step(state),
+                mixed_forward=state.mixed,
                 scaler=any(scaler.is_enabled() for scaler, _ in self.scalers.pairs()),
                 parameters=precisions_of(optimizer),
                 eps=_eps(optimizer),
@@ -222,13 +250,16 @@ class Tracker:
 
     def optimizer_stepped(self, optimizer: Optimizer, *, by_scaler: bool) -> None:
         state = self.state_of(optimizer)
-        if state.dropped_at is not None:
+        if state.dropped_at is not None and any(each.event.site == state.dropped_pass for each in state.pending):
             self.conduct.dropped[state.dropped_at] = self.conduct.dropped.get(state.dropped_at, 0) + 1
         state.bare = not by_scaler and bool(state.pending)
         state.by_scaler = by_scaler
-        state.took()
+        for _, sharing in self._owners_of(_parameters(optimizer)):  # itself, and one that wraps it, say
+            sharing.begin_anew()
+        state.begin_anew()
+        state.steps += 1
         self.conduct.steps += 1
-        self._precisions, self._mixed_forward = {}, False
+        self._regions = {}
 
     # Scalers
 
@@ -242,8 +273,7 @@ class Tracker:
 
     def scaler_used(self, scaler: Any) -> None:
         state = self.scaler_state(scaler)
-        state.used = True
-        state.threads.add(threading.get_ident())
+        state.used_by(threading.get_ident())
 
     def unscales(self, scaler: Any, optimizer: Any) -> None:
         state = self.state_of(optimizer)
@@ -262,26 +292,25 @@ class Tracker:
 
     def scaler_steps(self, scaler: Any, optimizer: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         state, of_scaler = self.state_of(optimizer), self.scaler_state(scaler)
-        of_scaler.used = True
-        of_scaler.threads.add(threading.get_ident())
-        of_scaler.precisions.update(self._precisions)
+        of_scaler.used_by(threading.get_ident())
+        of_scaler.precisions.update(self.precisions_since_step(state))
         self._tell(
             ScalerStep(
                 site=caller(),
                 optimizer=state.name,
                 again=stage_of(scaler, optimizer) is OptState.STEPPED,
                 backwards=len(state.pending),
-                unscaled=tuple(dict.fromkeys(each.event for each in state.pending if not each.event.scaled)),
-                undivided=_undivided(state.pending),
+                unscaled=tuple(dict.fromkeys(each.event for each in state.pending if _is_unscaled(each.event))),
+                undivided=_undivided(optimizer, state),
                 closure=callable(kwargs.get("closure")) or bool(args and callable(args[0])),
                 half_parameters="fp16" in precisions_of(optimizer),
                 eps=_eps(optimizer),
-                precisions=tuple(self._precisions),
-                mixed_forward=self._mixed_forward,
+                precisions=self.precisions_since_step(state),
+                mixed_forward=state.mixed,
                 fsdp=_is_plain_torch(scaler) and _has_fsdp1(optimizer),
                 bare=state.bare and not state.pending,
                 unscaled_midway=state.midway,
-                threads=len(of_scaler.threads),
+                threads=len(of_scaler.threads) if of_scaler.shared else 1,
             ),
             self._step([state]),
         )
@@ -299,17 +328,18 @@ class Tracker:
 
     def updates(self, scaler: Any) -> None:
         state = self.scaler_state(scaler)
-        others = [each for _, each in self.optimizers.pairs() if each.index in state.optimizers or not state.optimizers]
+        site = caller()
+        for each in (each for _, each in self.optimizers.pairs() if not state.since_update):
+            each.updated_at = site if each.pending and any(made.event.scaled for made in each.pending) else None
         # Optimizers that take turns: the update after the first of them is one too many.
         now, before = state.since_update, state.before_update
         order = list(state.optimizers)
         turns = bool(now and before) and now == state.before_that and order.index(now[0]) < order.index(before[0])
-        site = caller()
+        turns &= site != state.updated_at
         self._tell(
             Update(
                 site=site,
                 steps=len(state.since_update),
-                pending=any(each.scaled or each.unscaled_at for each in others if each.pending),
                 optimizers=tuple(state.since_update),
                 earlier=tuple(state.before_update) if turns else (),
                 earlier_site=state.updated_at if turns else None,
@@ -333,7 +363,7 @@ class Tracker:
         known.each_step += state.steps - known.at_step == 1
         known.moves += 1
         known.at_step = state.steps
-        rhythm = 2 * known.each_step > known.moves
+        rhythm = 2 * known.each_step >= known.moves
         return state, Scheduled(site=caller(), scheduler=type(scheduler).__name__, per_step=rhythm, after_skip=False)
 
     def saved(self, thing: Any) -> None:
@@ -379,28 +409,36 @@ def stage_of(scaler: Any, optimizer: Any) -> OptState | None:
     return None if known is None else known["stage"]
 
 
-def states_in(thing: Any, depth: int = 4) -> tuple[bool, bool]:
+def states_in(thing: Any, depth: int = 5) -> tuple[bool, bool]:
     """Whether an optimizer's state, and a scaler's, is among what is saved."""
-    if not isinstance(thing, dict):
+    if isinstance(thing, Optimizer | GradScaler):
+        return isinstance(thing, Optimizer), isinstance(thing, GradScaler)
+    if isinstance(thing, dict):
+        keys = {key for key in thing if isinstance(key, str)}
+        if {"state", "param_groups"} <= keys or {"scale", "growth_factor", "growth_interval"} <= keys:
+            return "param_groups" in keys, "growth_factor" in keys
+    if not depth or not isinstance(thing, dict | list | tuple):
         return False, False
-    keys = {key for key in thing if isinstance(key, str)}
-    if {"state", "param_groups"} <= keys:
-        return True, False
-    if {"scale", "growth_factor", "growth_interval"} <= keys:
-        return False, True
-    found = [states_in(value, depth - 1) for value in list(thing.values())[:100] if depth and isinstance(value, dict)]
-    # A list of states: of several optimizers, as Lightning has them.
-    lists = [value for value in thing.values() if isinstance(value, list | tuple) and len(value) < PROBES]
-    found += [states_in(each, depth - 1) for value in lists for each in value if depth and isinstance(each, dict)]
+    parts = list(thing.values() if isinstance(thing, dict) else thing)[:MOST_PARTS]
+    found = [states_in(part, depth - 1) for part in parts if not isinstance(part, Tensor)]
     return any(one for one, _ in found), any(other for _, other in found)
 
 
-def _is_list(tensors: Any) -> bool:
-    return isinstance(tensors, list | tuple)
+def _runs_in(model: nn.Module) -> tuple[str, str]:
+    """Device and precision of a model that is about to run: autocast's, else that of its parameters."""
+    first = next((each for each in nn.Module.parameters(model) if each.is_floating_point()), None)
+    if first is None:
+        return "cpu", "fp32"
+    return first.device.type, autocast_precision(first.device.type) or PRECISIONS.get(first.dtype, "other")
 
 
-def _narrowest(precisions: set[str]) -> str:
-    return next((each for each in ("fp16", "bf16") if each in precisions), "fp32")
+def _parameters(optimizer: Any) -> list[Any]:
+    return [each for group in optimizer.param_groups for each in group["params"]]
+
+
+def _is_unscaled(backward: Backward) -> bool:
+    """In whole or in part. Someone who multiplies by ``get_scale()`` has scaled it."""
+    return backward.partly or not (backward.scaled or backward.scaled_by_constant)
 
 
 def _probe(optimizer: Any) -> list[Any]:
@@ -414,12 +452,16 @@ def _probe(optimizer: Any) -> list[Any]:
     return found
 
 
-def _undivided(passes: Sequence[Pass]) -> tuple[Backward, ...]:
+def _undivided(optimizer: Any, state: OptimizerState) -> tuple[Backward, ...]:
     """Passes of one line, each of a forward of its own, whose losses are means that nothing divided."""
+    passes = state.pending
     first = passes[0].event if passes else None
     alike = [each for each in passes if first is not None and each.event.site == first.site and each.event.loss_is_mean]
     batches = {each.forwards for each in alike}
-    return (alike[0].event,) if 1 < len(batches) == len(alike) == len(passes) else ()
+    if not 1 < len(batches) == len(alike) == len(passes):
+        return ()
+    by_hand = not state.clipped and state.unscaled_at is None and _probe(optimizer) != state.left
+    return () if by_hand else (alike[0].event,)
 
 
 def precisions_of(optimizer: Any) -> tuple[str, ...]:
@@ -439,7 +481,7 @@ def _is_plain_torch(scaler: Any) -> bool:
 def _has_fsdp1(optimizer: Any) -> bool:
     """Flat parameters are FSDP1's own."""
     return any(
-        type(each).__name__ == "FlatParameter" or hasattr(each, "_is_flat_param")
+        type(each).__name__ == "FlatParameter" or hasattr(each, "_is_flat_param") or hasattr(each, "_fsdp_flattened")
         for group in optimizer.param_groups
         for each in group["params"][:PROBES]
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import linecache
 import os
+import threading
 import time
 import traceback
 from collections.abc import Iterable, Sequence
@@ -33,7 +34,7 @@ from ampwise.watch.outcomes import is_ours, outcome_of
 from ampwise.watch.patches import Patches
 from ampwise.watch.state import OptimizerState
 from ampwise.watch.timing import Timing
-from ampwise.watch.tracker import HALVES, Tracker, precisions_of, stage_of
+from ampwise.watch.tracker import Tracker, precisions_of, stage_of
 from ampwise.watch.updates import Compared, before_step
 
 __all__ = ["Watch"]
@@ -72,7 +73,7 @@ class Watch:
         self._pid = os.getpid()
         self._tracker = Tracker(self._tell)
         self._gradients = Gradients(self._known, every)
-        self._activations = Activations()
+        self._activations = Activations(self.failed)
         self._names: dict[int, list[str]] = {}
         self._described: dict[int, tuple[str, list[str]]] = {}  # optimizers: class, and the models' classes
         self._armed = 0
@@ -96,7 +97,7 @@ class Watch:
         """Begin to watch."""
         if self._patches is None:
             self._patches = Patches()
-            self._models = Models(self._patches, self._tracker.model_begins, self._tracker.model_ends)
+            self._models = Models(self._patches, self._tracker.model_begins, self._tracker.model_ends, self.failed)
             self._entry_points = EntryPoints(self._patches, self._tracker, self)
             to_come = [step for step in PROFILED if step > self.steps]
             self._timing = Timing(self._patches, profile_at=to_come) if self._with_timing else None
@@ -162,19 +163,23 @@ class Watch:
     # What entry points tell
 
     def optimizer_made(self, optimizer: Any) -> None:
+        state = self._tracker.state_of(optimizer)
         for model in self._models.of(optimizer):
             self._models.watch(model)
+            self._tracker.trains(model, state)
             if self._always_looks:
                 self._activations.begin(model)
 
     def gradients_ready(self, optimizer: Any, scaler: Any | None) -> None:
-        if is_ours(scaler):
-            return  # which reads them itself
+        if is_ours(scaler) or _capturing():
+            return  # it reads them itself; or what is done now would be done at each replay of the graph
         state = self._tracker.state_of(optimizer)
         with self._paused():
             self._gradients.ready(optimizer, _scale_of(optimizer, state, scaler), state)
 
     def step_begins(self, optimizer: Any) -> None:
+        if _capturing():
+            return
         state = self._tracker.state_of(optimizer)
         if state.steps % UPDATES_EVERY == 0:
             compared = before_step(optimizer, self._names_of(optimizer, state))
@@ -182,9 +187,12 @@ class Watch:
                 self._compared[state.index] = compared
 
     def step_taken(self, optimizer: Any, scaler: Any | None, *, ran: bool) -> None:
+        if _capturing():
+            self._not_measured["Steps in a CUDA graph: the host is not told of its replays."] = None
+            return
         with self._paused():
             self._take_in(optimizer, scaler, ran=ran)
-        if self._timing is not None:
+        if self._timing is not None and threading.current_thread() is threading.main_thread():
             self._timing.step_ended(self.steps)
 
     def _paused(self) -> AbstractContextManager[None]:
@@ -292,12 +300,9 @@ class Watch:
         health = self.healths.get(state.index)
         if health is None:
             health = self.healths[state.index] = Health(state.index, names=self._names_of(optimizer, state))
-        event = state.pending[-1].event if state.pending else None
-        kept = precisions_of(optimizer)
-        if event is not None and event.precision != "fp32":
-            health.precision = event.precision
-        elif len(kept) == 1 and kept[0] in HALVES:  # a model that was cast as a whole
-            health.precision = kept[0]
+        ran_in, kept = self._tracker.precisions_since_step(state), precisions_of(optimizer)
+        half = next((each for each in ("fp16", "bf16") if each in ran_in or kept == (each,)), None)
+        health.precision = half or health.precision
         if scaler is not None and scaler._enabled and health.growth_interval is None:
             health.growth_interval, health.init_scale = scaler._growth_interval, scaler._init_scale
             health.growth_factor, health.backoff_factor = scaler._growth_factor, scaler._backoff_factor
@@ -377,6 +382,8 @@ class Watch:
     def not_measured(self) -> list[str]:
         """What was not, and why."""
         sentences = list(self._not_measured)
+        if self._tracker.follows.others:
+            sentences.append("Several threads trained at a time; only one of them was followed.")
         if self.failures:
             sentences.append(f"Some calls could not be followed: {self.failures[0]}")
         if not self._always_looks:
@@ -401,6 +408,10 @@ def _scale_of(optimizer: Any, state: OptimizerState, scaler: Any | None) -> Any:
     if scaler is None or state.pending or stage_of(scaler, optimizer) is OptState.UNSCALED:
         return None
     return scaler._scale
+
+
+def _capturing() -> bool:
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 def _is_finite(value: float) -> bool:

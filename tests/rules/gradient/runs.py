@@ -6,6 +6,7 @@ from ampwise.census.algebra import Census
 from ampwise.evidence.health import Health
 from ampwise.record.rows import LayerSample, StepRow
 from ampwise.rules import rules_about
+from ampwise.watch.findings import Findings
 
 NAMES = [f"layers.{layer}.{kind}" for layer in range(8) for kind in ("weight", "bias")]
 
@@ -72,11 +73,21 @@ def scaler_rows(overflows, steps, init_scale=65536.0, growth_interval=2000, grow
             scale, clean = scale * growth_factor, 0
 
 
+def judged(health):
+    """What a run makes of it: findings with their counts, judged twice as a growing run is."""
+    found = Findings()
+    for _ in range(2):
+        found.judge_whole(health, "gradient")
+    return {each.finding.rule.code: each for each in found}
+
+
 def findings(health):
     """What all rules about gradients say, by code."""
     found = {}
     for module in rules_about("gradient"):
         for finding in module.check(health):
             assert "\n" not in finding.message
+            assert None not in finding.evidence.values()
+            assert type(finding.evidence.get("times", 1)) is int, "a run takes it for the finding's count"
             found.setdefault(finding.rule.code, []).append(finding)
     return found

@@ -19,6 +19,14 @@ def test_a_dead_layer_is_named():
     assert finding.message == "the gradient is exactly zero in all 10 samples: it learns nothing"
 
 
+def test_in_fp16_it_may_have_been_flushed():
+    (finding,) = check(sampled(with_dead("layers.2.weight"), precision="fp16"))
+    assert finding.message == (
+        "the gradient is exactly zero in all 10 samples: it learns nothing, unless FP16 has flushed a gradient that "
+        "is there"
+    )
+
+
 def test_several_are_one_finding():
     (finding,) = check(sampled(with_dead("layers.2.weight", "layers.2.bias")))
     assert finding.evidence["names"] == ["layers.2.weight", "layers.2.bias"]

@@ -26,6 +26,8 @@ def test_a_scale_held_at_nothing_is_found():
 def test_without_a_scaler_being_near_is_enough():
     (finding,) = check(sampled(one_large(1e2, 4e4), scale=None))
     assert finding.message.endswith("and there is no scaler to skip a step that overflows")
+    assert finding.fix.startswith("Use a GradScaler with FP32 parameters")
+    assert None not in finding.evidence.values()
 
 
 def test_near_the_limit_is_where_a_scaler_stays():

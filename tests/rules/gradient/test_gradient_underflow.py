@@ -44,7 +44,17 @@ def test_all_parameters_hit_are_counted():
     (finding,) = check(sampled(lambda number: gradients(RNG, 2.0**-24), scale=None))
     assert finding.evidence["parameters"] == len(NAMES)
     assert "without a loss scale" in finding.message
+    assert None not in finding.evidence.values()
     assert f"(and in {len(NAMES) - 1} more parameters)" in finding.message
+
+
+def test_a_scaler_that_is_not_there_is_not_to_be_changed():
+    """As in a model that is FP16 throughout, whose gradients torch would refuse to unscale."""
+    (finding,) = check(sampled(small_first_layer(2.0**-24), scale=None))
+    assert finding.fix.startswith("Use a GradScaler with FP32 parameters, under autocast: `init_scale=")
+    wide = {**gradients(RNG), "layers.0.weight": np.exp2(RNG.normal(-24, 2, 4000)), "layers.7.weight": np.full(50, 6e4)}
+    (finding,) = check(sampled(lambda number: wide, scale=None))
+    assert finding.fix == "Train in BF16: the largest gradients leave no room for a loss scale in FP16."
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])

@@ -3,7 +3,7 @@ import random
 
 from ampwise.rules.gradient.loss_spike import check
 
-from .runs import stepped
+from .runs import judged, stepped
 
 
 def losses(*planted, n=300):
@@ -15,16 +15,19 @@ def losses(*planted, n=300):
 
 
 def test_a_spike_is_found_with_its_step():
-    (finding,) = check(losses((150, 30.0)))
+    health = losses((150, 30.0))
+    (finding,) = check(health)
     assert finding.place.step == 150
     assert finding.message.startswith("the loss jumped to 30 from a usual 2")
-    assert finding.evidence["spikes"] == 1
+    assert judged(health)["AMP610"].count == 1
 
 
 def test_the_worst_of_several_is_named():
-    (finding,) = check(losses((100, 15.0), (200, 60.0), (250, 20.0)))
+    health = losses((100, 15.0), (200, 60.0), (250, 20.0))
+    (finding,) = check(health)
     assert finding.place.step == 200
     assert finding.message.endswith("; 3 such jumps in all")
+    assert judged(health)["AMP610"].count == 3
 
 
 def test_noise_the_start_and_losses_that_are_not_finite_are_no_spikes():

@@ -8,7 +8,7 @@ from ampwise.evidence.streaks import BadStep
 from ampwise.record.rows import StepRow
 from ampwise.rules.gradient import non_finite_gradients, non_finite_loss
 
-from .runs import NAMES, findings, scaler_rows, stepped
+from .runs import NAMES, findings, judged, scaler_rows, stepped
 
 
 def with_bad_losses(*steps, value=math.nan, n=60, scale=None):
@@ -42,7 +42,6 @@ def test_without_a_module_it_says_what_is_known(healthy, text):
     health.add_bad(BadStep(step=30, loss=math.inf, healthy_before=healthy))
     (finding,) = non_finite_loss.check(health)
     assert finding.message == f"the loss is inf: {text}"
-    assert finding.evidence["weights_finite_before"] is healthy
 
 
 def test_without_details_it_is_still_said():
@@ -90,14 +89,78 @@ def test_a_scaler_in_bf16_hides_nothing():
     assert "in BF16" in finding.message
 
 
+def spoiled(after, then=(), precision="bf16"):
+    """Without a scaler: one gradient is NaN at step 21, and what came ``after`` that with its weights NaN too."""
+    rows = [{"scale": None}] * 20 + [{"scale": None, "norm": math.nan}]
+    rows += [{"scale": None, "norm": math.nan, **row} for row in after]
+    health = stepped([*rows, *then], precision=precision)
+    for step, row in enumerate(rows[20:], start=21):
+        parameters = tuple(NAMES) if step > 21 else NAMES[:1]
+        health.add_bad(
+            BadStep(step=step, loss=row.get("loss", 1.0), parameters=tuple(parameters), healthy_before=step == 21)
+        )
+    return health
+
+
 def test_spoiled_weights_are_not_blamed_on_the_loss():
     """Without a scaler, gradients that are not finite go into the weights, and the next loss is not finite."""
-    rows = [{"scale": None}] * 9 + [{"scale": None, "norm": math.nan}]
-    rows += [{"scale": None, "loss": math.nan, "norm": math.nan}] * 5
-    health = stepped(rows, precision="fp32")
+    health = spoiled([{"loss": math.nan}] * 9)
     found = findings(health)
     assert "AMP612" not in found
-    assert found["AMP613"][0].place.step == 10
+    (finding,) = found["AMP613"]
+    assert finding.place.step == 21
+    assert finding.message == (
+        "this gradient alone is not finite while the loss is, and no scaler skipped the step: the weights are not "
+        "finite since step 21, and all later losses with them"
+    )
+    assert judged(health)["AMP613"].count == 1, "one step had a loss that was finite"
+    assert "loss scale does not help" not in finding.rule.summary, "there is none"
+
+
+def test_weights_that_were_mended_end_what_is_said_of_losses():
+    (finding,) = findings(spoiled([{"loss": math.nan}] * 4, then=[{"scale": None}] * 5))["AMP613"]
+    assert finding.message.endswith("not finite since step 21, and the losses up to step 25 with them")
+
+
+def test_losses_that_nobody_knows_are_not_taken_for_finite():
+    health = spoiled([{"loss": None}] * 4)
+    (finding,) = findings(health)["AMP613"]
+    assert finding.message.endswith("no scaler skipped the step: the weights are not finite since step 21")
+    assert judged(health)["AMP613"].count == 1
+
+
+def test_losses_that_stay_finite_count():
+    """Of a branch that reaches no loss, or gradients that something has mended before the step."""
+    health = spoiled([{"loss": 1.0}] * 4)
+    (finding,) = findings(health)["AMP613"]
+    assert finding.message.endswith("and no scaler skips the step; 5 such steps in all")
+    assert judged(health)["AMP613"].count == 5
+
+
+def test_in_fp16_without_a_scaler_one_is_advised():
+    (finding,) = findings(spoiled([], precision="fp16"))["AMP613"]
+    assert "use a GradScaler with FP32 parameters" in finding.fix
+    (finding,) = findings(spoiled([], precision="bf16"))["AMP613"]
+    assert "GradScaler" not in finding.fix
+
+
+def test_losses_are_counted_by_step_and_not_by_streak():
+    health = with_bad_losses(30, 31, 32, 40, scale=1024.0)
+    assert judged(health)["AMP612"].count == 4
+    (finding,) = non_finite_loss.check(health)
+    assert finding.message.endswith("; 4 steps in all")
+
+
+def test_a_loss_that_breaks_while_the_scaler_searches_is_told_from_its_search():
+    """Overflow of gradients is skipped and spoils nothing: a loss that is not finite then has a cause of its own."""
+    rows = list(scaler_rows(lambda step, scale: step <= 12, 30))
+    for row in rows[3:12]:
+        row["loss"] = math.nan
+    health = stepped(rows)
+    found = findings(health)
+    assert "AMP613" not in found, "three skips from 65536 on are ordinary"
+    assert found["AMP612"][0].place.step == 4
+    assert judged(health)["AMP612"].count == 9
 
 
 @pytest.mark.parametrize("start", [16, 24])

@@ -42,6 +42,13 @@ def test_a_decay_is_found_long_before_half_is_lost(halving, seed):
     assert -1 / finding.evidence["octaves_per_step"] == pytest.approx(10 * halving, rel=0.25)
 
 
+def test_a_scaler_that_is_not_there_is_not_to_be_changed():
+    (finding,) = check(sampled(decaying(2, start=2.0**-12), 20, scale=None))
+    assert finding.fix.startswith("Use a GradScaler with FP32 parameters")
+    (finding,) = check(sampled(decaying(2, start=2.0**-12), 20, scale=1.0))
+    assert finding.fix == finding.rule.fix
+
+
 def test_it_is_found_late_in_a_long_run_too():
     quiet, decay = decaying(1e9), decaying(2)
     number, _, lost = first_alarm(lambda n: quiet(n) if n < 400 else decay(n - 400), 2.0**4, 450)

@@ -18,10 +18,7 @@ RULE = Rule(
     code="AMP603",
     name="gradient-near-overflow",
     severity=Severity.WARNING,
-    summary=(
-        "Gradients stand just below FP16's largest number, where they hold the loss scale down for the rest or have no "
-        "scaler to skip a step that overflows."
-    ),
+    summary="Gradients near FP16's largest number hold the loss scale down, or have no scaler to catch an overflow.",
     why=(
         "A scaler raises its scale until something overflows, so that the largest gradient is always within a few "
         "doublings of 65504: that alone is by design. It is a fault when one or a few parameters, hundreds of times "

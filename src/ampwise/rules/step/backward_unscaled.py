@@ -13,7 +13,8 @@ __all__ = ["RULE", "check"]
 
 def check(step: ScalerStep) -> Iterator[Finding]:
     for backward in step.unscaled:
+        what = "a part of the loss" if backward.partly else "the loss"
         yield RULE.at(
             backward.site.place,
-            f"the loss is not scaled, and `scaler.step` at {step.site.short} divides its gradients by the loss scale",
+            f"{what} is not scaled, and `scaler.step` at {step.site.short} divides its gradients by the loss scale",
         )

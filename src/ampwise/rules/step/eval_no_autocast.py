@@ -12,11 +12,16 @@ __all__ = ["RULE", "check"]
 
 
 def check(run: Conduct) -> Iterator[Finding]:
-    trained = {(forward.model, forward.precision) for forward in run.forwards if forward.training}
     for forward, times in run.forwards.items():
-        halves = {precision for model, precision in trained if model == forward.model and precision != "fp32"}
-        if not forward.training and halves and forward.precision not in halves:
+        trained = {other.precision for other in run.forwards if other.training and _same(other, forward)}
+        halves = trained - {"fp32", "fp64"}
+        if not forward.training and halves and forward.precision not in trained:
             yield _at(forward, min(halves), times)
+
+
+def _same(trained: Forward, evaluated: Forward) -> bool:
+    """One model; a copy of one, such as an average of its weights, goes by its class."""
+    return trained.model == evaluated.model and evaluated.number in (trained.number, None)
 
 
 def _at(forward: Forward, half: str, times: int) -> Finding:
