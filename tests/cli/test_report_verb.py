@@ -7,6 +7,7 @@ import webbrowser
 
 import pytest
 
+from ampwise import __version__
 from ampwise.census.algebra import Census
 from ampwise.cli import main
 from ampwise.finding import Place
@@ -60,7 +61,7 @@ def test_json(record, capsys):
     assert [one["code"] for one in data["findings"]] == ["AMP101"]
     assert sum(row["skipped"] for row in data["metrics"]["steps"]) == 1
     assert data["metrics"]["layers"][0]["name"] == "head.weight"
-    assert data["environment"] == {"torch": "2.13.0"}
+    assert data["environment"] == {"torch": "2.13.0", "ampwise": __version__}
 
 
 def test_the_page_is_written_and_written_again(record, tmp_path, capsys):

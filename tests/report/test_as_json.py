@@ -56,6 +56,7 @@ ROW = {
 }
 ROW["required"] = list(ROW["properties"])
 SHARE = {"type": "number", "minimum": 0, "maximum": 1}
+IN_FP16 = {**SHARE, "type": ["number", "null"]}  # null for a run in another format
 LAYER = {
     "type": "object",
     "additionalProperties": False,
@@ -66,9 +67,9 @@ LAYER = {
         "share": SHARE,
         "norm": NUMBER,
         "largest": {"type": "number", "minimum": 0},
-        "lost": SHARE,
-        "subnormal": SHARE,
-        "format": {"enum": ["fp16", "bf16"]},
+        "lost": IN_FP16,
+        "subnormal": IN_FP16,
+        "format": {"enum": ["fp16", "bf16", "fp32"]},
         "scale": {"type": ["number", "null"]},
         "dead": {"type": "boolean"},
         "doublings_left": {"type": ["integer", "null"]},
@@ -158,12 +159,20 @@ def test_a_census_comes_back(make_run):
         {"findings": [], "steps": [], "layers": [], "manifest": {"facts": {}}},
         {"manifest": {"status": "running", "exit_code": None, "finished": None}},
         {"trouble": ["steps.jsonl is missing."]},
+        {"facts": {"precision": "bf16"}},
+        {"facts": {"precision": "fp32"}},
         {"manifest": {"status": "failed", "error": {"type": "E", "message": "m"}, "exit_code": 1}},
     ],
 )
 def test_other_endings_hold_too(make_run, changed):
     data = read(make_run(**changed))
     assert data["trouble"] == changed.get("trouble", [])
+
+
+def test_the_environment_has_torch_and_ampwise(make_run):
+    facts = {"torch": {"torch": "2.13.0+cu130", "cuda": "13.0", "devices": ["H200"], "threads": 2}}
+    found = read(make_run(facts, {"ampwise": "0.1.0", "environment": {"python": "3.11"}}))["environment"]
+    assert found == {"python": "3.11", **facts["torch"], "ampwise": "0.1.0"}
 
 
 def test_a_layer_that_is_not_finite(make_run, make_sample):

@@ -20,7 +20,7 @@ from ampwise.report.page import MARK, page
 
 VOID = {"meta", "br"}
 TAGS = """html head meta title style body main h1 h2 h3 p code pre span i b article figure figcaption svg path text
-    tspan div table thead tbody tr th td ul li details summary footer br"""
+    tspan sup div table thead tbody tr th td ul li details summary footer br"""
 ATTRIBUTES = """lang charset name content http-equiv class d viewbox role aria-label x y dy text-anchor font-size width
     height"""
 HOSTILE = "<script>alert(1)</script>\"'><img src=x onerror=alert(1)>&amp;\x1b[2J\u202e\udc80\n</style>"
@@ -60,7 +60,12 @@ class Outline(HTMLParser):
 
 
 def test_all_is_there(make_run):
-    text = page(make_run(trouble=["steps.jsonl is missing."]))
+    facts = {
+        "torch": {"torch": "2.13.0+cu130", "devices": ["A100", "H200"], "cuda": None},
+        "timing": {"seconds_per_step": 0.01184, "half_share": 0.873},
+        "activations": {"backbone": {"dtype": "float16", "largest": 32752.0}},
+    }
+    text = page(make_run(facts, {"ampwise": "0.1.0"}, trouble=["steps.jsonl is missing."]))
     found = Outline(text).text
     for expected in [
         "1 error, 1 warning in 120 steps of train.py (fp16, scaler): gradients are clipped while still scaled.",
@@ -77,6 +82,12 @@ def test_all_is_there(make_run):
         "Every step was followed by one update of the scaler.",
         "Activations: run with --activations.",
         "gpu.name",
+        "From 2026-11-15 10:00:00 UTC to 2026-11-15 10:05:00 UTC.",
+        "2.13.0+cu130",
+        "A100, H200",
+        "0.1.0",
+        "time a step11.8 ms",
+        "backbone",
         "H200",
         "steps.jsonl is missing.",
         "runs/one",
@@ -87,6 +98,9 @@ def test_all_is_there(make_run):
     assert text.count("skipped, step 50<") == 2  # marked beside the scale and the norm
     assert text.count("inf or NaN, step 7<") == 1
     assert text.count("<pre>") == 1
+    assert "2<sup>−41</sup> to 2<sup>−7</sup>" in text  # of the histograms
+    assert "cuda" not in found
+    assert "once" not in found
 
 
 def test_names_between_backquotes_are_code(make_run, rules):
@@ -124,7 +138,10 @@ def test_hostile_names(make_run, make_sample, rules):
             "not_measured": [HOSTILE],
             "precision": HOSTILE,
             "settings": [{"name": HOSTILE, "value": HOSTILE, "reason": HOSTILE}],
-            "timing": {HOSTILE: HOSTILE},
+            "timing": {HOSTILE: HOSTILE, "seconds_per_step": HOSTILE},
+            "activations": {HOSTILE: {"dtype": HOSTILE, "largest": 1.0}},
+            "optimizers": [{"index": 0, "name": HOSTILE, "model": HOSTILE}],
+            "torch": {HOSTILE: HOSTILE},
             "modules": [{"name": HOSTILE, "kind": HOSTILE, "precision": HOSTILE}],
         },
     )
@@ -147,6 +164,7 @@ def test_any_name_comes_out_as_text(name):
         ({"findings": [], "steps": [], "layers": [], "manifest": {"facts": {}}}, "which took no step"),
         ({"manifest": {"status": "running", "finished": None}}, "or was killed"),
         ({"findings": []}, "No findings in 120 steps"),
+        ({"findings": [], "manifest": {"status": "failed", "exit_code": 1}}, "The script failed (exit code 1)."),
         ({"manifest": {"command": "text", "created": None, "environment": 3}}, "1 error"),
     ],
 )
@@ -192,6 +210,30 @@ def test_each_optimizer_has_a_line():
     assert drawn.count('class="line ') == 6
     assert "optimizer 5" in drawn
     assert "2 more not drawn" in drawn
+    named = chart("Loss", "loss", [Bucket.of(row) for row in rows], names={5: "Adam of <Generator>"})
+    assert "optimizer 4" in named
+    assert "Adam of &lt;Generator&gt;" in named
+    assert "optimizer 5" not in named
+
+
+def test_a_failure_is_no_good_news(make_run):
+    text = page(make_run(findings=[], manifest={"status": "failed", "exit_code": 1}))
+    assert '<h1 class="error">The script failed (exit code 1).</h1>' in text
+    assert '<p class="soft">No findings in 120 steps of train.py (fp16, scaler).</p>' in text
+
+
+def test_a_run_in_bf16_has_no_columns_of_fp16(make_run):
+    found = Outline(page(make_run({"precision": "bf16"}))).text
+    assert "share" in found
+    assert "lost" not in found
+    assert "subnormal" not in found
+
+
+def test_names_stay_in_sight_while_numbers_scroll(make_run):
+    text = page(make_run())
+    assert re.search(r"td\.name \{[^}]*position: sticky", text)
+    heads = re.findall(r"<th[^>]*>(.*?)</th>", text)
+    assert heads[heads.index("layer") :][:6] == ["layer", "share", "norm", "largest", "lost, est.", "subnormal"]
 
 
 @given(st.lists(st.none() | st.floats(), min_size=1, max_size=30), st.booleans())

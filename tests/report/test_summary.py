@@ -20,13 +20,12 @@ error[AMP101] clip-scaled-grads: `clip_grad_norm_` sees gradients multiplied by 
    |     ^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^
 32 |     scaler.step(optimizer)
    |
-   = norm: 1.52588e-05, scale: 65536
+   = norm: 1.52588e-05; scale: 65536
    = ×120, first at step 1, last at step 120
 help: Call scaler.unscale_(optimizer) before clipping.
 
 warning[AMP204] scaler-not-checkpointed: The state of the scaler is not saved
  --> train.py:40
-  = once
 help: Save scaler.state_dict() too.
 
 Suggested for the GradScaler
@@ -82,11 +81,75 @@ def test_a_clean_run_is_calm(make_run):
 
 def test_an_empty_run_is_short(make_run):
     run = make_run(findings=[], steps=[], layers=[], manifest={"facts": {}})
+    assert plain(run) == "Nothing to judge in train.py, which took no step.\nThe record is in runs/one\n"
+
+
+def test_a_script_that_failed_before_its_first_step(make_run):
+    error = {"type": "ValueError", "message": "no data"}
+    facts = {"not_measured": ["Nothing was watched: the script never imported torch."]}
+    manifest = {"status": "failed", "exit_code": 1, "error": error, "facts": facts}
+    run = make_run(findings=[], steps=[], layers=[], manifest=manifest, trouble=["steps.jsonl is missing."])
     assert plain(run) == (
-        "No findings in train.py, which took no step.\n\n"
-        "The record is in runs/one\n"
-        "  ampwise report runs/one --html page.html  the curves and every layer, on one page\n"
+        "The script failed with ValueError: no data (exit code 1).\n"
+        "Nothing was watched: the script never imported torch.\n"
+        "The record is in runs/one\n\n"
+        "Trouble with this record\n"
+        "  - steps.jsonl is missing.\n"
     )
+
+
+def test_findings_without_a_step_have_no_curves(make_run):
+    text = plain(make_run(steps=[], layers=[], manifest={"facts": {}}))
+    assert "error[AMP101]" in text
+    assert "--html" not in text
+    assert "ampwise explain AMP101" in text
+
+
+def test_what_modules_put_out(make_run):
+    shapes = {
+        "stem": {"dtype": "bfloat16", "largest": 300.0},
+        "broken": {"dtype": "float16", "largest": "NaN"},
+        "head": {"dtype": "float16", "largest": 32752},
+        "other": {"dtype": "complex64", "largest": 1.0},
+        **{f"blocks.{n}": {"dtype": "float16", "largest": 1000.0 + n} for n in range(15)},
+        "odd": 3,
+        "odder": {"dtype": None},
+    }
+    text = plain(make_run({"activations": shapes}))
+    table = text[text.index("Modules, worst first") : text.index("Where time goes")].splitlines()
+    assert table[1] == "  The largest magnitude that each module put out in the steps that were looked at."
+    assert [line.split() for line in table[3:6]] == [
+        ["broken", "float16", "NaN", "beyond", "it"],
+        ["head", "float16", "3.28e+04", "50.0%"],
+        ["blocks.14", "float16", "1.01e+03", "1.5%"],
+    ]
+    assert table[-2] == "  … and 7 more"
+    assert "Modules" not in plain(make_run({"activations": {}}))
+    assert "Modules" not in plain(make_run({"activations": [1]}))
+
+
+def test_evidence_is_for_people(make_run, rules):
+    evidence = {
+        "lost_share": 0.4131,
+        "scale": None,
+        "worst": ["a", "b", "c", "d", "e", "f"],
+        "is_dead": True,
+        "flops_by_precision": {"fp16": 2.0, "fp32": None},
+    }
+    seen = [Seen(finding=rules["clip"].at(Place(), "m", evidence=evidence)) for evidence in (evidence, {"scale": None})]
+    text = plain(make_run(findings=seen))
+    told = [line.strip() for line in text.splitlines() if line.strip().startswith("=")]
+    assert told == ["= lost share: 41.3%; worst: a, b, c, d and 2 more; is dead: yes; flops by precision: fp16 2"]
+
+
+def test_a_run_in_bf16_has_no_columns_of_fp16(make_run):
+    text = plain(make_run({"precision": "bf16"}, findings=[]))
+    assert "layer            share   norm   largest\n" in text
+    assert "lost" not in text
+
+
+def test_seconds_are_told_in_units_one_can_read(make_run):
+    assert "time a step  11.8 ms\n" in plain(make_run({"timing": {"seconds_per_step": 0.01184}}))
 
 
 def test_a_run_without_an_end_and_with_trouble_says_so(make_run):
@@ -138,7 +201,9 @@ def test_what_the_script_names_cannot_reach_the_terminal(make_run, make_sample, 
             "not_measured": [HOSTILE],
             "precision": HOSTILE,
             "settings": [{"name": HOSTILE, "value": HOSTILE, "reason": HOSTILE}],
-            "timing": {HOSTILE: HOSTILE},
+            "timing": {HOSTILE: HOSTILE, "seconds_per_step": HOSTILE},
+            "activations": {HOSTILE: {"dtype": HOSTILE, "largest": 1.0}},
+            "optimizers": [{"index": 0, "name": HOSTILE, "model": HOSTILE}],
         },
     )
     text = plain(run)
@@ -151,6 +216,8 @@ def test_what_the_script_names_cannot_reach_the_terminal(make_run, make_sample, 
     "facts",
     [
         {"what_was_fine": "all", "settings": {"a": 1}, "timing": [1], "modules": 3, "steps": "x", "precision": []},
+        {"activations": 3, "optimizers": {"index": 0}, "torch": "2.13"},
+        {"activations": {"a": {"dtype": 3, "largest": 10**400}}, "optimizers": [1, {"index": "0"}], "torch": [1]},
         {"settings": [1, {"name": "x"}], "timing": {"a": {}}, "modules": [None], "not_measured": [None]},
     ],
 )

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from ampwise.finding import Place, Rule, Severity
 from ampwise.record.rows import Seen
-from ampwise.report.verdict import ending, happened, how_many, steps_of, verdict, worst_first
+from ampwise.report.verdict import ending, happened, how_many, mood, opening, steps_of, verdict, worst_first
 
 
 def rule(severity, code="AMP999", summary="Something is off."):
@@ -38,7 +38,46 @@ def test_nothing_found_is_said_calmly(make_run):
 
 def test_a_run_that_never_trained(make_run):
     run = make_run(findings=[], steps=[], manifest={"facts": {}})
-    assert verdict(run) == "No findings in train.py, which took no step"
+    assert verdict(run) == "Nothing to judge in train.py, which took no step"
+    assert mood(run) == "info"
+
+
+WATCHED = "Nothing was watched: the script never imported torch."
+JUDGED = "Nothing to judge in train.py, which took no step."
+FAILED = "The script failed with ValueError: no data (exit code 1)."
+
+
+@pytest.mark.parametrize(
+    ("ended", "not_measured", "told"),
+    [
+        ({"status": "finished"}, ["Activations."], [JUDGED]),
+        ({"status": "finished"}, [WATCHED], [JUDGED, WATCHED]),
+        ({"status": "failed"}, [WATCHED], [FAILED, WATCHED]),
+        ({"status": "failed"}, ["Activations."], [FAILED, JUDGED]),
+        ({"status": "interrupted"}, [], ["The run was interrupted; this is what it had seen until then.", JUDGED]),
+    ],
+)
+def test_how_a_run_ended_and_why_nothing_was_seen(make_run, ended, not_measured, told):
+    error = (
+        {"exit_code": 1, "error": {"type": "ValueError", "message": "no data"}} if "failed" in ended.values() else {}
+    )
+    run = make_run(findings=[], steps=[], manifest={"facts": {"not_measured": not_measured}, **ended, **error})
+    assert opening(run) == told
+
+
+@pytest.mark.parametrize(
+    "ended",
+    [
+        {"status": "failed", "exit_code": 1},
+        {"status": "finished", "exit_code": 3},
+        {"status": "running", "host": platform.node(), "pid": 2**31 - 1},
+    ],
+)
+def test_a_bad_end_comes_before_no_findings(make_run, ended):
+    run = make_run(findings=[], manifest=ended)
+    assert opening(run) == [ending(run), "No findings in 120 steps of train.py (fp16, scaler)."]
+    assert verdict(run) == f"{ending(run)} No findings in 120 steps of train.py (fp16, scaler)"
+    assert mood(run) == "error"
 
 
 def test_steps_are_counted_where_the_manifest_does_not_say(make_run):
@@ -80,7 +119,7 @@ def test_the_numbers_add_up(findings):
 @pytest.mark.parametrize(
     ("one", "told"),
     [
-        (seen(Severity.INFO), "once"),
+        (seen(Severity.INFO), ""),
         (seen(Severity.INFO, 1, 7, 7), "once, at step 7"),
         (seen(Severity.INFO, 1200, 1, 1200), "×1,200, first at step 1, last at step 1,200"),
         (seen(Severity.INFO, 3, 2), "×3, first at step 2"),
@@ -118,7 +157,9 @@ def test_how_it_ended(make_run, status, more, told):
 def test_a_run_known_to_be_alive_or_dead(make_run):
     here = {"status": "running", "host": platform.node()}
     assert ending(make_run(manifest=here | {"pid": os.getpid()})).startswith("The run is still going:")
-    assert ending(make_run(manifest=here | {"pid": 2**31 - 1})).startswith("The run was killed")
+    assert ending(make_run(manifest=here | {"pid": 2**31 - 1})) == (
+        "The run was killed before it could write its end; this is what it had written."
+    )
 
 
 def test_ranks_are_counted(make_run):

@@ -19,7 +19,7 @@ from torch.optim import Optimizer, lr_scheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from ampwise.watch.graphs import mark_scaled
-from ampwise.watch.patches import Patches
+from ampwise.watch.patches import Patches, unseen
 from ampwise.watch.state import PRECISIONS
 from ampwise.watch.tracker import Tracker, unwrapped
 
@@ -78,7 +78,7 @@ class EntryPoints:
 
     def _followed(self, original: Function, watched: Function) -> Function:
         """The watched way where the call is one to follow, else the original as it is."""
-        follows = self._follows
+        follows, watched = self._follows, unseen(watched)
 
         def call(*args: Any, **kwargs: Any) -> Any:
             if torch.compiler.is_compiling() or not follows():  # the first by itself, as it may be traced

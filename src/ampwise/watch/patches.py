@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import wraps
 from typing import Any
 
-__all__ = ["INTERNAL", "Patches"]
+__all__ = ["INTERNAL", "Patches", "unseen"]
 
 MISSING = object()
 # A warning names the line that called; Python passes by the frames of its import machinery, known by these words.
@@ -29,7 +29,7 @@ class Patches:
         self._before.append((owner, name, own))
         replacement = make(original)
         if callable(original) and not isinstance(original, type):
-            replacement = wraps(original)(_passed_by_warnings(replacement))
+            replacement = wraps(original)(unseen(replacement))
         setattr(owner, name, replacement)
 
     def pairs(self) -> list[tuple[Any, Any]]:
@@ -46,7 +46,7 @@ class Patches:
                 setattr(owner, name, own)
 
 
-def _passed_by_warnings(function: Any) -> Any:
+def unseen(function: Any) -> Any:
     """The function, such that a warning raised within names the script's line as it would without us."""
     if hasattr(function, "__code__"):
         function.__code__ = function.__code__.replace(co_filename=INTERNAL)

@@ -32,10 +32,14 @@ LOST = 0.05  # of a parameter's gradient; the estimate may be off by a factor of
 FEWER_BITS = 0.5  # then the typical gradient is no longer held as FP16 holds numbers
 LEAST = 64  # values, below which a share is chance
 NAMED = 3  # parameters in a message
+SAMPLES = 3  # in a row, without one value above zero
 
 
 def check(health: Health) -> Iterator[Finding]:
     if health.precision != "fp16":
+        return
+    if _all_gone(health):
+        yield _nothing_left(health)
         return
     hit = {
         name: found
@@ -46,12 +50,13 @@ def check(health: Health) -> Iterator[Finding]:
         return
     worst = max(hit, key=lambda name: (hit[name].lost_share, hit[name].subnormal_share))
     found, scale = hit[worst], health.recent[-1].scale
-    others = f" (and in {len(hit) - 1} more parameters)" if len(hit) > 1 else ""
+    others = f" (and in {len(hit) - 1} more)" if len(hit) > 1 else ""
+    lost = f"loses about {found.lost_share:.0%} of this gradient" if found.lost_share >= 0.005 else ""
+    short = f"keeps {found.subnormal_share:.0%} {'of it' if lost else 'of this gradient'} with fewer bits"
     at = "without a loss scale" if scale is None else f"at loss scale {scale_text(scale)}"
     yield RULE.at(
         Place(parameter=worst, step=health.recent[-1].last),
-        f"FP16 loses about {found.lost_share:.0%} of this gradient {at} and keeps {found.subnormal_share:.0%} "
-        f"with fewer bits{others}",
+        f"FP16 {' and '.join(filter(None, [lost, short]))} {at}{others}",
         evidence={
             "lost_share_estimated": round(found.lost_share, 4),
             "subnormal_share": round(found.subnormal_share, 4),
@@ -60,6 +65,22 @@ def check(health: Health) -> Iterator[Finding]:
             "worst": sorted(hit, key=lambda name: -hit[name].lost_share)[:NAMED],
         },
         fix=_fix(health, scale),
+    )
+
+
+def _all_gone(health: Health) -> bool:
+    """Not one value was left, in several samples: the loss cannot be all flat."""
+    return health.samples >= SAMPLES and bool(health.values) and health.values == health.zeros
+
+
+def _nothing_left(health: Health) -> Finding:
+    scale = health.recent[-1].scale
+    at = "without a loss scale" if scale is None else f"at loss scale {scale_text(scale)}"
+    return RULE.at(
+        Place(step=health.recent[-1].last),
+        f"every gradient of all {len(health.values)} parameters is exactly zero {at}: FP16 has flushed them, or the "
+        "loss does not depend on the parameters",
+        evidence={"samples": health.samples},
     )
 
 
