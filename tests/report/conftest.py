@@ -62,7 +62,7 @@ def sample(step, layers, **other):
 HEALTHY = Census(binades={-12: 60, -11: 30, -8: 10}, amax=2**-7.5, amin=2**-11.5, sum_squares=0.0025)
 # Out of FP16 at a scale of 65536: nothing is below 2**-40, and what was there is among the zeros.
 FADING = Census(
-    binades={-41: 20, -40: 40, -39: 80, -38: 80, -37: 40, -20: 20},
+    binades={-41: 60, -40: 60, -39: 60, -38: 60, -37: 40, -20: 20},
     zeros=120,
     amax=2**-19.5,
     amin=2**-40,

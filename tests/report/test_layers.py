@@ -31,7 +31,7 @@ def test_dead_then_fading_then_healthy(make_run):
 def test_the_numbers(make_run):
     found = named(layers_of(make_run(steps=at_scale(65536.0))))
     fading, healthy, dead = found["blocks.0.weight"], found["head.weight"], found["blocks.1.bias"]
-    assert 0.05 < fading.lost < 0.5
+    assert 0.03 < fading.lost < 0.2
     assert fading.subnormal > 0.5
     assert healthy.lost == healthy.subnormal == 0
     assert healthy.norm == pytest.approx(0.05)  # of one step, not of the two that were added up
@@ -135,9 +135,9 @@ def test_two_optimizers_keep_their_own_layers(make_run, make_sample):
 
 def test_what_the_table_is_about(make_run):
     assert about_layers(layers_of(make_run())) == (
-        "Gradients in true units, over 2 sampled steps; lost in FP16 at the last loss scale, 32,768, by estimate"
+        "Gradients in true units, over 2 sampled steps; lost in FP16 at the last loss scale, 32,768"
     )
-    assert "at the last loss scale, 2^40, by" in about_layers(layers_of(make_run(steps=at_scale(2.0**40))))
+    assert "at the last loss scale, 2^40" in about_layers(layers_of(make_run(steps=at_scale(2.0**40))))
 
 
 def test_optimizers_have_scales_and_names_of_their_own(make_run, make_sample):
@@ -153,7 +153,7 @@ def test_optimizers_have_scales_and_names_of_their_own(make_run, make_sample):
         (1.0, "w (AdamW of Generator)"),
         (2.0, "w (SGD)"),
     ]
-    assert about_layers(layers).endswith("lost in FP16 at each optimizer's last loss scale, by estimate")
+    assert about_layers(layers).endswith("lost in FP16 at each optimizer's last loss scale")
     twins = [{"index": n, "name": "Adam", "model": "Net"} for n in (0, 1)]
     for facts, owners in [
         ({"optimizers": twins}, ["Adam of Net, optimizer 0", "Adam of Net, optimizer 1"]),
@@ -194,7 +194,7 @@ def test_the_total_makes_no_census_on_the_way(monkeypatch):
         folder=Path("r"), manifest={}, layers=[LayerSample(first=n, last=n, layers={"w": one}) for n in (1, 2, 3)]
     )
     made = []
-    monkeypatch.setattr(Census, "__post_init__", made.append)
+    monkeypatch.setattr(Census, "__post_init__", lambda self: made.append(self))
     assert run.total_layers()["w"].count == 3
     assert len(made) == 1
 

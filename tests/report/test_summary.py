@@ -33,10 +33,10 @@ Suggested for the GradScaler
 
 Layers, worst first
   Gradients in true units, over 2 sampled steps; lost in FP16 at the last loss scale, 32,768.
-  layer            values   norm   largest   lost  subnormal
-  blocks.1.bias     20.0%      0         0      0          0  dead
-  blocks.0.weight   40.0%  1e-05  1.35e-06  25.0%      50.0%
-  head.weight       40.0%   0.05   0.00552      0          0
+  layer            share   norm   largest  lost, est.  subnormal
+  blocks.1.bias     8.8%      0         0           0          0  dead
+  blocks.0.weight  73.7%  1e-05  1.35e-06       23.8%      69.9%
+  head.weight      17.5%   0.05   0.00552           0          0
 
 Where time goes
   matrix work in half precision  87.3%
@@ -136,7 +136,10 @@ def test_evidence_is_for_people(make_run, rules):
         "is_dead": True,
         "flops_by_precision": {"fp16": 2.0, "fp32": None},
     }
-    seen = [Seen(finding=rules["clip"].at(Place(), "m", evidence=evidence)) for evidence in (evidence, {"scale": None})]
+    seen = [
+        Seen(finding=rules[one].at(Place(), "m", evidence=all_of))
+        for one, all_of in [("clip", evidence), ("save", {"scale": None})]
+    ]
     text = plain(make_run(findings=seen))
     told = [line.strip() for line in text.splitlines() if line.strip().startswith("=")]
     assert told == ["= lost share: 41.3%; worst: a, b, c, d and 2 more; is dead: yes; flops by precision: fp16 2"]

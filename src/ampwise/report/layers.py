@@ -50,7 +50,7 @@ class Layer:
 
     @property
     def lost(self) -> float | None:
-        """The share of the values that FP16 turned to zero, by estimate: those that are left hold none of them."""
+        """The share of the values that FP16 turned to zero: those that are left hold none of them."""
         return None if self.underflow is None else self.underflow.lost_share
 
     @property
@@ -157,10 +157,10 @@ def about_layers(layers: Sequence[Layer]) -> str:
         return over
     scales = {layer.scale for layer in layers}
     if len(scales) > 1:
-        return f"{over}; lost in FP16 at each optimizer's last loss scale, by estimate"
+        return f"{over}; lost in FP16 at each optimizer's last loss scale"
     scale = layers[0].scale
     at = "without a loss scale" if scale is None else f"at the last loss scale, {_written(scale)}"
-    return f"{over}; lost in FP16 {at}, by estimate"
+    return f"{over}; lost in FP16 {at}"
 
 
 def _written(scale: float) -> str:
