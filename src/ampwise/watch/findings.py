@@ -41,14 +41,15 @@ class Findings:
     def __init__(self) -> None:
         self._seen: dict[Hashable, Seen] = {}
         self._known: dict[Any, tuple[Hashable, ...]] = {}  # evidence that was judged before
-        self._given: dict[Hashable, set[Hashable]] = {}  # findings of what is judged again as it grows
+        self._given: dict[Hashable, dict[Hashable, Seen]] = {}  # of what is judged again as it grows
         self.changed = False  # since someone last looked
 
     def judge(self, evidence: Any, step: int | None = None, *, room: str = "step") -> None:
         """Judge a record by the room's rules; an equal one is only counted."""
         keys = self._known.get(evidence)
         if keys is None:
-            keys = tuple(self.add(finding, step) for finding in self._judged(evidence, room))
+            added = [self.add(finding, step) for finding in self._judged(evidence, room)]
+            keys = tuple(key for key in added if key is not None)
             if len(self._known) < MOST * 10:
                 self._known[evidence] = keys
             return
@@ -56,49 +57,41 @@ class Findings:
             self._count(self._seen[key], step)
 
     def judge_whole(self, evidence: Any, room: str) -> None:
-        """Judge what has grown since it was last judged: the new findings replace the old."""
+        """Judge what has grown since it was last judged: the new findings take the place of the old."""
         source = (room, type(evidence), getattr(evidence, "optimizer", None))
-        before, now = self._given.get(source, set()), set()
+        before = self._given.get(source, {})
+        now: dict[Hashable, Seen] = {}
         for finding in self._judged(evidence, room):
             shown = dict(finding.evidence)
             times = shown.pop("times", None)  # of what happened often and is judged once
-            now.add(self._replace(finding.but(evidence=shown), times, before))
-        for key in before - now:  # the worst of several is another by now, or it was no finding after all
-            del self._seen[key]
-            self.changed = True
+            key = (*_key(finding), source)
+            older = [seen for seen in before.values() if seen.finding.rule is finding.rule]
+            first = min((seen.first_step or 0 for seen in older), default=finding.place.step or 0)
+            now[key] = before.get(key) or Seen(finding=finding, first_step=first or None)
+            now[key].finding = finding.but(evidence=shown)
+            now[key].last_step = finding.place.step or now[key].last_step
+            now[key].count = now[key].count if times is None else times
+        self.changed |= bool(now or before)
         self._given[source] = now
 
-    def _replace(self, finding: Finding, times: int | None, before: set[Hashable]) -> Hashable:
-        key = _key(finding)
-        same_rule = [self._seen[old] for old in before if self._seen[old].finding.rule is finding.rule]
-        if key not in self._seen:
-            self.add(finding, min((old.first_step or 0 for old in same_rule), default=finding.place.step) or None)
-        seen = self._seen.get(key)
-        if seen is None:
-            return key  # there are too many
-        if seen.finding != finding:
-            seen.finding = finding
-            self.changed = True
-        seen.count = seen.count if times is None else times
-        return key
-
-    def add(self, finding: Finding, step: int | None = None) -> Hashable:
-        """One more finding, or one more time the same."""
+    def add(self, finding: Finding, step: int | None = None) -> Hashable | None:
+        """One more finding, or one more time the same; None if there are too many."""
         key = _key(finding)
         if key in self._seen:
             self._count(self._seen[key], step)
         elif len(self._seen) < MOST:
             self._seen[key] = Seen(finding=finding, first_step=step, last_step=step)
         else:
-            return next(iter(self._seen))
+            return None
         self.changed = True
         return key
 
     def __iter__(self) -> Iterator[Seen]:
-        return iter(sorted(self._seen.values(), key=lambda seen: (seen.finding.severity.rank, -seen.count)))
+        every = [*self._seen.values(), *(seen for given in self._given.values() for seen in given.values())]
+        return iter(sorted(every, key=lambda seen: (seen.finding.severity.rank, -seen.count)))
 
     def __len__(self) -> int:
-        return len(self._seen)
+        return len(list(iter(self)))
 
     def _count(self, seen: Seen, step: int | None) -> None:
         seen.count += 1
@@ -110,7 +103,7 @@ class Findings:
         return (finding for check in checks_of(room).get(type(evidence), ()) for finding in check(evidence))
 
 
-def _key(finding: Finding) -> Hashable:
+def _key(finding: Finding) -> tuple[Hashable, ...]:
     """What makes two findings one: the rule and the place, whatever the numbers of the day."""
     place = finding.place
     return (finding.rule.code, place.file, place.line, place.module, place.parameter, place.device)
