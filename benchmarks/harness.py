@@ -5,12 +5,13 @@ A claim is a ratio of two things measured in the same run. Times are medians, an
 
 from __future__ import annotations
 
+import argparse
 import json
 import platform
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field
 from datetime import date
@@ -18,7 +19,7 @@ from pathlib import Path
 
 import torch
 
-__all__ = ["Contender", "Result", "Times", "alternate", "gpu_ms", "host_ms", "note"]
+__all__ = ["Contender", "Result", "Times", "alternate", "gpu_ms", "host_ms", "note", "publish_parts"]
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -161,6 +162,27 @@ def alternate(
 def note(text: str) -> None:
     """How far a long benchmark has come, with the time."""
     print(f"{time.strftime('%H:%M:%S')} {text}", file=sys.stderr, flush=True)
+
+
+def publish_parts(
+    name: str,
+    description: str,
+    parts: Mapping[str, Callable[[], Result]],
+    only_on_gpu: Sequence[str],
+    arguments: Sequence[str] | None = None,
+) -> None:
+    """Run a benchmark of several parts, or those that are asked for, each with a result of its own."""
+    parser = argparse.ArgumentParser(prog=f"python -m benchmarks.{name}", description=description)
+    parser.add_argument("--part", choices=parts, action="append", help="only this one; may be given again")
+    asked = parser.parse_args(arguments).part
+    possible = [part for part in parts if torch.cuda.is_available() or part not in only_on_gpu]
+    if not torch.cuda.is_available():
+        torch.set_num_threads(1)
+        if missing := [part for part in asked or () if part not in possible]:
+            parser.error(f"--part {missing[0]} needs a CUDA device")
+    for part in asked or possible:
+        note(f"part {part}")
+        parts[part]().publish()
 
 
 def _wait() -> None:

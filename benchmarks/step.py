@@ -12,7 +12,6 @@ On a CPU there are the first two, with smaller models.
 
 from __future__ import annotations
 
-import argparse
 import gc
 import inspect
 import time
@@ -28,7 +27,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR
 import ampwise
 from benchmarks.contenders import Refused, Task, accelerates, by_hand, engines, lightnings, ready, unclipped
 from benchmarks.gpt import GPT2_124M, GPT_1M, GPT_4M, GPT_ONE_LAYER, Shape
-from benchmarks.harness import Contender, Result, Times, alternate, note
+from benchmarks.harness import Contender, Result, Times, alternate, note, publish_parts
 
 Make = Callable[[Task], Contender]
 Row = list[str | float]
@@ -299,16 +298,7 @@ ONLY_ON_GPU = ("waits", "graph")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.step", description="Whole training steps.")
-    parser.add_argument("--part", choices=PARTS, action="append", help="only this one; may be given again")
-    asked = parser.parse_args(arguments).part
-    if not has_gpu():
-        torch.set_num_threads(1)
-        if missing := [part for part in asked or () if part in ONLY_ON_GPU]:
-            parser.error(f"--part {missing[0]} needs a CUDA device")
-    for part in asked or [part for part in PARTS if has_gpu() or part not in ONLY_ON_GPU]:
-        note(f"part {part}")
-        PARTS[part]().publish()
+    publish_parts("step", "Whole training steps.", PARTS, ONLY_ON_GPU, arguments)
 
 
 if __name__ == "__main__":

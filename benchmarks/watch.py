@@ -11,7 +11,6 @@ On a CPU there is the first, with the model of `make demo`.
 
 from __future__ import annotations
 
-import argparse
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -20,7 +19,7 @@ import torch
 
 from benchmarks.contenders import Task
 from benchmarks.gpt import GPT2_124M, GPT_1M, GPT_ONE_LAYER, Shape
-from benchmarks.harness import Result, Times, note
+from benchmarks.harness import Result, Times, note, publish_parts
 from benchmarks.step import (
     AHEAD,
     PAIRED,
@@ -175,16 +174,7 @@ ONLY_ON_GPU = ("tiny", "waits")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.watch", description="What watching costs.")
-    parser.add_argument("--part", choices=PARTS, action="append", help="only this one; may be given again")
-    asked = parser.parse_args(arguments).part
-    if not has_gpu():
-        torch.set_num_threads(1)
-        if missing := [part for part in asked or () if part in ONLY_ON_GPU]:
-            parser.error(f"--part {missing[0]} needs a CUDA device")
-    for part in asked or [part for part in PARTS if has_gpu() or part not in ONLY_ON_GPU]:
-        note(f"part {part}")
-        PARTS[part]().publish()
+    publish_parts("watch", "What watching costs.", PARTS, ONLY_ON_GPU, arguments)
 
 
 if __name__ == "__main__":

@@ -152,6 +152,7 @@ def test_what_runs_outside_autocast_is_seen_in_fp32(make):
     assert use.half_share == 0.5
 
 
+@pytest.mark.skipif(torch.__version__ < "2.12", reason="this torch's profiler tells no strides")
 def test_sizes_off_alignment_are_those_of_rows_in_memory(make):
     run = make(nn.Sequential(nn.Linear(SIZE_IN, 33), nn.Linear(33, 8)), profile_at=(3,))
     run.x = torch.randn(13, SIZE_IN)  # an odd number of rows shifts no row

@@ -18,10 +18,11 @@ from torch.nn.utils import clip_grad
 from torch.optim import Optimizer, lr_scheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from ampwise.watch.asking import unwrapped
 from ampwise.watch.graphs import mark_scaled
 from ampwise.watch.patches import Patches, unseen
 from ampwise.watch.state import PRECISIONS
-from ampwise.watch.tracker import Tracker, unwrapped
+from ampwise.watch.tracker import Tracker
 
 __all__ = ["EntryPoints", "Listener"]
 

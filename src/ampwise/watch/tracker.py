@@ -14,7 +14,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
-from torch.amp.grad_scaler import GradScaler, OptState
+from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
@@ -33,15 +33,28 @@ from ampwise.evidence.conduct import (
     Unscale,
     Update,
 )
+from ampwise.watch.asking import (
+    autocast_precision,
+    eps_of,
+    has_fsdp1,
+    inner_model,
+    is_plain_torch,
+    parameters_of,
+    precisions_of,
+    probe,
+    runs_in,
+    stage_of,
+    states_in,
+    unwrapped,
+)
 from ampwise.watch.following import Following
 from ampwise.watch.graphs import read_losses
 from ampwise.watch.site import caller
-from ampwise.watch.state import PRECISIONS, PROBES, Known, OptimizerState, Pass, ScalerState, SchedulerState
+from ampwise.watch.state import Known, OptimizerState, Pass, ScalerState, SchedulerState
 
 __all__ = ["Tracker"]
 
 HALVES = {"fp16", "bf16"}
-MOST_PARTS = 200  # of something that is saved, which are looked at
 
 
 class Tracker:
@@ -97,7 +110,7 @@ class Tracker:
         # Some are trained in evaluation mode all along: those that never were in the other.
         self._in_training_mode |= {id(model)} if learning and model.training else set()
         training = learning and (model.training or id(model) not in self._in_training_mode)
-        device, precision = _runs_in(model)
+        device, precision = runs_in(model)
         states = self._trained_by(model) if training else []
         others = [each for state in states for each in state.precisions if each in HALVES and each != precision]
         other = others[0] if others and precision in HALVES else None
@@ -110,7 +123,7 @@ class Tracker:
             training=training,
             precision=precision,
             device=device,
-            model=type(_inner(model)).__name__,
+            model=type(inner_model(model)).__name__,
             number=self._models[model][0] if model in self._models else None,
             other_half=other,
         )
@@ -148,7 +161,7 @@ class Tracker:
             loss_is_mean=loss.is_mean if weights is None else None,
             scaler=any(state.steps for scaler, state in self.scalers.pairs() if scaler.is_enabled()),
         )
-        self._probed = [(each, state, _probe(each)) for each, state in self.optimizers.pairs()]
+        self._probed = [(each, state, probe(each)) for each, state in self.optimizers.pairs()]
         # A copy, as the script may go on to write to its loss.
         single = len(roots) == 1 and roots[0].numel() == 1
         plain = roots[0].detach().reshape(()).clone() if single else None
@@ -157,7 +170,7 @@ class Tracker:
     def backward_ended(self, made: Pass) -> None:
         reached = []
         for optimizer, state, before in self._probed:
-            after = _probe(optimizer)
+            after = probe(optimizer)
             if after != before:
                 reached.append(state)
                 self._add(made, state, before, after)
@@ -184,7 +197,7 @@ class Tracker:
             parameters = [each for group in thing.param_groups for each in group["params"]]
         given = {id(each) for each in parameters}
         for optimizer, state in self._owners_of(parameters):
-            if all(id(each) in given for each in _parameters(optimizer) if each.grad is not None):
+            if all(id(each) in given for each in parameters_of(optimizer) if each.grad is not None):
                 if state.pending and state.index not in self.stepping:
                     state.dropped_at, state.dropped_pass = caller(), state.pending[-1].event.site
                 state.forget()
@@ -208,7 +221,7 @@ class Tracker:
         return [
             (optimizer, state)
             for optimizer, state in self.optimizers.pairs()
-            if any(id(each) in given for each in _parameters(optimizer))
+            if any(id(each) in given for each in parameters_of(optimizer))
         ]
 
     # Optimizers
@@ -241,7 +254,7 @@ class Tracker:
                 mixed_forward=state.mixed,
                 scaler=any(scaler.is_enabled() for scaler, _ in self.scalers.pairs()),
                 parameters=precisions_of(optimizer),
-                eps=_eps(optimizer),
+                eps=eps_of(optimizer),
                 backward=None if first is None else first.site,
                 plain=state.plain,
             ),
@@ -254,7 +267,7 @@ class Tracker:
             self.conduct.dropped[state.dropped_at] = self.conduct.dropped.get(state.dropped_at, 0) + 1
         state.bare = not by_scaler and bool(state.pending)
         state.by_scaler = by_scaler
-        for _, sharing in self._owners_of(_parameters(optimizer)):  # itself, and one that wraps it, say
+        for _, sharing in self._owners_of(parameters_of(optimizer)):  # itself, and one that wraps it, say
             sharing.begin_anew()
         state.begin_anew()
         state.steps += 1
@@ -304,10 +317,10 @@ class Tracker:
                 undivided=_undivided(optimizer, state),
                 closure=callable(kwargs.get("closure")) or bool(args and callable(args[0])),
                 half_parameters="fp16" in precisions_of(optimizer),
-                eps=_eps(optimizer),
+                eps=eps_of(optimizer),
                 precisions=self.precisions_since_step(state),
                 mixed_forward=state.mixed,
-                fsdp=_is_plain_torch(scaler) and _has_fsdp1(optimizer),
+                fsdp=is_plain_torch(scaler) and has_fsdp1(optimizer),
                 bare=state.bare and not state.pending,
                 unscaled_midway=state.midway,
                 threads=len(of_scaler.threads) if of_scaler.shared else 1,
@@ -385,71 +398,9 @@ class Tracker:
         return self.conduct
 
 
-def autocast_precision(device_type: str) -> str | None:
-    """What autocast is set to, where it is on."""
-    try:
-        if not torch.is_autocast_enabled(device_type):
-            return None
-        return PRECISIONS.get(torch.get_autocast_dtype(device_type), "other")
-    except RuntimeError:  # a device without autocast
-        return None
-
-
-def unwrapped(optimizer: Any) -> Any:
-    """The optimizer inside of a wrapper, such as Accelerate's."""
-    inner = getattr(optimizer, "optimizer", None)
-    while isinstance(inner, Optimizer) and inner is not optimizer:
-        optimizer, inner = inner, getattr(inner, "optimizer", None)
-    return optimizer
-
-
-def stage_of(scaler: Any, optimizer: Any) -> OptState | None:
-    states = getattr(scaler, "_per_optimizer_states", {})
-    known = states.get(id(optimizer)) if hasattr(states, "get") else None
-    return None if known is None else known["stage"]
-
-
-def states_in(thing: Any, depth: int = 5) -> tuple[bool, bool]:
-    """Whether an optimizer's state, and a scaler's, is among what is saved."""
-    if isinstance(thing, Optimizer | GradScaler):
-        return isinstance(thing, Optimizer), isinstance(thing, GradScaler)
-    if isinstance(thing, dict):
-        keys = {key for key in thing if isinstance(key, str)}
-        if {"state", "param_groups"} <= keys or {"scale", "growth_factor", "growth_interval"} <= keys:
-            return "param_groups" in keys, "growth_factor" in keys
-    if not depth or not isinstance(thing, dict | list | tuple):
-        return False, False
-    parts = list(thing.values() if isinstance(thing, dict) else thing)[:MOST_PARTS]
-    found = [states_in(part, depth - 1) for part in parts if not isinstance(part, Tensor)]
-    return any(one for one, _ in found), any(other for _, other in found)
-
-
-def _runs_in(model: nn.Module) -> tuple[str, str]:
-    """Device and precision of a model that is about to run: autocast's, else that of its parameters."""
-    first = next((each for each in nn.Module.parameters(model) if each.is_floating_point()), None)
-    if first is None:
-        return "cpu", "fp32"
-    return first.device.type, autocast_precision(first.device.type) or PRECISIONS.get(first.dtype, "other")
-
-
-def _parameters(optimizer: Any) -> list[Any]:
-    return [each for group in optimizer.param_groups for each in group["params"]]
-
-
 def _is_unscaled(backward: Backward) -> bool:
     """In whole or in part. Someone who multiplies by ``get_scale()`` has scaled it."""
     return backward.partly or not (backward.scaled or backward.scaled_by_constant)
-
-
-def _probe(optimizer: Any) -> list[Any]:
-    """What changes when some of its parameters get gradients."""
-    found: list[Any] = []
-    for group in optimizer.param_groups:
-        params = group["params"]
-        for each in params[:: max(len(params) // PROBES, 1)]:
-            grad = each.grad
-            found.append(None if grad is None else (id(grad), grad._version))
-    return found
 
 
 def _undivided(optimizer: Any, state: OptimizerState) -> tuple[Backward, ...]:
@@ -460,39 +411,5 @@ def _undivided(optimizer: Any, state: OptimizerState) -> tuple[Backward, ...]:
     batches = {each.forwards for each in alike}
     if not 1 < len(batches) == len(alike) == len(passes):
         return ()
-    by_hand = not state.clipped and state.unscaled_at is None and _probe(optimizer) != state.left
+    by_hand = not state.clipped and state.unscaled_at is None and probe(optimizer) != state.left
     return () if by_hand else (alike[0].event,)
-
-
-def precisions_of(optimizer: Any) -> tuple[str, ...]:
-    dtypes = {each.dtype for group in optimizer.param_groups for each in group["params"]}
-    return tuple(sorted(PRECISIONS.get(dtype, str(dtype)) for dtype in dtypes))
-
-
-def _eps(optimizer: Any) -> float | None:
-    eps = optimizer.param_groups[0].get("eps") if optimizer.param_groups else None
-    return float(eps) if isinstance(eps, int | float) else None
-
-
-def _is_plain_torch(scaler: Any) -> bool:
-    return type(scaler).__name__ != "ShardedGradScaler" and type(scaler).__module__.startswith("torch")
-
-
-def _has_fsdp1(optimizer: Any) -> bool:
-    """Flat parameters are FSDP1's own."""
-    return any(
-        type(each).__name__ == "FlatParameter" or hasattr(each, "_is_flat_param") or hasattr(each, "_fsdp_flattened")
-        for group in optimizer.param_groups
-        for each in group["params"][:PROBES]
-    )
-
-
-def _inner(model: nn.Module) -> nn.Module:
-    """The user's own, inside of what it was wrapped in."""
-    while True:
-        inner = getattr(model, "_orig_mod", None) or (
-            model.module if type(model).__name__ in ("DistributedDataParallel", "DataParallel") else None
-        )
-        if not isinstance(inner, nn.Module):
-            return model
-        model = inner

@@ -25,6 +25,7 @@ from ampwise.evidence.timing import TimeUse
 from ampwise.record.rows import Seen
 from ampwise.record.writer import Writer
 from ampwise.watch.activations import Activations, Ranges
+from ampwise.watch.asking import precisions_of, stage_of
 from ampwise.watch.entry_points import EntryPoints
 from ampwise.watch.findings import Findings
 from ampwise.watch.fine import what_was_fine
@@ -34,7 +35,7 @@ from ampwise.watch.outcomes import is_ours, outcome_of
 from ampwise.watch.patches import Patches
 from ampwise.watch.state import OptimizerState
 from ampwise.watch.timing import Timing
-from ampwise.watch.tracker import Tracker, precisions_of, stage_of
+from ampwise.watch.tracker import Tracker
 from ampwise.watch.updates import Compared, before_step
 
 __all__ = ["Watch"]

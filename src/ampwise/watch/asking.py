@@ -1,0 +1,125 @@
+"""What torch's objects say of themselves, asked without changing or waiting for anything."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.amp.grad_scaler import GradScaler, OptState
+from torch.optim import Optimizer
+
+from ampwise.watch.state import PRECISIONS, PROBES
+
+__all__ = [
+    "autocast_precision",
+    "eps_of",
+    "has_fsdp1",
+    "inner_model",
+    "is_plain_torch",
+    "parameters_of",
+    "precisions_of",
+    "probe",
+    "runs_in",
+    "stage_of",
+    "states_in",
+    "unwrapped",
+]
+
+MOST_PARTS = 200  # of something that is saved, which are looked at
+
+
+def autocast_precision(device_type: str) -> str | None:
+    """What autocast is set to, where it is on."""
+    try:
+        if not torch.is_autocast_enabled(device_type):
+            return None
+        return PRECISIONS.get(torch.get_autocast_dtype(device_type), "other")
+    except RuntimeError:  # a device without autocast
+        return None
+
+
+def unwrapped(optimizer: Any) -> Any:
+    """The optimizer inside of a wrapper, such as Accelerate's."""
+    inner = getattr(optimizer, "optimizer", None)
+    while isinstance(inner, Optimizer) and inner is not optimizer:
+        optimizer, inner = inner, getattr(inner, "optimizer", None)
+    return optimizer
+
+
+def stage_of(scaler: Any, optimizer: Any) -> OptState | None:
+    states = getattr(scaler, "_per_optimizer_states", {})
+    known = states.get(id(optimizer)) if hasattr(states, "get") else None
+    return None if known is None else known["stage"]
+
+
+def states_in(thing: Any, depth: int = 5) -> tuple[bool, bool]:
+    """Whether an optimizer's state, and a scaler's, is among what is saved."""
+    if isinstance(thing, Optimizer | GradScaler):
+        return isinstance(thing, Optimizer), isinstance(thing, GradScaler)
+    if isinstance(thing, dict):
+        keys = {key for key in thing if isinstance(key, str)}
+        if {"state", "param_groups"} <= keys or {"scale", "growth_factor", "growth_interval"} <= keys:
+            return "param_groups" in keys, "growth_factor" in keys
+    if not depth or not isinstance(thing, dict | list | tuple):
+        return False, False
+    parts = list(thing.values() if isinstance(thing, dict) else thing)[:MOST_PARTS]
+    found = [states_in(part, depth - 1) for part in parts if not isinstance(part, Tensor)]
+    return any(one for one, _ in found), any(other for _, other in found)
+
+
+def runs_in(model: nn.Module) -> tuple[str, str]:
+    """Device and precision of a model that is about to run: autocast's, else that of its parameters."""
+    first = next((each for each in nn.Module.parameters(model) if each.is_floating_point()), None)
+    if first is None:
+        return "cpu", "fp32"
+    return first.device.type, autocast_precision(first.device.type) or PRECISIONS.get(first.dtype, "other")
+
+
+def parameters_of(optimizer: Any) -> list[Any]:
+    return [each for group in optimizer.param_groups for each in group["params"]]
+
+
+def probe(optimizer: Any) -> list[Any]:
+    """What changes when some of its parameters get gradients."""
+    found: list[Any] = []
+    for group in optimizer.param_groups:
+        params = group["params"]
+        for each in params[:: max(len(params) // PROBES, 1)]:
+            grad = each.grad
+            found.append(None if grad is None else (id(grad), grad._version))
+    return found
+
+
+def precisions_of(optimizer: Any) -> tuple[str, ...]:
+    dtypes = {each.dtype for group in optimizer.param_groups for each in group["params"]}
+    return tuple(sorted(PRECISIONS.get(dtype, str(dtype)) for dtype in dtypes))
+
+
+def eps_of(optimizer: Any) -> float | None:
+    eps = optimizer.param_groups[0].get("eps") if optimizer.param_groups else None
+    return float(eps) if isinstance(eps, int | float) else None
+
+
+def is_plain_torch(scaler: Any) -> bool:
+    return type(scaler).__name__ != "ShardedGradScaler" and type(scaler).__module__.startswith("torch")
+
+
+def has_fsdp1(optimizer: Any) -> bool:
+    """Flat parameters are FSDP1's own."""
+    return any(
+        type(each).__name__ == "FlatParameter" or hasattr(each, "_is_flat_param") or hasattr(each, "_fsdp_flattened")
+        for group in optimizer.param_groups
+        for each in group["params"][:PROBES]
+    )
+
+
+def inner_model(model: nn.Module) -> nn.Module:
+    """The user's own, inside of what it was wrapped in."""
+    while True:
+        inner = getattr(model, "_orig_mod", None) or (
+            model.module if type(model).__name__ in ("DistributedDataParallel", "DataParallel") else None
+        )
+        if not isinstance(inner, nn.Module):
+            return model
+        model = inner
