@@ -118,7 +118,7 @@ def test_notes(make_run, make_sample):
     }
     found = named(layers_of(make_run(layers=[make_sample(1, layers)], steps=at_scale(65536.0))))
     assert {name: layer.notes for name, layer in found.items()} == {
-        "near": ["near overflow"],
+        "near": [],  # where a scale that grows ends in the best of runs
         "over": ["would overflow"],
         "broken": ["2 NaN", "1,000 inf"],
         "fine": [],

@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 __all__ = ["Layer", "about_layers", "headings", "layers_of", "title"]
 
 NOTHING = Underflow(0, 0, 0.0, None)
-NEAR_OVERFLOW = 1  # doublings of the scale, or of a gradient, that are left before the largest value overflows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,7 +78,6 @@ class Layer:
             f"{self.census.infs:,} inf": bool(self.census.infs),
             "dead": self.dead,
             "would overflow": left is not None and left < 0,
-            "near overflow": left is not None and 0 <= left < NEAR_OVERFLOW,
         }
         return [note for note, holds in told.items() if holds]
 
@@ -172,11 +170,10 @@ def _written(scale: float) -> str:
 
 
 def _badness(layer: Layer) -> tuple[object, ...]:
-    left = layer.doublings_left
-    # Shares of a thousandth: a finer order would be noise, and would mix up the layers of a healthy model.
+    # Shares of a thousandth: a finer order would be noise, and would mix up the layers of a healthy model. To be near
+    # overflow is no fault: there a scale that grows ends in the best of runs.
     shares = (-round(layer.lost or 0.0, 3), -round(layer.subnormal or 0.0, 3))
-    # A scale that grows ends near overflow in the best of runs, so that comes last.
-    return (layer.census.finite, not layer.dead, *shares, left is None or left >= NEAR_OVERFLOW)
+    return (layer.census.finite, not layer.dead, *shares)
 
 
 def _format(run: Run) -> Format:

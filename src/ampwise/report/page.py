@@ -72,7 +72,9 @@ def _prose(text: str) -> str:
 
 
 def _lines(text: str) -> str:
-    return "<br>".join(_prose(line) for line in text.split("\n"))
+    indents = (len(line) - len(line.lstrip(" ")) for line in text.split("\n"))
+    lines = (_prose(line.lstrip(" ")) for line in text.split("\n"))
+    return "<br>".join("&nbsp;" * indent + line for indent, line in zip(indents, lines, strict=True))
 
 
 def _raised(text: str) -> str:
