@@ -29,9 +29,8 @@ from rich.text import Text
 from torch import Tensor, nn
 
 import ampwise
-from ampwise import Census, Format
+from ampwise import Census, Format, strict_json
 from ampwise.formats import find_scalar_format
-from ampwise.printers import strict_json
 from ampwise.printers.terminal import console
 
 TEXT = Path(__file__).with_name("text.txt")

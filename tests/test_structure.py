@@ -20,6 +20,7 @@ LAYERS = {
     "ampwise.finding": 1,
     "ampwise.frozen": 1,
     "ampwise.modules": 1,
+    "ampwise.strict_json": 1,
     "ampwise.formats": 1,
     "ampwise.hardware": 1,
     "ampwise.census": 1,

@@ -40,7 +40,7 @@ def run(args: argparse.Namespace) -> int:
 
     rule = find_rule(args.rule)
     if args.json:
-        from ampwise.printers.strict_json import dumps
+        from ampwise.strict_json import dumps
 
         write(dumps(rule.as_dict()), sys.stdout)
     else:

@@ -66,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
     named = [find_format(name) for name in args.names] or [*FORMATS.values(), *BLOCK_FORMATS.values()]
     chosen = list({fmt.name: fmt for fmt in named}.values())  # "half" and "fp16" are one
     if args.json:
-        from ampwise.printers.strict_json import dumps
+        from ampwise.strict_json import dumps
 
         terminal.write(dumps([fmt.as_dict() for fmt in chosen]), sys.stdout)
         return 0

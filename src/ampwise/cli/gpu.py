@@ -149,7 +149,7 @@ def _breaks_a_wish(finding: Finding) -> bool:
 
 
 def _write_json(value: object) -> None:
-    from ampwise.printers.strict_json import dumps
+    from ampwise.strict_json import dumps
 
     terminal.write(dumps(value), sys.stdout)
 

@@ -36,7 +36,7 @@ def run(args: argparse.Namespace) -> int:
 
     entries = registered()
     if args.json:
-        from ampwise.printers.strict_json import dumps
+        from ampwise.strict_json import dumps
 
         write(dumps([{**entry.rule.as_dict(), "room": entry.room} for entry in entries]), sys.stdout)
     else:

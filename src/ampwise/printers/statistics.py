@@ -24,7 +24,7 @@ def render_statistics(findings: Sequence[Finding], output_format: str, colour: b
         raise BadInput(f"--statistics has no {output_format} form. Use --output-format concise or json with it.")
     counts = _counts(findings)
     if output_format == "json":
-        from ampwise.printers.strict_json import dumps
+        from ampwise.strict_json import dumps
 
         return dumps(counts)
     return "\n".join([*_lines(counts, colour), summary(findings, colour)]) + "\n"

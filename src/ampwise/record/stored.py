@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from ampwise.errors import UnknownName
 from ampwise.finding import Finding, Place, Rule, Severity
 from ampwise.record.rows import Seen
 from ampwise.rules import find_rule
+from ampwise.strict_json import plain
 
-__all__ = ["findings_data", "plain", "read_findings"]
-
-DEEPEST = 20  # of what is nested in evidence
+__all__ = ["findings_data", "read_findings"]
 
 
 def findings_data(found: Iterable[Seen]) -> dict[str, Any]:
@@ -94,22 +92,3 @@ def _text(value: Any) -> str:
 
 def _step(value: Any) -> int | None:
     return None if value is None else int(value)
-
-
-def plain(value: Any, depth: int = 0) -> Any:
-    """Anything as what JSON has: no NaN but the word, and the text of what it has no form for.
-
-    >>> plain({"norm": float("inf"), 3: (1, None, True)})
-    {'norm': 'Infinity', '3': [1, None, True]}
-    """
-    if value is None or isinstance(value, (bool, int, str)):
-        return value
-    if isinstance(value, float):
-        if math.isfinite(value):
-            return float(value)
-        return "NaN" if math.isnan(value) else ("Infinity" if value > 0 else "-Infinity")
-    if depth < DEEPEST and isinstance(value, Mapping):
-        return {str(key): plain(part, depth + 1) for key, part in value.items()}
-    if depth < DEEPEST and isinstance(value, Sequence | set | frozenset) and not isinstance(value, bytes | bytearray):
-        return [plain(part, depth + 1) for part in value]
-    return str(value)

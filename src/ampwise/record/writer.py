@@ -19,8 +19,9 @@ from ampwise.record.files import GrowingFile, write_aside
 from ampwise.record.layout import FINDINGS, FORMAT, LAYERS, MANIFEST, STEPS, VERSION, make_room
 from ampwise.record.lines import layers_line, step_line
 from ampwise.record.rows import LayerSample, Seen, StepRow
-from ampwise.record.stored import findings_data, plain
+from ampwise.record.stored import findings_data
 from ampwise.record.thinning import Limits, bucket_size, thinned_layers, thinned_steps
+from ampwise.strict_json import plain
 
 __all__ = ["STATUSES", "Writer"]
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ampwise.printers.strict_json import dumps
 from ampwise.report.curves import plain, thinned
 from ampwise.report.facts import environment, settings
 from ampwise.report.layers import layers_of
 from ampwise.report.verdict import verdict, worst_first
+from ampwise.strict_json import dumps
 
 if TYPE_CHECKING:
     from ampwise.record.reader import Run

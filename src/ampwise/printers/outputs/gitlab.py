@@ -12,7 +12,7 @@ from typing import Any
 
 from ampwise.finding import Finding, Place, Severity
 from ampwise.printers.identity import fingerprints, in_cell, project_path
-from ampwise.printers.strict_json import dumps
+from ampwise.strict_json import dumps
 
 __all__ = ["render"]
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ampwise.finding import Edit, Finding
-from ampwise.printers.strict_json import dumps
+from ampwise.strict_json import dumps
 
 __all__ = ["render"]
 

@@ -11,8 +11,8 @@ from typing import Any
 
 from ampwise.finding import Edit, Finding, Place, Rule, Severity
 from ampwise.printers.identity import fingerprints, project_path
-from ampwise.printers.strict_json import dumps
 from ampwise.printers.tool import NAME, installed_version
+from ampwise.strict_json import dumps
 
 __all__ = ["render"]
 

@@ -11,7 +11,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["dumps"]
+__all__ = ["dumps", "plain"]
 
 DEEPEST = 50  # evidence nested deeper is a mistake, or holds itself
 
@@ -24,10 +24,15 @@ def dumps(value: Any, *, indent: int | None = 2) -> str:
     """
     import json  # takes longer to load than most verbs to run
 
-    return json.dumps(_plain(value), indent=indent, allow_nan=False) + "\n"
+    return json.dumps(plain(value), indent=indent, allow_nan=False) + "\n"
 
 
-def _plain(value: Any, depth: int = 0) -> Any:
+def plain(value: Any, depth: int = 0) -> Any:
+    """Anything as what JSON has.
+
+    >>> plain({"norm": float("inf"), 3: (1, None, True)})
+    {'norm': 'Infinity', '3': [1, None, True]}
+    """
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, str):
@@ -37,9 +42,9 @@ def _plain(value: Any, depth: int = 0) -> Any:
     if isinstance(value, float):
         return _number(float(value))
     if depth < DEEPEST and isinstance(value, Mapping):
-        return {_valid(str(key)): _plain(part, depth + 1) for key, part in value.items()}
-    if depth < DEEPEST and isinstance(value, (list, tuple)):
-        return [_plain(part, depth + 1) for part in value]
+        return {_valid(str(key)): plain(part, depth + 1) for key, part in value.items()}
+    if depth < DEEPEST and isinstance(value, (list, tuple, set, frozenset)):
+        return [plain(part, depth + 1) for part in value]
     return _rarer(value)
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from ampwise.finding import Severity
-from ampwise.printers.strict_json import dumps
+from ampwise.strict_json import dumps
 
 
 @pytest.mark.parametrize(
