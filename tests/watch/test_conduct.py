@@ -860,3 +860,22 @@ def test_torch_is_as_it_was_afterwards(watched):
         if one[name] is not other.get(name)
     ]  # fmt: skip
     assert not changed
+
+
+def test_a_function_that_serves_training_and_evaluation_is_told_apart_by_its_caller(watched):
+    text = SETUP + textwrap.dedent("""
+        scaler.scale(loss_of()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+        def plain():
+            return F.cross_entropy(model(x), y)
+
+        model.eval()
+        with torch.no_grad():
+            plain()
+    """)
+    (seen,) = watched(text).seen()
+    lines = text.splitlines()
+    assert seen.finding.place.line == lines.index("    return F.cross_entropy(model(x), y)") + 1
+    assert seen.finding.evidence == {"called_from": f"script.py:{len(lines)}"}

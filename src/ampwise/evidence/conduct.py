@@ -39,6 +39,7 @@ class Site:
     line: int | None = None
     function: str = ""
     through: str = ""  # "accelerate/optimizer.py:123"
+    called_from: str = ""  # the line of the user's that called the function it is in: "train.py:30"
 
     @property
     def place(self) -> Place:
@@ -91,6 +92,7 @@ class Clip(Event):
 
     function: str
     scaled: bool  # they are multiplied by the loss scale
+    limit: float | None = None  # that they are clipped to
     backward: Site | None = None  # that made them so
     after_step: bool = False  # nothing came after the last step: old gradients
 

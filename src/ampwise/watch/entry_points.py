@@ -5,7 +5,6 @@ All telling is done ``_quietly``: if we are wrong about something, the script mu
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
@@ -282,9 +281,9 @@ class EntryPoints:
                 with self._call("clip", None) as outermost:
                     if outermost:
                         with self._quietly():
-                            limit = args[0] if args else kwargs.get("max_norm")
-                            measured = isinstance(limit, float) and math.isinf(limit)
-                            for each in self._tracker.clipped(name, given, only_measured=measured):
+                            limit = next(iter([*args, *kwargs.values()]), None)
+                            number = float(limit) if isinstance(limit, int | float) else None
+                            for each in self._tracker.clipped(name, given, number):
                                 self._listener.gradients_ready(each, None)
                     return original(given, *args, **kwargs)
 

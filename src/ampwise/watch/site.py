@@ -7,6 +7,7 @@ import sysconfig
 from functools import lru_cache
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 from ampwise.evidence.conduct import Site
 
@@ -18,24 +19,41 @@ DEEPEST = 200
 
 def caller() -> Site:
     """The innermost line of the user's own code; if there is none, of whatever library called torch."""
+    library: FrameType | None = None
+    own: FrameType | None = None
     frame: FrameType | None = sys._getframe(1)
-    library: Site | None = None
     for _ in range(DEEPEST):
         if frame is None:
             break
         kind = kind_of(frame.f_code.co_filename)
+        if kind == "own" and own is not None:
+            return _site(*_line(own), _line(frame), _line(library))
         if kind == "own":
-            return _site(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name, library)
-        if kind == "library" and library is None:
-            library = _site(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name, None)
+            own = frame
+        elif kind == "library" and own is None and library is None:
+            library = frame
         frame = frame.f_back
-    return library or Site()
+    if own is not None:
+        return _site(*_line(own), None, _line(library))
+    return Site() if library is None else _site(*_line(library), None, None)
+
+
+Line = tuple[str, int, str]
+
+
+def _line(frame: FrameType | None) -> Any:
+    return None if frame is None else (frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
 
 
 @lru_cache(maxsize=4096)
-def _site(file: str, line: int, function: str, library: Site | None) -> Site:
-    through = "" if library is None else f"{_short(library.file)}:{library.line}"
-    return Site(file=file, line=line, function=function, through=through)
+def _site(file: str, line: int, function: str, called_from: Line | None, library: Line | None) -> Site:
+    return Site(
+        file=file,
+        line=line,
+        function=function,
+        through="" if library is None else f"{_short(library[0])}:{library[1]}",
+        called_from="" if called_from is None else f"{Path(called_from[0]).name}:{called_from[1]}",
+    )
 
 
 @lru_cache(maxsize=4096)

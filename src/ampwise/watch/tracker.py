@@ -6,6 +6,7 @@ Nothing here touches the script's objects, and nothing waits for a device. What 
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -204,16 +205,23 @@ class Tracker:
 
     # Gradients looked at or changed
 
-    def clipped(self, function: str, parameters: Any, *, only_measured: bool = False) -> list[Any]:
+    def clipped(self, function: str, parameters: Any, limit: float | None) -> list[Any]:
         """Returns the optimizers whose gradients these are."""
         owners = self._owners_of(parameters)
         for _, state in owners:
-            state.clipped |= not only_measured
+            state.clipped |= limit != math.inf
         scaled = next((event for _, state in owners if (event := state.scaled) is not None), None)
-        kind = Measured if only_measured else Clip
-        backward = None if scaled is None else scaled.site
-        clip = kind(site=caller(), function=function, scaled=scaled is not None, backward=backward)
-        self._tell(clip, self._step([state for _, state in owners]))
+        seen: dict[str, Any] = {
+            "site": caller(),
+            "function": function,
+            "scaled": scaled is not None,
+            "backward": None if scaled is None else scaled.site,
+        }
+        # A clip to infinity is how one asks for the norm.
+        self._tell(
+            Measured(**seen) if limit == math.inf else Clip(**seen, limit=limit),
+            self._step([state for _, state in owners]),
+        )
         return [optimizer for optimizer, _ in owners]
 
     def _owners_of(self, parameters: Any) -> list[tuple[Any, OptimizerState]]:

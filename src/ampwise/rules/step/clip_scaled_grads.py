@@ -17,4 +17,5 @@ def check(clip: Clip) -> Iterator[Finding]:
             clip.site.place,
             f"`{clip.function}` sees gradients that the backward pass at {clip.backward.short} left multiplied by the "
             "loss scale",
+            evidence={} if clip.limit is None else {"limit": f"{clip.limit:g} over the loss scale"},
         )

@@ -28,5 +28,5 @@ def _at(forward: Forward, half: str, times: int) -> Finding:
     return RULE.at(
         forward.site.place,
         f"{forward.model} was trained in {half.upper()}, and is evaluated in {forward.precision.upper()} here",
-        evidence={"times": times},
+        evidence={"times": times} | ({"called_from": forward.site.called_from} if forward.site.called_from else {}),
     )
