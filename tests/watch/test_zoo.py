@@ -24,7 +24,12 @@ pytest.importorskip("torch")
 ROOT = Path(__file__).parents[2]
 ZOO = ROOT / "examples" / "zoo"
 SHAPES = sorted(path.stem.removesuffix("_clean") for path in ZOO.glob("*_clean.py"))
-LIBRARIES = {"accelerate_loop": "accelerate", "hf_trainer": "accelerate", "lightning": "pytorch_lightning"}
+LIBRARIES = {
+    "accelerate_loop": "accelerate",
+    "hf_trainer": "accelerate",
+    "lightning": "pytorch_lightning",
+    "transformers": "transformers",
+}
 ON_RANKS = {"ddp"}
 DIE = {"finetune_broken", "nanogpt_broken"}  # of the mistakes planted in them: torch raises
 CONDUCT = re.compile(r"AMP[1-5]\d\d")
