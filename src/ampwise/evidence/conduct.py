@@ -81,9 +81,7 @@ class Backward(Event):
     scaled_by_constant: float | None = None  # by hand
     autocast: str | None = None  # its precision, where autocast is on around the call
     loss_is_mean: bool | None = None  # a mean that nothing divided afterwards; None: cannot tell
-    scaler: bool = False  # there is a GradScaler, enabled, whose step the script has called before
     partly: bool = False  # some terms of the loss came from ``scaler.scale``, others did not
-    onto_unscaled: bool = False  # a scaled backward adds to gradients that were unscaled already
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,7 +92,6 @@ class Clip(Event):
     scaled: bool  # they are multiplied by the loss scale
     limit: float | None = None  # that they are clipped to
     backward: Site | None = None  # that made them so
-    after_step: bool = False  # nothing came after the last step: old gradients
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,7 +108,6 @@ class Unscale(Event):
     """``scaler.unscale_(optimizer)``."""
 
     again: bool = False  # since the last update
-    after_step: bool = False
     half_parameters: bool = False
 
 
@@ -120,7 +116,6 @@ class ScalerStep(Event):
     """``scaler.step(optimizer)``."""
 
     optimizer: str  # its class
-    enabled: bool = True
     again: bool = False  # the second since the last update
     backwards: int = 0  # passes whose gradients it takes
     unscaled: tuple[Backward, ...] = ()  # those of them without ``scaler.scale``, in whole or in part
@@ -162,7 +157,6 @@ class Update(Event):
 
     steps: int = 0  # by this scaler since its last update
     pending: bool = False  # gradients were in memory that no step had taken, and a later pass has added to them
-    optimizers: tuple[int, ...] = ()  # stepped since the last update
     earlier: tuple[int, ...] = ()  # stepped before the update before, in the same round of optimizers
     earlier_site: Site | None = None
 

@@ -19,6 +19,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from ampwise.watch.asking import unwrapped
 from ampwise.watch.graphs import mark_scaled
+from ampwise.watch.outcomes import is_ours
 from ampwise.watch.patches import Patches, unseen
 from ampwise.watch.state import PRECISIONS
 from ampwise.watch.tracker import Tracker
@@ -177,7 +178,7 @@ class EntryPoints:
     def _stepping(self, original: Function) -> Function:
         def step(scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
             with self._call("step", scaler) as outermost:
-                if not outermost or not (scaler._enabled or _is_ours(scaler)):
+                if not outermost or not (scaler._enabled or is_ours(scaler)):
                     return original(scaler, optimizer, *args, **kwargs)
                 with self._quietly():
                     self._listener.gradients_ready(optimizer, scaler)
@@ -225,7 +226,6 @@ class EntryPoints:
         def init(optimizer: Any, *args: Any, **kwargs: Any) -> None:
             original(optimizer, *args, **kwargs)
             with self._quietly():
-                self._tracker.state_of(optimizer)
                 self._listener.optimizer_made(optimizer)
 
         return self._followed(original, init)
@@ -353,7 +353,3 @@ def _given(weights: Any) -> Any:
 
 def _has_closure(args: Any, kwargs: Any) -> bool:
     return callable(kwargs.get("closure")) or any(callable(each) for each in args[1:2])
-
-
-def _is_ours(scaler: Any) -> bool:
-    return type(scaler).__module__.startswith("ampwise.")

@@ -18,6 +18,7 @@ from ampwise.engine.scaling.facts import Posted
 from ampwise.engine.scaling.gradients import gradients_of, home_of, there
 from ampwise.engine.scaling.reading import Launched, Reading, read
 from ampwise.record.rows import LayerSample, StepRow
+from ampwise.watch.asking import parameters_of
 from ampwise.watch.outcomes import StepOutcome
 from ampwise.watch.pace import Pace
 from ampwise.watch.state import OptimizerState
@@ -203,12 +204,12 @@ class Gradients:
 
 def _is_divided(optimizer: Any) -> bool:
     """Among ranks, each of which has a share only: adding them up would be up to all of them together."""
-    return any(hasattr(each.grad, "placements") for group in optimizer.param_groups for each in group["params"])
+    return any(hasattr(each.grad, "placements") for each in parameters_of(optimizer))
 
 
 def _untouched(optimizer: Any) -> Any:
     """The optimizer; or a stand-in with copies of those gradients that reading them would put in order."""
-    every = [each for group in optimizer.param_groups for each in group["params"]]
+    every = parameters_of(optimizer)
     unusual = [each for each in every if each.grad is not None and (each.grad.is_sparse or each.grad.is_conj())]
     if not unusual:
         return optimizer

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch import nn
 from ampwise.watch.hook import Hook
 from ampwise.watch.patches import Patches
 
-__all__ = ["Models"]
+__all__ = ["UNTOUCHED", "Models", "names_of"]
 
 MOST = 4096  # models that are remembered
 TAKING_MODELS_APART = (
@@ -61,19 +61,6 @@ class Models:
             found.append(best)
             left -= parts.pop(best)
         return found
-
-    def names(self, optimizer: torch.optim.Optimizer) -> list[str]:
-        """Of an optimizer's parameters, in its order; "group.index" for those that no model has."""
-        models = self.of(optimizer)
-        known: dict[int, str] = {}
-        for model in models:
-            prefix = f"{type(model).__name__}." if len(models) > 1 else ""
-            known |= {id(each): prefix + _plain(name) for name, each in nn.Module.named_parameters(model)}
-        return [
-            known.get(id(each), f"{number}.{index}")
-            for number, group in enumerate(optimizer.param_groups)
-            for index, each in enumerate(group["params"])
-        ]
 
     def remember(self, model: nn.Module) -> None:
         """One that may be an optimizer's."""
@@ -146,6 +133,19 @@ def _models_in(things: Any, depth: int = 3) -> Iterator[nn.Module]:
     elif depth and isinstance(things, dict | list | tuple):
         for each in list(things.values() if isinstance(things, dict) else things)[:MOST]:
             yield from _models_in(each, depth - 1)
+
+
+def names_of(optimizer: torch.optim.Optimizer, models: Sequence[nn.Module]) -> list[str]:
+    """Of an optimizer's parameters, in its order; "group.index" for those that none of the models has."""
+    known: dict[int, str] = {}
+    for model in models:
+        prefix = f"{type(model).__name__}." if len(models) > 1 else ""
+        known |= {id(each): prefix + _plain(name) for name, each in nn.Module.named_parameters(model)}
+    return [
+        known.get(id(each), f"{number}.{index}")
+        for number, group in enumerate(optimizer.param_groups)
+        for index, each in enumerate(group["params"])
+    ]
 
 
 def _plain(name: str) -> str:

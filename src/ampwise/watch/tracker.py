@@ -160,7 +160,6 @@ class Tracker:
             scaled_by_constant=loss.constant,
             autocast=autocast_precision(roots[0].device.type),
             loss_is_mean=loss.is_mean if weights is None else None,
-            scaler=any(state.steps for scaler, state in self.scalers.pairs() if scaler.is_enabled()),
         )
         self._probed = [(each, state, probe(each)) for each, state in self.optimizers.pairs()]
         # A copy, as the script may go on to write to its loss.
@@ -195,7 +194,7 @@ class Tracker:
             parameters = list(thing.parameters())
         else:
             self.state_of(thing)
-            parameters = [each for group in thing.param_groups for each in group["params"]]
+            parameters = parameters_of(thing)
         given = {id(each) for each in parameters}
         for optimizer, state in self._owners_of(parameters):
             if all(id(each) in given for each in parameters_of(optimizer) if each.grad is not None):
@@ -285,8 +284,7 @@ class Tracker:
     # Scalers
 
     def scaler_made(self, scaler: Any) -> None:
-        site = caller()
-        self.scalers.add(scaler, ScalerState(ScalerMade(site=site, enabled=scaler.is_enabled())))
+        self.scalers.add(scaler, ScalerState(ScalerMade(site=caller(), enabled=scaler.is_enabled())))
 
     def scaler_state(self, scaler: Any) -> ScalerState:
         known = self.scalers.get(scaler)
@@ -304,7 +302,6 @@ class Tracker:
             Unscale(
                 site=site,
                 again=stage is OptState.UNSCALED,
-                after_step=stage is OptState.STEPPED,
                 half_parameters="fp16" in precisions_of(optimizer),
             ),
             self._step([state]),
@@ -361,7 +358,6 @@ class Tracker:
             Update(
                 site=site,
                 steps=len(state.since_update),
-                optimizers=tuple(state.since_update),
                 earlier=tuple(state.before_update) if turns else (),
                 earlier_site=state.updated_at if turns else None,
             ),

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ampwise.engine.scaling.facts import Posted
 from ampwise.evidence.health import UpdateShare
+from ampwise.watch.asking import parameters_of
 
 __all__ = ["Compared", "before_step"]
 
@@ -50,7 +51,7 @@ class Compared:
 
 def before_step(optimizer: Any, names: Sequence[str]) -> Compared | None:
     """Remember some of an optimizer's BF16 weights; None if it has none with a gradient."""
-    every = [each for group in optimizer.param_groups for each in group["params"]]
+    every = parameters_of(optimizer)
     found = [(name, each) for name, each in zip(names, every, strict=True) if _is_plain_bf16(each)]
     chosen = found[:: max(len(found) // TENSORS, 1)][:TENSORS]
     if not chosen:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import linecache
+import math
 import os
 import threading
 import time
@@ -30,7 +31,7 @@ from ampwise.watch.entry_points import EntryPoints
 from ampwise.watch.findings import Findings
 from ampwise.watch.fine import what_was_fine
 from ampwise.watch.gradients import Gradients, Known
-from ampwise.watch.models import Models
+from ampwise.watch.models import Models, names_of
 from ampwise.watch.outcomes import is_ours, outcome_of
 from ampwise.watch.patches import Patches
 from ampwise.watch.state import OptimizerState
@@ -68,7 +69,7 @@ class Watch:
         self.healths: dict[int, Health] = {}
         self.failures: list[str] = []  # of ours, which the script never learns of
         self.steps = 0
-        self._record, self._every = record, every
+        self._record = record
         self._always_looks = activations
         self._with_timing = timing
         self._pid = os.getpid()
@@ -125,7 +126,6 @@ class Watch:
         for model in (each for each in every if isinstance(each, nn.Module)):
             self._models.remember(model)
         for optimizer in (each for each in every if isinstance(each, Optimizer)):
-            self._tracker.state_of(optimizer)
             self.optimizer_made(optimizer)
         for scaler in (each for each in every if isinstance(each, GradScaler)):
             self._tracker.scaler_state(scaler)
@@ -164,12 +164,17 @@ class Watch:
     # What entry points tell
 
     def optimizer_made(self, optimizer: Any) -> None:
+        self._watch_models_of(optimizer)
+
+    def _watch_models_of(self, optimizer: Any) -> list[nn.Module]:
         state = self._tracker.state_of(optimizer)
-        for model in self._models.of(optimizer):
+        models = self._models.of(optimizer)
+        for model in models:
             self._models.watch(model)
             self._tracker.trains(model, state)
             if self._always_looks:
                 self._activations.begin(model)
+        return models
 
     def gradients_ready(self, optimizer: Any, scaler: Any | None) -> None:
         if is_ours(scaler) or _capturing():
@@ -234,7 +239,6 @@ class Watch:
 
     def _step_over(self, optimizer: Any, state: OptimizerState) -> None:
         self.steps += 1
-        self._settle_others()
         if self._armed and not self._always_looks:
             self._armed -= 1
             for model in self._models.of(optimizer) if self._armed else ():
@@ -258,7 +262,7 @@ class Watch:
 
     def _look_at(self, step: int, ranges: Ranges) -> None:
         for name, dtype, value in ranges.read():
-            bad = value != value or value in (float("inf"),)
+            bad = not math.isfinite(value)
             if bad and self._bad_module is None:
                 self._bad_module = name
             known = self.largest.get(name, (dtype, 0.0))[1]
@@ -283,7 +287,7 @@ class Watch:
         healthy = row.optimizer not in self._poisoned
         if not row.skipped:
             self._poisoned.add(row.optimizer)  # such gradients leave no weight as it was
-        loss_is_bad = row.loss is not None and not _is_finite(row.loss)
+        loss_is_bad = row.loss is not None and not math.isfinite(row.loss)
         if loss_is_bad and row.skipped and not self._activations.on and not self._armed and not self._bad_module:
             self._armed = ARMED_FOR + 1  # the weights are still what they were: look at modules in the steps to come
         health.add_bad(
@@ -313,10 +317,9 @@ class Watch:
         count = sum(len(group["params"]) for group in optimizer.param_groups)
         known = self._names.get(state.index)
         if known is None or len(known) != count:  # a group was added
-            known = self._names[state.index] = self._models.names(optimizer)
-            self.optimizer_made(optimizer)  # its model may have been made since
-            models = [type(model).__name__ for model in self._models.of(optimizer)]
-            self._described[state.index] = (state.name, models)
+            models = self._watch_models_of(optimizer)  # which may have been made since
+            known = self._names[state.index] = names_of(optimizer, models)
+            self._described[state.index] = (state.name, [type(model).__name__ for model in models])
         return known
 
     def _autocast(self) -> str | None:
@@ -413,10 +416,6 @@ def _scale_of(optimizer: Any, state: OptimizerState, scaler: Any | None) -> Any:
 
 def _capturing() -> bool:
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
-
-
-def _is_finite(value: float) -> bool:
-    return value == value and abs(value) != float("inf")
 
 
 def _is_own(file: str) -> bool:
