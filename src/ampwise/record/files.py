@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import IO, Any
 
-__all__ = ["ASIDE", "GrowingFile", "read_json", "read_lines", "write_aside"]
+__all__ = ["ASIDE", "LONGEST_LINE", "GrowingFile", "opened", "read_json", "read_lines", "write_aside"]
 
 ASIDE = ".new"  # what is added to the name of a file until it is whole
 WRITING_SHARE = 0.01  # of the time, at most, is spent in handing lines to the system
@@ -24,7 +24,7 @@ def write_aside(path: Path, pieces: Iterable[bytes]) -> tuple[int, int]:
     aside = path.with_name(path.name + ASIDE)
     count = size = 0
     try:
-        with _opened(aside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, "wb") as file:
+        with opened(aside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, "wb") as file:
             for piece in pieces:
                 file.write(piece)
                 count, size = count + 1, size + len(piece)
@@ -40,7 +40,7 @@ def write_aside(path: Path, pieces: Iterable[bytes]) -> tuple[int, int]:
 
 def read_json(path: Path, largest: int) -> Any:
     """What a JSON file holds; ValueError where it holds none, or more than ``largest`` bytes."""
-    with _opened(path, os.O_RDONLY, "rb") as file:
+    with opened(path, os.O_RDONLY, "rb") as file:
         data = file.read(largest + 1)
     if len(data) > largest:
         raise ValueError(f"it has more than {largest:,} bytes")
@@ -50,16 +50,14 @@ def read_json(path: Path, largest: int) -> Any:
         raise ValueError("it is nested too deeply") from error
 
 
-def read_lines(path: Path, largest: int | None = None) -> Iterator[bytes]:
-    """The lines of a file, one at a time, also while it grows; ValueError where it has more than ``largest`` bytes."""
-    with _opened(path, os.O_RDONLY, "rb") as file:
-        if largest is not None and os.fstat(file.fileno()).st_size > largest:
-            raise ValueError(f"it has more than {largest:,} bytes")
+def read_lines(path: Path) -> Iterator[bytes]:
+    """The lines of a file, one at a time."""
+    with opened(path, os.O_RDONLY, "rb") as file:
         while line := file.readline(LONGEST_LINE):
             yield line
 
 
-def _opened(path: Path, flags: int, mode: str, buffering: int = -1) -> IO[bytes]:
+def opened(path: Path, flags: int, mode: str, buffering: int = -1) -> IO[bytes]:
     """A plain file: no link to another place, no pipe that one would wait for."""
     if path.is_symlink():
         raise OSError(f"{path.name} is a link")
@@ -86,7 +84,7 @@ class GrowingFile:
         self._waiting: list[str] = []
         self._waiting_size = 0
         self._due = 0.0
-        self._file = _opened(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, "wb", buffering=0)
+        self._file = opened(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, "wb", buffering=0)
 
     def add(self, line: str) -> bool:
         """Whether the line, which ends in a newline, is in the file already."""
@@ -121,7 +119,7 @@ class GrowingFile:
         with self._dying():
             self.lines, self.bytes = write_aside(self.path, change(read_lines(self.path)))
             self._file.close()
-            self._file = _opened(self.path, os.O_WRONLY | os.O_APPEND, "wb", buffering=0)
+            self._file = opened(self.path, os.O_WRONLY | os.O_APPEND, "wb", buffering=0)
 
     def close(self) -> None:
         """Hand over what waits, and add no more."""

@@ -6,14 +6,15 @@ import os
 import platform
 from collections import defaultdict
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from ampwise.census.algebra import Census
 from ampwise.errors import BadInput
 from ampwise.record.bucket import Bucket
-from ampwise.record.files import read_json, read_lines
+from ampwise.record.files import read_json
 from ampwise.record.layout import (
     FINDINGS,
     FORMAT,
@@ -24,17 +25,17 @@ from ampwise.record.layout import (
     VERSION,
     rank_folders,
 )
-from ampwise.record.lines import BROKEN, read_bucket, read_layers
+from ampwise.record.lines import read_bucket, read_layers
 from ampwise.record.rows import LayerSample, Seen
 from ampwise.record.stored import read_findings
+from ampwise.record.tail import Tail, Whole
 
-__all__ = ["Run"]
+__all__ = ["Part", "Run", "with_ranks"]
 
 LARGEST_FILE = 1_000_000_000  # bytes, five times what a record has as a whole
 LARGEST_FINDINGS = 100_000_000
 
 Manifest = dict[str, Any]
-Read = TypeVar("Read")
 
 # What makes a manifest of each version that can be read one of the present version.
 MIGRATIONS: Mapping[int, Callable[[Manifest], Manifest]] = {1: lambda manifest: manifest}
@@ -55,30 +56,7 @@ class Run:
     @classmethod
     def read(cls, folder: str | Path) -> Run:
         """The record in ``folder``; BadInput where there is none, or one that is too new."""
-        run = cls._read_part(Path(folder))
-        for rank, path in rank_folders(run.folder).items():
-            try:
-                if path.is_symlink():
-                    raise BadInput(f"{path.name} is a link to another place, and was not followed.")
-                run.ranks[rank] = cls._read_part(path)
-            except BadInput as error:
-                run.trouble.append(str(error))
-            else:
-                run.trouble.extend(f"{path.name}: {said}" for said in run.ranks[rank].trouble)
-        return run
-
-    @classmethod
-    def _read_part(cls, folder: Path) -> Run:
-        manifest = _read_manifest(folder)
-        trouble = [str(said) for said in _listed(manifest.get("trouble"))]
-        return cls(
-            folder=folder,
-            manifest=manifest,
-            steps=_read_all(folder / STEPS, read_bucket, trouble),
-            layers=_read_all(folder / LAYERS, read_layers, trouble),
-            findings=_read_findings(folder / FINDINGS, trouble),
-            trouble=trouble,
-        )
+        return with_ranks(_read_part(Path(folder)), _read_part)
 
     @property
     def status(self) -> str:
@@ -142,8 +120,72 @@ class Run:
         """The loss scale of each rank at each step at which it is known; of merged steps, where it did not change."""
         return {rank: _scales(run.rows(optimizer)) for rank, run in self._parts().items()}
 
+    def _repr_html_(self) -> str:
+        from ampwise.report.notebook import run_html
+
+        return run_html(self)
+
     def _parts(self) -> dict[int, Run]:
         return {self.rank: self, **self.ranks}
+
+
+# --- parts ---------------------------------------------------------------------------------------------------------
+
+
+class Part:
+    """The record of one rank: its files, each read as far as it is another than at the last look."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._manifest = Whole(folder / MANIFEST, partial(_read_manifest, folder))
+        self._steps = Tail(folder / STEPS, read_bucket, LARGEST_FILE)
+        self._layers = Tail(folder / LAYERS, read_layers, LARGEST_FILE)
+        self._findings = Whole(folder / FINDINGS, partial(_read_findings, folder / FINDINGS))
+
+    def look(self) -> bool:
+        """Whether it says something else now; BadInput where it is no record, or one that is too new."""
+        news = [file.look() for file in (self._manifest, self._steps, self._layers, self._findings)]
+        return any(news)
+
+    @property
+    def run(self) -> Run:
+        """As of the last look, without the other ranks."""
+        found, said = self._findings.value
+        manifest = self._manifest.value
+        told = [str(one) for one in _listed(manifest.get("trouble"))]
+        return Run(
+            folder=self.folder,
+            manifest=manifest,
+            steps=self._steps.values,
+            layers=self._layers.values,
+            findings=list(found),
+            trouble=[*told, *self._steps.trouble, *self._layers.trouble, *said],
+        )
+
+
+def with_ranks(run: Run, read: Callable[[Path], Run]) -> Run:
+    """The first rank's part, with the parts of the others in it, as ``read`` finds them."""
+    try:
+        folders = rank_folders(run.folder)
+    except OSError as error:
+        run.trouble.append(f"The parts of other ranks cannot be listed: {error.strerror or error}.")
+        return run
+    for rank, path in folders.items():
+        try:
+            if path.is_symlink():
+                raise BadInput(f"{path.name} is a link to another place, and was not followed.")
+            run.ranks[rank] = read(path)
+        except BadInput as error:
+            run.trouble.append(str(error))
+        else:
+            run.trouble.extend(f"{path.name}: {said}" for said in run.ranks[rank].trouble)
+    return run
+
+
+def _read_part(folder: Path) -> Run:
+    part = Part(folder)
+    part.look()
+    return part.run
 
 
 # --- files ---------------------------------------------------------------------------------------------------------
@@ -182,41 +224,14 @@ def _migrated(manifest: Manifest, folder: Path) -> Manifest:
     raise BadInput(f"{folder} is a record of version {version!r}, which there never was; those that are: {readable}.")
 
 
-def _read_all(path: Path, read: Callable[[bytes], Read], trouble: list[str]) -> list[Read]:
-    """What the lines of a file say. A line at the end that was never finished is dropped and not worth a word."""
-    found: list[Read] = []
-    broken: list[int] = []
-    number = 0
+def _read_findings(path: Path) -> tuple[list[Seen], list[str]]:
+    """The findings of a file, and what is to be said of those that cannot be read."""
     try:
-        for number, line in enumerate(read_lines(path, LARGEST_FILE), 1):
-            try:
-                found.append(read(line))
-            except BROKEN:
-                if line.endswith(b"\n"):
-                    broken.append(number)
+        return read_findings(read_json(path, LARGEST_FINDINGS))
     except FileNotFoundError:
-        trouble.append(f"{path.name} is missing.")
+        return [], [f"{path.name} is missing."]
     except (OSError, ValueError) as error:
-        trouble.append(f"{path.name} cannot be read: {error}.")
-    if broken:
-        trouble.append(
-            f"{path.name}: {len(broken)} of {number} lines cannot be read and were left out, the first of them line "
-            f"{broken[0]}."
-        )
-    return found
-
-
-def _read_findings(path: Path, trouble: list[str]) -> list[Seen]:
-    try:
-        found, said = read_findings(read_json(path, LARGEST_FINDINGS))
-    except FileNotFoundError:
-        trouble.append(f"{path.name} is missing.")
-        return []
-    except (OSError, ValueError) as error:
-        trouble.append(f"{path.name} cannot be read: {error}.")
-        return []
-    trouble.extend(said)
-    return found
+        return [], [f"{path.name} cannot be read: {error}."]
 
 
 def _listed(value: Any) -> list[Any]:
@@ -251,24 +266,19 @@ def _total(parts: list[Census]) -> Census:
 
 
 def _on_rank(seen: Seen, rank: int) -> Seen:
-    return Seen(
-        finding=seen.finding,
-        count=seen.count,
-        first_step=seen.first_step,
-        last_step=seen.last_step,
-        ranks=seen.ranks or [rank],
-        excerpt=seen.excerpt,
-    )
+    return replace(seen, ranks=seen.ranks or [rank])
 
 
 def _merged(one: Seen, other: Seen) -> Seen:
-    return Seen(
+    return replace(
+        one,
         finding=one.finding.but(place=one.finding.place.but(rank=None)),
         count=one.count + other.count,
         first_step=min(_known(one.first_step, other.first_step), default=None),
         last_step=max(_known(one.last_step, other.last_step), default=None),
         ranks=sorted({*one.ranks, *other.ranks}),
         excerpt=one.excerpt or other.excerpt,
+        diff=one.diff or other.diff,
     )
 
 

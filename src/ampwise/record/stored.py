@@ -33,6 +33,7 @@ def _seen_data(seen: Seen) -> dict[str, Any]:
         "last_step": seen.last_step,
         "ranks": list(seen.ranks),
         "excerpt": plain(seen.excerpt),
+        "diff": seen.diff,
     }
 
 
@@ -62,6 +63,7 @@ def _read_seen(data: Mapping[str, Any], rules: Mapping[str, Any]) -> Seen:
         evidence=dict(data["evidence"]),
         fix=_text(data["fix"]),
     )
+    diff = data.get("diff")  # which older records do not have
     return Seen(
         finding=finding,
         count=int(data["count"]),
@@ -69,6 +71,7 @@ def _read_seen(data: Mapping[str, Any], rules: Mapping[str, Any]) -> Seen:
         last_step=_step(data.get("last_step")),
         ranks=[int(rank) for rank in data.get("ranks", [])],
         excerpt=dict(data.get("excerpt") or {}),
+        diff=diff if isinstance(diff, str) else "",
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from ampwise.engine.scaling.facts import Posted
+from ampwise.watch.asking import floats_in
 from ampwise.watch.hook import Hook
-from ampwise.watch.models import UNTOUCHED
+from ampwise.watch.models import UNTOUCHED, within
 
 __all__ = ["Activations", "Ranges"]
 
@@ -50,7 +51,7 @@ class Activations:
             # Innermost first, as they run: the module that made a bad value comes before those it is a part of.
             self._handles[id(model)] = [
                 module.register_forward_hook(Hook(partial(self._look, name or type(model).__name__), self._failed))
-                for name, module in _touchable(model)
+                for name, module in within(model, lambda module: isinstance(module, UNTOUCHED))
             ]
 
     def end(self) -> None:
@@ -71,27 +72,10 @@ class Activations:
     def _look(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
         if not torch.is_grad_enabled():
             return
-        for tensor in _floats(output):
+        for tensor in floats_in(output):
+            if not tensor.numel() or tensor.layout != torch.strided:
+                continue
             with torch.no_grad():
                 self._largest.append(tensor.detach().abs().amax().float())
             self._names.append(name)
             self._dtypes.append(str(tensor.dtype).removeprefix("torch."))
-
-
-def _touchable(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Modules that compute the same with a hook on them."""
-    closed = [f"{name}." for name, module in model.named_modules() if isinstance(module, UNTOUCHED)]
-    for name, module in model.named_modules():
-        if not isinstance(module, UNTOUCHED) and not any(f"{name}.".startswith(part) for part in closed):
-            yield name, module
-
-
-def _floats(output: Any) -> Iterator[Tensor]:
-    if isinstance(output, Tensor):
-        if output.is_floating_point() and output.numel() and output.layout == torch.strided:
-            yield output
-    elif isinstance(output, list | tuple):
-        for each in output:
-            yield from _floats(each)
-    elif isinstance(output, dict):
-        yield from _floats(list(output.values()))

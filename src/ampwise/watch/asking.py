@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -13,7 +14,9 @@ from ampwise.watch.state import PRECISIONS, PROBES
 
 __all__ = [
     "autocast_precision",
+    "dtype_name",
     "eps_of",
+    "floats_in",
     "has_fsdp1",
     "inner_model",
     "is_plain_torch",
@@ -23,10 +26,12 @@ __all__ = [
     "runs_in",
     "stage_of",
     "states_in",
+    "tensors_in",
     "unwrapped",
 ]
 
 MOST_PARTS = 200  # of something that is saved, which are looked at
+DEEPEST = 8  # lists in lists, in which tensors are looked for
 
 
 def autocast_precision(device_type: str) -> str | None:
@@ -37,6 +42,25 @@ def autocast_precision(device_type: str) -> str | None:
         return PRECISIONS.get(torch.get_autocast_dtype(device_type), "other")
     except RuntimeError:  # a device without autocast
         return None
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """ "bf16", "fp8_e4m3fn", "int64"."""
+    return PRECISIONS.get(dtype) or str(dtype).removeprefix("torch.").replace("float8_", "fp8_")
+
+
+def tensors_in(thing: Any, depth: int = DEEPEST) -> Iterator[Tensor]:
+    """The tensors in what a module takes or gives, or an optimizer keeps."""
+    if isinstance(thing, Tensor):
+        yield thing
+    elif depth and isinstance(thing, dict | list | tuple):
+        for each in list(thing.values() if isinstance(thing, dict) else thing):
+            yield from tensors_in(each, depth - 1)
+
+
+def floats_in(thing: Any) -> Iterator[Tensor]:
+    """Those of them that hold floating-point numbers."""
+    return (tensor for tensor in tensors_in(thing) if tensor.is_floating_point())
 
 
 def unwrapped(optimizer: Any) -> Any:

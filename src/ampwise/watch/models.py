@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from torch import nn
 from ampwise.watch.hook import Hook
 from ampwise.watch.patches import Patches
 
-__all__ = ["UNTOUCHED", "Models", "names_of"]
+__all__ = ["OTHER_WITH_HOOKS", "UNTOUCHED", "Models", "names_of", "plain_name", "within"]
 
 MOST = 4096  # models that are remembered
 TAKING_MODELS_APART = (
@@ -25,8 +26,10 @@ TAKING_MODELS_APART = (
     (torch.cuda.graphs, "make_graphed_callables"),
 )
 # With a hook anywhere on them these take a slower way in evaluation, with other last bits.
-UNTOUCHED = (nn.TransformerEncoder, nn.TransformerEncoderLayer, nn.MultiheadAttention)
-WRAPPERS = ("module.", "_orig_mod.", "_fsdp_wrapped_module.")  # of DDP, torch.compile, FSDP
+OTHER_WITH_HOOKS = (nn.TransformerEncoder, nn.TransformerEncoderLayer, nn.MultiheadAttention)
+UNTOUCHED = (*OTHER_WITH_HOOKS, torch.jit.ScriptModule)  # the last takes none
+# Of DDP, torch.compile, FSDP1 and activation checkpointing.
+WRAPPERS = frozenset(("module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"))
 
 
 class Models:
@@ -38,10 +41,14 @@ class Models:
         begins: Callable[..., None],
         ends: Callable[..., None],
         failed: Callable[[Exception], None],
+        compiles: Callable[[], None] = lambda: None,
     ) -> None:
         self._asked: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._hooked: weakref.WeakKeyDictionary[nn.Module, list[Any]] = weakref.WeakKeyDictionary()
+        self._compiled: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self.has_compiled_functions = False  # which may run any module
         self._begins, self._ends = Hook(begins, failed), Hook(ends, failed)
+        self._compiles, self._failed = compiles, failed  # the first is told before something is compiled
         for name in ("parameters", "named_parameters"):
             patches.replace(nn.Module, name, self._remembering)
         patches.replace(torch, "compile", self._hooking_compiled)
@@ -63,8 +70,13 @@ class Models:
         return found
 
     def remember(self, model: nn.Module) -> None:
-        """One that may be an optimizer's."""
+        """One that may be an optimizer's, and was made before."""
         self._asked.add(model)
+        if self.is_compiled(model):
+            self._compiled.update(model.modules())
+
+    def remember_function(self, function: FunctionType) -> None:
+        self.has_compiled_functions |= hasattr(function, "_torchdynamo_orig_callable")
 
     def watch(self, model: nn.Module) -> None:
         """Be told when it runs."""
@@ -73,6 +85,11 @@ class Models:
             # Called even if the forward pass fails, or a run would seem to go on for ever.
             after = model.register_forward_hook(self._ends, always_call=True)
             self._hooked[model] = [before, after]
+
+    def is_compiled(self, module: nn.Module) -> bool:
+        """Whether torch.compile has it, by itself or as a part of another."""
+        in_place = getattr(module, "_compiled_call_impl", None) is not None
+        return in_place or "_orig_mod" in module._modules or module in self._compiled
 
     def forget(self) -> None:
         """Take all hooks off."""
@@ -91,12 +108,24 @@ class Models:
 
     def _hooking_compiled(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def compile(*args: Any, **kwargs: Any) -> Any:
+            try:
+                self._note_compiled(args[0] if args else kwargs.get("model"))
+                self._compiles()
+            except Exception as error:  # ours, which the script must not learn of
+                self._failed(error)
             compiled = original(*args, **kwargs)
             if isinstance(compiled, nn.Module):  # outside of the graph, where hooks can be seen
                 self.watch(compiled)
             return compiled
 
         return compile
+
+    def _note_compiled(self, thing: Any) -> None:
+        owner = getattr(thing, "__self__", None) if getattr(thing, "__name__", "") == "_call_impl" else thing
+        if isinstance(owner, nn.Module):  # itself, or by its own ``compile``
+            self._compiled.update(owner.modules())
+        elif thing is not None:  # else it is made a decorator, which comes back with what it decorates
+            self.has_compiled_functions = True
 
     def _without_hooks(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -118,8 +147,11 @@ def _bare(things: Any) -> Iterator[None]:
             for key, hook in list(hooks.items()):
                 if isinstance(hook, Hook):
                     taken.append((hooks, key, hooks.pop(key)))
-        called = module._forward_hooks_always_called
-        taken += [(called, key, called.pop(key)) for key in list(called) if key not in module._forward_hooks]
+        for hooks, marks in (
+            (module._forward_hooks, module._forward_hooks_always_called),
+            (module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs),
+        ):
+            taken += [(marks, key, marks.pop(key)) for key in list(marks) if key not in hooks]
     try:
         yield
     finally:
@@ -135,12 +167,25 @@ def _models_in(things: Any, depth: int = 3) -> Iterator[nn.Module]:
             yield from _models_in(each, depth - 1)
 
 
+def within(model: nn.Module, is_closed: Callable[[nn.Module], bool]) -> Iterator[tuple[str, nn.Module]]:
+    """The modules of a model by name, but for those that are closed and all that they are made of."""
+    closed: tuple[str, ...] = ()
+    for name, module in model.named_modules():  # each comes before its parts
+        path = f"{name}." if name else ""
+        if path.startswith(closed):
+            continue
+        if is_closed(module):
+            closed = (*closed, path)
+        else:
+            yield name, module
+
+
 def names_of(optimizer: torch.optim.Optimizer, models: Sequence[nn.Module]) -> list[str]:
     """Of an optimizer's parameters, in its order; "group.index" for those that none of the models has."""
     known: dict[int, str] = {}
     for model in models:
         prefix = f"{type(model).__name__}." if len(models) > 1 else ""
-        known |= {id(each): prefix + _plain(name) for name, each in nn.Module.named_parameters(model)}
+        known |= {id(each): prefix + plain_name(name) for name, each in nn.Module.named_parameters(model)}
     return [
         known.get(id(each), f"{number}.{index}")
         for number, group in enumerate(optimizer.param_groups)
@@ -148,7 +193,6 @@ def names_of(optimizer: torch.optim.Optimizer, models: Sequence[nn.Module]) -> l
     ]
 
 
-def _plain(name: str) -> str:
-    for wrapper in WRAPPERS:
-        name = name.replace(wrapper, "")
-    return name
+def plain_name(name: str) -> str:
+    """Without what wrappers have put into it."""
+    return ".".join(part for part in name.split(".") if part not in WRAPPERS)

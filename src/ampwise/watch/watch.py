@@ -11,7 +11,7 @@ import traceback
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from types import TracebackType
+from types import FunctionType, TracebackType
 from typing import Any
 
 import torch
@@ -26,11 +26,14 @@ from ampwise.evidence.timing import TimeUse
 from ampwise.record.rows import Seen
 from ampwise.record.writer import Writer
 from ampwise.watch.activations import Activations, Ranges
-from ampwise.watch.asking import precisions_of, stage_of
+from ampwise.watch.asking import precisions_of, stage_of, unwrapped
 from ampwise.watch.entry_points import EntryPoints
 from ampwise.watch.findings import Findings
 from ampwise.watch.fine import what_was_fine
+from ampwise.watch.fixes import add_diffs
+from ampwise.watch.flow import Flow
 from ampwise.watch.gradients import Gradients, Known
+from ampwise.watch.memory import Memory
 from ampwise.watch.models import Models, names_of
 from ampwise.watch.outcomes import is_ours, outcome_of
 from ampwise.watch.patches import Patches
@@ -47,7 +50,7 @@ WRITTEN_EVERY = 2.0  # seconds: findings, while the script runs
 ARMED_FOR = 3  # steps after a loss that was not finite, in which modules are looked at
 UPDATES_EVERY = 10  # steps: whether BF16 weights move
 PROFILED = (6, 200)  # steps
-AROUND = 2  # lines of an excerpt, on either side
+AROUND = 6  # lines of an excerpt, on either side; readers show as many of them as they like
 
 
 class Watch:
@@ -73,9 +76,12 @@ class Watch:
         self._always_looks = activations
         self._with_timing = timing
         self._pid = os.getpid()
+        self._began, self._folder = time.time(), _folder_here()
         self._tracker = Tracker(self._tell)
         self._gradients = Gradients(self._known, every)
         self._activations = Activations(self.failed)
+        self._flow = Flow(self.failed)
+        self._memory = Memory()
         self._names: dict[int, list[str]] = {}
         self._described: dict[int, tuple[str, list[str]]] = {}  # optimizers: class, and the models' classes
         self._armed = 0
@@ -99,7 +105,9 @@ class Watch:
         """Begin to watch."""
         if self._patches is None:
             self._patches = Patches()
-            self._models = Models(self._patches, self._tracker.model_begins, self._tracker.model_ends, self.failed)
+            self._models = Models(
+                self._patches, self._tracker.model_begins, self._tracker.model_ends, self.failed, self._flow.stop
+            )
             self._entry_points = EntryPoints(self._patches, self._tracker, self)
             to_come = [step for step in PROFILED if step > self.steps]
             self._timing = Timing(self._patches, profile_at=to_come) if self._with_timing else None
@@ -115,6 +123,7 @@ class Watch:
                 self.time_use = self._timing.use(self._autocast())
                 self._timing = None
             self._activations.end()
+            self._flow.remove()
             self._models.forget()
             self._entry_points.remove()
             self._patches.undo()
@@ -125,6 +134,8 @@ class Watch:
         every = list(things) if self._patches is not None else []
         for model in (each for each in every if isinstance(each, nn.Module)):
             self._models.remember(model)
+        for function in (each for each in every if isinstance(each, FunctionType)):
+            self._models.remember_function(function)
         for optimizer in (each for each in every if isinstance(each, Optimizer)):
             self.optimizer_made(optimizer)
         for scaler in (each for each in every if isinstance(each, GradScaler)):
@@ -151,6 +162,7 @@ class Watch:
             self._settle_others(wait=True)
             self.remove()
             self._judge_all()
+            add_diffs(self.seen(), self._folder, self._began)
         except Exception as problem:
             self.failed(problem)
         self._write_end(status, exit_code, error)
@@ -219,6 +231,7 @@ class Watch:
         self._settle_others()  # before the step itself, which is judged by what modules put out
         self._gradients.taken(optimizer, state, names, outcome_of(optimizer, scaler, ran=ran))
         self._step_over(optimizer, state)
+        self._look_early(optimizer, state, ran=ran)
 
     def scheduler_moved(self, scheduler: Any) -> None:
         moved = self._tracker.scheduled(scheduler)
@@ -250,6 +263,19 @@ class Watch:
             for health in self.healths.values():
                 self.findings.judge_whole(health, "gradient")
         self._write_findings()
+
+    def _look_early(self, optimizer: Any, state: OptimizerState, *, ran: bool) -> None:
+        """What is looked at once, in the first steps. If that fails, the step counts all the same."""
+        try:
+            if ran:
+                self._memory.take(state.index, unwrapped(optimizer))
+            self._flow.step_over(state.index, optimizer, self._models, free=not self._profiled_soon())
+        except Exception as error:
+            self.failed(error)
+
+    def _profiled_soon(self) -> bool:
+        """Whether a profile is taken while each optimizer takes its next step."""
+        return any(self.steps < step <= self.steps + len(self.healths) for step in PROFILED)
 
     def _settle_others(self, *, wait: bool = False) -> None:
         """What travels beside the facts of steps."""
@@ -373,6 +399,8 @@ class Watch:
                 for each in settings
                 for name, reason in each.reasons
             ],
+            "dtype_flow": self._flow.rows(),
+            "memory": self._memory.facts(),
             "activations": {name: {"dtype": dtype, "largest": value} for name, (dtype, value) in self.largest.items()},
         }
 
@@ -392,6 +420,7 @@ class Watch:
             sentences.append(f"Some calls could not be followed: {self.failures[0]}")
         if not self._always_looks:
             sentences.append("What modules put out was not looked at; --activations does.")
+        sentences += [*self._flow.not_measured(), *self._memory.not_measured()]
         return sentences + list(getattr(self.time_use, "not_measured", ()))
 
     def _write_end(self, status: str, exit_code: int | None, error: BaseException | None) -> None:
@@ -412,6 +441,13 @@ def _scale_of(optimizer: Any, state: OptimizerState, scaler: Any | None) -> Any:
     if scaler is None or state.pending or stage_of(scaler, optimizer) is OptState.UNSCALED:
         return None
     return scaler._scale
+
+
+def _folder_here() -> str:
+    try:
+        return os.getcwd()  # noqa: PTH109
+    except OSError:  # it has been removed
+        return ""
 
 
 def _capturing() -> bool:

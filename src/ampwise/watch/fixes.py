@@ -1,0 +1,125 @@
+"""Fixes as diffs: what the linter would change in the script as it ran, where it finds the same as the watch."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import linecache
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+from ampwise.finding import Finding
+from ampwise.record.rows import Seen
+from ampwise.source.script import Script, Unreadable, decoded, script_from_text
+
+__all__ = ["add_diffs"]
+
+LARGEST_BYTES = 300_000  # of all files together, which takes the linter up to a second
+LONGEST_DIFF = 20_000  # characters
+SECONDS = 1.0  # after which the rest has none
+SCOPES = (ast.For, ast.AsyncFor, ast.While, ast.FunctionDef, ast.AsyncFunctionDef)
+
+
+def add_diffs(found: Sequence[Seen], folder: str, since: float) -> None:
+    """Give each finding that the linter can mend the diff that does, and only that.
+
+    folder: where the script was started. since: when; a file that was written later is not what ran.
+    """
+    deadline = time.monotonic() + SECONDS
+    mendable = [seen for seen in found if seen.finding.rule.fixable and seen.finding.place.line is not None]
+    files = dict.fromkeys(seen.finding.place.file for seen in mendable if seen.finding.place.file is not None)
+    scripts = _scripts(files, folder, since)
+    linted = _linted(scripts, frozenset(seen.finding.rule.code for seen in mendable)) if scripts else []
+    for seen, finding in _pairs(mendable, linted, scripts):
+        if time.monotonic() > deadline:
+            return
+        diff = _diff(finding, scripts)
+        seen.diff = diff if len(diff) <= LONGEST_DIFF else ""
+
+
+def _scripts(files: Iterable[str], folder: str, since: float) -> dict[str, Script]:
+    """Those files whose text, as it ran, is known and not too long."""
+    found: dict[str, Script] = {}
+    left = LARGEST_BYTES
+    for file in files:
+        with contextlib.suppress(Unreadable, OSError):
+            text = _text(file, Path(folder, file), since)
+            if 0 < len(text) <= left:
+                found[file] = script_from_text(text, file)
+                left -= len(text)
+    return found
+
+
+def _text(file: str, path: Path, since: float) -> str:
+    if not path.is_file():
+        kept = linecache.cache.get(file)
+        is_cell = kept is not None and len(kept) == 4 and kept[1] is None  # of a notebook, and nowhere on disk
+        return "".join(linecache.getlines(file)) if is_cell else ""
+    status = path.stat()
+    is_as_it_ran = status.st_mtime <= since and status.st_size <= LARGEST_BYTES
+    return decoded(path.read_bytes(), file) if is_as_it_ran else ""
+
+
+def _linted(scripts: Mapping[str, Script], codes: frozenset[str]) -> list[Finding]:
+    """What the linter can mend, by these rules, whatever the settings near the files say."""
+    from ampwise.lint.check import Task, check_texts
+
+    texts = {file: script.text for file, script in scripts.items()}
+    task = Task(tuple(texts), dict.fromkeys(texts, codes), texts, asked=lambda path: codes)
+    return [finding for finding in check_texts(task).findings if finding.edits]
+
+
+def _pairs(
+    found: Sequence[Seen], linted: Sequence[Finding], scripts: Mapping[str, Script]
+) -> Iterator[tuple[Seen, Finding]]:
+    """Each finding with the linter's of the same rule: on its line, or else nearest in its innermost loop or function.
+
+    One of the linter's goes to one finding only, and first to where the line is the same.
+    """
+    waiting, left = list(found), list(linted)
+    for is_near in (_is_on_line, _Nearby(scripts)):
+        for seen in list(waiting):
+            near = [each for each in left if _is_alike(seen.finding, each) and is_near(seen.finding, each)]
+            if near:
+                line = seen.finding.place.line or 0
+                best = min(near, key=lambda each: abs((each.place.line or 0) - line))
+                waiting.remove(seen)
+                left.remove(best)
+                yield seen, best
+
+
+def _is_alike(seen: Finding, other: Finding) -> bool:
+    return (seen.rule.code, seen.place.file) == (other.rule.code, other.place.file)
+
+
+def _is_on_line(seen: Finding, other: Finding) -> bool:
+    first = other.place.line or 0
+    return first <= (seen.place.line or 0) <= (other.place.end_line or first)
+
+
+class _Nearby:
+    """Whether the linter's finding lies in the innermost loop or function around the line of the watch's."""
+
+    def __init__(self, scripts: Mapping[str, Script]) -> None:
+        self._scripts = scripts
+        self._spans: dict[str, list[tuple[int, int]]] = {}
+
+    def __call__(self, seen: Finding, other: Finding) -> bool:
+        line, spans = seen.place.line or 0, self._spans_in(seen.place.file or "")
+        around = [(first, last) for first, last in spans if first <= line <= last]
+        first, last = min(around, key=lambda span: span[1] - span[0], default=(1, 0))
+        return first <= (other.place.line or 0) <= last
+
+    def _spans_in(self, file: str) -> list[tuple[int, int]]:
+        if file not in self._spans:
+            nodes = [node for node in ast.walk(self._scripts[file].tree) if isinstance(node, SCOPES)]
+            self._spans[file] = [(node.lineno, node.end_lineno or node.lineno) for node in nodes]
+        return self._spans[file]
+
+
+def _diff(finding: Finding, scripts: Mapping[str, Script]) -> str:
+    from ampwise.lint.fix import mend, unified_diff
+
+    script = scripts[finding.place.file or ""]
+    return unified_diff(script, mend(script, [finding], unsafe=True).text)
