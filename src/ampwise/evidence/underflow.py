@@ -8,6 +8,7 @@ number falls off towards it says how many there must have been below it: an esti
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -120,26 +121,18 @@ class _Seen:
 _Curve = Callable[[float], float]
 
 
-def _lognormal(at: float) -> tuple[float, ...]:
-    return 1.0, at, -at * at
-
-
-def _even_at_zero(power: float) -> Callable[[float], tuple[float, ...]]:
+def _even_at_zero(power: float) -> _Curve:
     """Small values as likely as smaller ones, and a tail like exp(-x**power): 2 is normal, 1 is Laplace."""
-    return lambda at: (1.0, -(2.0 ** (power * at)))
+    return lambda at: -(2.0 ** (power * at))
 
 
-def _heavy_tail(at: float) -> tuple[float, ...]:
-    return 1.0, -math.log1p(2.0**at)
+def _heavy_tail(at: float) -> float:
+    return -math.log1p(2.0**at)
 
 
-# What is known of the slope beforehand, and what is fitted. Where small values are as likely as smaller ones, each
-# power of two has half as many as the one above.
-_SHAPES: tuple[tuple[float, Callable[[float], tuple[float, ...]]], ...] = (
-    (0.0, _lognormal),
-    *((LN2, _even_at_zero(power)) for power in (0.25, 0.5, 1.0, 2.0)),
-    (LN2, _heavy_tail),
-)
+# Where small values are as likely as smaller ones, each power of two has half as many as the one above; how that
+# bends further up is a shape with a factor to be fitted. Besides these there is the log-normal.
+_SHAPES: tuple[_Curve, ...] = (*map(_even_at_zero, (0.25, 0.5, 1.0, 2.0)), _heavy_tail)
 
 
 def _below(counts: Sequence[int], nonzero: int) -> float:
@@ -156,38 +149,66 @@ def _below(counts: Sequence[int], nonzero: int) -> float:
     return _sum_below(curve, _steepest(seen, curve))
 
 
+def _edges() -> tuple[float, ...]:
+    """Rounding to a multiple of the smallest subnormal moves them: what is 1 now was 0.5 to 1.5 of it."""
+    return (-1.0, *(math.log2(2.0**place + 0.5) for place in range(WINDOW)))
+
+
+_EDGES = _edges()
+_MIDDLES = [(lower + upper) / 2 for lower, upper in itertools.pairwise(_EDGES)]
+_SHAPES_AT = {shape: {at: shape(at) for at in _MIDDLES} for shape in _SHAPES}  # looked at for every layer of a run
+
+
 def _densities(counts: Sequence[int]) -> list[_Seen]:
-    """Rounding to a multiple of the smallest subnormal moves the edges: what is 1 now was 0.5 to 1.5 of it."""
-    seen, lower = [], -1.0
-    for place, count in enumerate(counts):
-        upper = math.log2(2.0**place + 0.5)
-        if count:
-            seen.append(_Seen((lower + upper) / 2, math.log(count / (upper - lower)), min(count, TRUST)))
-        lower = upper
-    return seen
+    return [
+        _Seen(at, math.log(count / (upper - lower)), min(count, TRUST))
+        for at, lower, upper, count in zip(_MIDDLES, _EDGES, _EDGES[1:], counts, strict=False)
+        if count
+    ]
 
 
 def _best_curve(seen: Sequence[_Seen]) -> _Curve | None:
     """The shape that fits best, each parameter of it counted as two in the sum of squares (Akaike's measure)."""
     best: tuple[float, _Curve] | None = None
-    for slope, shape in _SHAPES:
-        curve = _fitted(seen, slope, shape)
-        if curve is None:
-            continue
-        misfit = sum(one.weight * (one.density - curve(one.at)) ** 2 for one in seen) + 2 * len(shape(0.0))
-        if best is None or misfit < best[0]:
+    for misfit, curve in (_fitted_lognormal(seen), *(_fitted(seen, shape) for shape in _SHAPES)):
+        if curve is not None and (best is None or misfit < best[0]):
             best = misfit, curve
     return best and best[1]
 
 
-def _fitted(seen: Sequence[_Seen], slope: float, shape: Callable[[float], tuple[float, ...]]) -> _Curve | None:
-    rows = [shape(one.at) for one in seen]
-    if len(seen) <= len(shape(0.0)):
-        return None
-    factors = _least_squares(rows, [one.density - slope * one.at for one in seen], [one.weight for one in seen])
-    if factors is None or factors[-1] < 0:  # it would grow without end
-        return None
-    return lambda at: slope * at + sum(factor * part for factor, part in zip(factors, shape(at), strict=True))
+_NO_FIT = math.inf, None  # it would grow without end, or the points do not decide
+
+
+def _fitted(seen: Sequence[_Seen], shape: _Curve) -> tuple[float, _Curve | None]:
+    """How badly a line of twice as many for each power of two, bent by the shape, fits; and the line."""
+    if len(seen) <= 2:
+        return _NO_FIT
+    known = _SHAPES_AT[shape]
+    points = [(known[one.at], one.density - LN2 * one.at, one.weight) for one in seen]
+    total = sum(weight for _, _, weight in points)
+    mean_x = sum(x * weight for x, _, weight in points) / total
+    mean_y = sum(y * weight for _, y, weight in points) / total
+    spread = sum(weight * (x - mean_x) ** 2 for x, _, weight in points)
+    if spread < 1e-12:
+        return _NO_FIT
+    factor = sum(weight * (x - mean_x) * (y - mean_y) for x, y, weight in points) / spread
+    if factor < 0:
+        return _NO_FIT
+    start = mean_y - factor * mean_x
+    misfit = sum(weight * (y - start - factor * x) ** 2 for x, y, weight in points) + 2 * 2
+    return misfit, lambda at: LN2 * at + start + factor * shape(at)
+
+
+def _fitted_lognormal(seen: Sequence[_Seen]) -> tuple[float, _Curve | None]:
+    if len(seen) <= 3:
+        return _NO_FIT
+    rows = [(1.0, one.at, -one.at * one.at) for one in seen]
+    factors = _least_squares(rows, [one.density for one in seen], [one.weight for one in seen])
+    if factors is None or factors[2] < 0:
+        return _NO_FIT
+    start, slope, bend = factors
+    misfit = sum(one.weight * (one.density - start - slope * one.at + bend * one.at**2) ** 2 for one in seen) + 2 * 3
+    return misfit, lambda at: start + slope * at - bend * at * at
 
 
 def _steepest(seen: Sequence[_Seen], curve: _Curve) -> float:
