@@ -39,6 +39,8 @@ if TYPE_CHECKING:
     from ampwise.hardware import Gpu as Gpu
     from ampwise.hardware import describe_machine as describe_machine
     from ampwise.hardware import find_gpu as find_gpu
+    from ampwise.record.reader import Run as Run
+    from ampwise.report.comparison.comparison import Comparison as Comparison
     from ampwise.rules import find_rule as find_rule
 
 _HOMES = {
@@ -46,6 +48,7 @@ _HOMES = {
     "BadInput": "errors",
     "BlockFormat": "formats",
     "Census": "census.algebra",
+    "Comparison": "report.comparison.comparison",
     "Count": "census.count",
     "DeviceCensus": "census.device",
     "Edit": "finding",
@@ -59,6 +62,7 @@ _HOMES = {
     "Policy": "engine.precision.policy",
     "PrecisionUnavailable": "errors",
     "Rule": "finding",
+    "Run": "record.reader",
     "ScaleCollapsed": "errors",
     "Severity": "finding",
     "UnknownName": "errors",

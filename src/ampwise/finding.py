@@ -349,6 +349,11 @@ class Finding(Frozen):
             "safe": self.safe,
         }
 
+    def _repr_html_(self) -> str:
+        from ampwise.printers.html import finding_html
+
+        return finding_html(self)
+
 
 # Without regular expressions, since each start of the linter asks of every rule it loads.
 

@@ -1,6 +1,7 @@
 """`ampwise report`: a record that was really written, read back in three forms."""
 
 import json
+import os
 import subprocess
 import sys
 import webbrowser
@@ -51,7 +52,7 @@ def test_the_summary(record, capsys):
     assert "×10, first at step 1, last at step 10" in text
     assert "head.weight" in text
     assert "\x1b" not in text
-    assert f"ampwise report {record} --html page.html" in text
+    assert f"ampwise report {record} -o page.html" in text
 
 
 def test_json(record, capsys):
@@ -67,13 +68,18 @@ def test_json(record, capsys):
 def test_the_page_is_written_and_written_again(record, tmp_path, capsys):
     paper = tmp_path / "page.html"
     for _ in range(2):  # an earlier report gives way to the next
-        assert main(["report", str(record), "--html", str(paper)]) == 0
+        assert main(["report", str(record), "-o", str(paper)]) == 0
     assert MARK in paper.read_text()
     assert capsys.readouterr().out.splitlines()[1] == f"The page is {paper}"
 
 
+def test_the_option_by_its_first_name(record, tmp_path):
+    assert main(["report", str(record), "--html", str(tmp_path / "p.html")]) == 0
+    assert MARK in (tmp_path / "p.html").read_text()
+
+
 def test_json_and_page_together(record, tmp_path, capsys):
-    assert main(["report", str(record), "--json", "--html", str(tmp_path / "p.html")]) == 0
+    assert main(["report", str(record), "--json", "-o", str(tmp_path / "p.html")]) == 0
     assert json.loads(capsys.readouterr().out)["version"] == 1
     assert (tmp_path / "p.html").exists()
 
@@ -81,12 +87,12 @@ def test_json_and_page_together(record, tmp_path, capsys):
 def test_a_file_of_somebody_else_is_kept(record, tmp_path, capsys):
     paper = tmp_path / "thesis.html"
     paper.write_text("<p>Years of work</p>")
-    assert main(["report", str(record), "--html", str(paper)]) == 2
+    assert main(["report", str(record), "-o", str(paper)]) == 2
     assert capsys.readouterr().err == (
-        f"ampwise: error: --html {paper}: exists and is no earlier report; -f writes over it, or name another file.\n"
+        f"ampwise: error: -o {paper}: exists and is no earlier report; -f writes over it, or name another file.\n"
     )
     assert paper.read_text() == "<p>Years of work</p>"
-    assert main(["report", str(record), "--html", str(paper), "-f"]) == 0
+    assert main(["report", str(record), "-o", str(paper), "-f"]) == 0
     assert MARK in paper.read_text()
 
 
@@ -122,13 +128,78 @@ def test_what_is_no_record(tmp_path, capsys, name):
 
 
 @pytest.mark.parametrize(
+    ("path", "told"),
+    [
+        ("logs/events.out.tfevents.1700000000.host.1.0", "It looks like a log of TensorBoard; "),
+        ("wandb/debug.log", "It looks like a log of Weights & Biases"),
+        ("run-x/run-x.wandb", "It looks like a log of Weights & Biases"),
+        ("mlruns/0/meta.yaml", "It looks like a log of MLflow"),
+        ("model/model.safetensors", "It looks like a checkpoint"),
+        ("new/manifest.json.new", "A run is about to write one here: ask again in a moment."),
+    ],
+)
+def test_what_another_tool_has_left(tmp_path, capsys, path, told):
+    (tmp_path / path).parent.mkdir(parents=True)
+    (tmp_path / path).write_text("text")
+    folder = tmp_path / path.partition("/")[0]
+    assert main(["report", str(folder)]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"ampwise: error: {folder} holds no record")
+    assert told in error
+    assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("run.zip", "It looks like an archive; unpack it, and name the folder."),
+        ("last.ckpt", "It looks like a checkpoint, which says nothing of how it was trained."),
+        ("events.out.tfevents.17.host", "It looks like a log of TensorBoard; "),
+    ],
+)
+def test_a_file_of_another_kind(tmp_path, capsys, name, told):
+    (tmp_path / name).write_bytes(b"PK")
+    assert main(["report", str(tmp_path / name)]) == 2
+    assert told in capsys.readouterr().err
+
+
+def test_a_file_of_a_record_leads_to_its_folder(record, capsys):
+    assert main(["report", str(record / "steps.jsonl")]) == 2
+    assert f"The record is its folder, {record}.\n" in capsys.readouterr().err
+
+
+def test_a_folder_of_records_leads_to_the_newest(tmp_path, capsys):
+    for age, name in [(100, "old"), (0, "new"), (50, "middle")]:
+        begin_record(tmp_path / name).close("finished", 0)
+        os.utime(tmp_path / name / "manifest.json", (10**9 - age, 10**9 - age))
+    assert main(["report", str(tmp_path)]) == 2
+    assert f"3 records are in it: `ampwise report {tmp_path / 'new'}` shows the newest." in capsys.readouterr().err
+
+
+def test_a_record_of_a_later_version_is_refused_and_cannot_harm_the_terminal(record, capsys):
+    manifest = json.loads((record / "manifest.json").read_text())
+    (record / "manifest.json").write_text(json.dumps(manifest | {"version": 99, "ampwise": "9\x1b[2J\n9"}))
+    assert main(["report", str(record)]) == 2
+    error = capsys.readouterr().err
+    assert f"{record} is a record of version 99, written by ampwise 9\\x1b[2J\\n9;" in error
+    assert "\x1b" not in error
+    assert error.count("\n") == 1
+
+
+def test_a_torn_manifest(record, capsys):
+    (record / "manifest.json").write_text('{"format": "ampwise-r')
+    assert main(["report", str(record)]) == 2
+    assert f"{record / 'manifest.json'} cannot be read: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
     ("html", "reason"), [(".", "a folder; name a file"), ("no/such/page.html", "cannot be written")]
 )
 def test_a_page_that_cannot_be_written(record, tmp_path, capsys, monkeypatch, html, reason):
     monkeypatch.chdir(tmp_path)
-    assert main(["report", str(record), "--html", html]) == 2
+    assert main(["report", str(record), "-o", html]) == 2
     error = capsys.readouterr().err
-    assert error.startswith(f"ampwise: error: --html {html}: {reason}")
+    assert error.startswith(f"ampwise: error: -o {html}: {reason}")
     assert error.count("\n") == 1
 
 
@@ -158,5 +229,6 @@ def test_help_has_examples(capsys):
     with pytest.raises(SystemExit):
         main(["report", "--help"])
     text = capsys.readouterr().out
-    assert "ampwise report RUN --html page.html --open" in text
+    assert "ampwise report RUN -o page.html --open" in text
+    assert "--html" not in text
     assert "exit code is 0" in text

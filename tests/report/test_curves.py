@@ -1,16 +1,13 @@
-"""Thinning keeps what matters; axes hold what they show."""
+"""Thinning keeps what matters."""
 
 import itertools
-import math
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from ampwise.record.bucket import Bucket
 from ampwise.record.rows import StepRow
-from ampwise.report.axis import axis_for, round_numbers
-from ampwise.report.curves import METRICS, by_optimizer, plain, spread_of, thinned
+from ampwise.report.curves import METRICS, RECENT, by_optimizer, plain, skip_rates, spread_of, thinned
 
 ROWS = st.lists(
     st.builds(
@@ -55,29 +52,12 @@ def test_unknown_is_none_and_not_finite_is_counted():
     assert row["first"] == row["last"] == 3
 
 
-@given(st.lists(st.floats(allow_nan=False, allow_infinity=False), min_size=1), st.booleans())
-def test_an_axis_holds_its_values_and_its_ticks(values, always):
-    axis = axis_for(values, always=always)
-    assert all(0 <= axis.share(value) <= 1 for value in values)
-    ticks = axis.ticks()
-    assert len(ticks) <= 8
-    assert all(-1e-6 <= axis.share(tick) <= 1 + 1e-6 for tick, _ in ticks)
-
-
-def test_the_scale_has_powers_of_two():
-    axis = axis_for([1024.0, 65536.0], base=2, always=True)
-    assert [label for _, label in axis.ticks()] == ["2^10", "2^12", "2^14", "2^16"]
-    assert axis_for([0.0, 65536.0], base=2, always=True).base == 0  # a collapsed scale has no logarithm
-
-
-@given(st.floats(-1e9, 1e9), st.floats(1e-3, 1e9))
-def test_round_numbers_are_few_inside_and_round(low, width):
-    found = round_numbers(low, low + width)
-    assert 1 <= len(found) <= 7
-    assert all(low - 1e-6 * width <= number <= low + width * (1 + 1e-6) for number in found)
-
-
-@pytest.mark.parametrize(("low", "high"), [(1, 1), (5.0, 5.0)])
-def test_round_numbers_of_a_point(low, high):
-    assert round_numbers(low, high) == [low]
-    assert math.isfinite(axis_for([low]).share(low))
+@given(st.lists(st.booleans(), max_size=400), st.integers(1, 60))
+def test_a_skip_rate_is_of_the_last_hundred_steps_or_of_its_own(skips, most):
+    buckets = [Bucket.of(StepRow(step=n, skipped=skipped)) for n, skipped in enumerate(skips, 1)]
+    points = thinned(buckets, most)
+    for point, rate in zip(points, skip_rates(points), strict=True):
+        until = skips[: point.last]
+        spans = [until[start:] for start in {0, *(one.first - 1 for one in points if one.first <= point.first)}]
+        looked_at = min((span for span in spans if len(span) >= RECENT), key=len, default=until)
+        assert rate == sum(looked_at) / len(looked_at)

@@ -11,7 +11,6 @@ from ampwise.evidence.underflow import underflow
 from ampwise.record.bucket import Bucket
 from ampwise.record.reader import Run
 from ampwise.record.rows import LayerSample, StepRow
-from ampwise.report.bars import bars, legend, span_of
 from ampwise.report.layers import about_layers, headings, layers_of, title
 from ampwise.report.wording import percent
 
@@ -77,7 +76,6 @@ def test_what_never_was_in_fp16_loses_nothing(make_run, make_sample):
     wide = Census(binades={-60: 50, -20: 50}, amax=2**-19.5, amin=2**-59.5)
     layers = layers_of(make_run(layers=[make_sample(1, {"norm.weight": wide})], steps=at_scale(65536.0)))
     assert layers[0].lost == layers[0].subnormal == 0
-    assert legend([bars(layers[0], span_of(layers))]) == []
 
 
 def test_a_collapsed_scale_is_no_crash(make_run):
@@ -203,22 +201,3 @@ def test_the_total_makes_no_census_on_the_way(monkeypatch):
 def test_a_share_reads_as_zero_or_all_only_if_it_is(share):
     assert (percent(share) == "0") == (share == 0)
     assert (percent(share) == "100%") == (share == 1)
-
-
-def test_bars_have_one_path_for_each_fate(make_run):
-    layers = layers_of(make_run(steps=at_scale(65536.0)))
-    span = span_of(layers)
-    fading = bars(named(layers)["blocks.0.weight"], span)
-    assert legend([fading]) == ["subnormal", "normal"]
-    assert legend([bars(named(layers)["head.weight"], span)]) == []
-    fallen = layers_of(make_run(steps=at_scale(1.0)))
-    assert legend([bars(layer, span_of(fallen)) for layer in fallen]) == ["lost", "subnormal", "normal"]
-    assert bars(named(layers)["blocks.1.bias"], span) == ""
-
-
-def test_a_layer_of_two_thousand_binades_is_drawn_small(make_run, make_sample):
-    wide = Census(binades=dict.fromkeys(range(-1000, 1000), 1), amax=2.0**999.5, amin=2.0**-999.5)
-    layers = layers_of(make_run(layers=[make_sample(1, {"w": wide})], steps=at_scale(1.0)))
-    span = span_of(layers)
-    assert span.high - span.low < 60
-    assert len(bars(layers[0], span)) < 4000

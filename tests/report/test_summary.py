@@ -49,8 +49,8 @@ Not measured
   - Activations: run with --activations.
 
 The record is in runs/one
-  ampwise report runs/one --html page.html  the curves and every layer, on one page
-  ampwise explain AMP101                    why it matters, with an example
+  ampwise report runs/one -o page.html  the curves and every layer, on one page
+  ampwise explain AMP101                why it matters, with an example
 """
 
 HOSTILE = "<script>\x1b[2J\u202egpj.exe\n'\"[red]\udc80"
@@ -258,4 +258,4 @@ def test_a_column_that_is_known_is_marked_alone(make_run, rules):
 
 
 def test_a_folder_with_blanks_can_be_pasted(make_run):
-    assert "ampwise report 'my runs/1' --html" in plain(make_run(folder="my runs/1"))
+    assert "ampwise report 'my runs/1' -o" in plain(make_run(folder="my runs/1"))

@@ -74,3 +74,40 @@ def test_a_wrong_option_is_told(shell, capsys):
     out = capsys.readouterr().out
     assert "%%ampwise [-o RUN]" in out
     assert "ran\n" not in out
+
+
+class Shown:
+    """What a front end is handed."""
+
+    def __init__(self, shell, monkeypatch):
+        self.bundles = []
+        monkeypatch.setattr(shell.display_pub, "publish", self.publish)
+
+    def publish(self, data, metadata=None, **_):
+        self.bundles.append(data)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_notebook_gets_html_and_the_text_for_who_cannot_show_it(shell, capsys, monkeypatch):
+    shown = Shown(shell, monkeypatch)
+    shell.run_cell(SETUP)
+    shell.run_cell(f"%%ampwise\n{TRAIN}")
+    [bundle] = shown.bundles
+    assert bundle["text/html"].startswith("<div")
+    for told in ("AMP101", "clip_grad_norm_", "×5"):
+        assert told in bundle["text/html"]
+        assert told in bundle["text/plain"]
+    assert "<script" not in bundle["text/html"]
+    assert "AMP101" not in capsys.readouterr().out
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_terminal_gets_the_text_alone(shell, capsys, monkeypatch):
+    shown = Shown(shell, monkeypatch)
+    shell.display_formatter.active_types = ["text/plain"]  # as IPython does in a terminal
+    shell.run_cell(SETUP)
+    shell.run_cell(f"%%ampwise\n{TRAIN}")
+    out = capsys.readouterr().out
+    assert "AMP101" in out
+    assert "<div" not in out
+    assert not shown.bundles

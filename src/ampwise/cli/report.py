@@ -1,13 +1,16 @@
-"""Read the record of a run: a summary in the terminal, JSON, or a page.
+"""Read the record of a run, or compare two: in the terminal, as JSON, or as a page.
 
-RUN is the folder that `ampwise run -o RUN` left, of a run that has ended or is still going. The page
-is one HTML file without scripts; nothing is sent anywhere. A record with findings is still a record
-that could be read: the exit code is 0, and 2 when RUN cannot be read or the page cannot be written.
+RUN is the folder that `ampwise run -o RUN` left, of a run that has ended or is still going. With OTHER,
+the two are compared: what is gone, what is new, and which numbers have changed from RUN to OTHER. The
+page is one HTML file that needs nothing else; nothing is sent anywhere. A record with findings is still
+a record that could be read: the exit code is 0, and 2 when one cannot be read or a page cannot be written.
 
 Examples:
   ampwise report RUN
-  ampwise report RUN --html page.html --open
+  ampwise report RUN -o page.html --open
   ampwise report RUN --json | jq -r '.findings[].message'
+  ampwise report runs/before runs/after
+  ampwise report runs/before runs/after -o comparison.html
 """
 
 from __future__ import annotations
@@ -17,67 +20,140 @@ import sys
 
 TYPE_CHECKING = False  # as in typing, which takes milliseconds to import
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
     from ampwise.record.reader import Run
 
 __all__ = ["add_arguments", "run"]
 
-OWN_PAGE = "report.html"  # in the record's folder, for --open without --html
+OWN_PAGE = "report.html"  # in the record's folder, for --open without -o
+OWN_COMPARISON = "comparison.html"  # likewise, in the folder of the later of two
 HEAD = 2000  # characters of a file in which an earlier page of ours says what it is
+MOST_NAMES = 10_000  # in a folder that is no record: enough to see what it is
+
+# How the files of other tools are called, and what one does about it.
+LOOKS = {
+    "a log of TensorBoard; ampwise may write one, and reads its own records only": ("events.out.tfevents",),
+    "a log of Weights & Biases; ampwise may write one, and reads its own records only": ("wandb", ".wandb"),
+    "a log of MLflow; ampwise may write one, and reads its own records only": ("mlruns", "meta.yaml"),
+    "an archive; unpack it, and name the folder": (".zip", ".tar", ".tar.gz", ".tgz", ".tar.zst"),
+    "a checkpoint, which says nothing of how it was trained": (".pt", ".pth", ".ckpt", ".safetensors", ".bin"),
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("record", metavar="RUN", help="the folder of a record")
+    parser.add_argument("other", metavar="OTHER", nargs="?", help="the folder of a later one, to compare it with RUN")
+    parser.add_argument("more", nargs="*", help=argparse.SUPPRESS)  # only to say that two are the most
     parser.add_argument("--json", action="store_true", help="the whole report as a JSON object")
-    parser.add_argument("--html", metavar="FILE", help="write the report as a page instead of printing it")
-    parser.add_argument("--open", action="store_true", help=f"show the page in a browser (RUN/{OWN_PAGE} by default)")
+    parser.add_argument("-o", "--output", metavar="FILE", help="write the report as a page instead of printing it")
+    parser.add_argument("--html", dest="output", help=argparse.SUPPRESS)  # what -o was called at first
+    parser.add_argument(
+        "--open",
+        action="store_true",
+        help=f"show the page in a browser (RUN/{OWN_PAGE} by default, OTHER/{OWN_COMPARISON} of two)",
+    )
     parser.add_argument("-f", "--force", action="store_true", help="write over a file that is no earlier report")
 
 
 def run(args: argparse.Namespace) -> int:
+    from ampwise.errors import BadInput
+
+    if args.more:
+        raise BadInput(
+            f"report takes one record, or two to compare, and was given {2 + len(args.more)}. Compare them by twos."
+        )
+    return _report(args) if args.other is None else _compare(args)
+
+
+def _report(args: argparse.Namespace) -> int:
+    from ampwise.report.as_json import as_json
+    from ampwise.report.summary import summary
+    from ampwise.report.verdict import verdict
+
+    record = _read(args.record)
+
+    def drawn() -> str:
+        from ampwise.report.page import page  # slow to import
+
+        return page(record)
+
+    return _give(
+        args,
+        record.folder / OWN_PAGE,
+        page=drawn,
+        told=lambda width, colour: summary(record, colour=colour, width=width),
+        verdict=lambda: f"{verdict(record)}.",
+        as_json=lambda: as_json(record),
+    )
+
+
+def _compare(args: argparse.Namespace) -> int:
+    from ampwise.report.comparison.comparison import Comparison
+    from ampwise.report.comparison.text import comparison_text, sentence
+    from ampwise.strict_json import dumps
+
+    before, after = _read(args.record, other=args.other), _read(args.other, other=args.record)
+    compared = Comparison.of(before, after)
+
+    def drawn() -> str:
+        from ampwise.report.page import comparison_page  # slow to import
+
+        return comparison_page(before, after)
+
+    return _give(
+        args,
+        after.folder / OWN_COMPARISON,
+        page=drawn,
+        told=lambda width, colour: comparison_text(compared, colour=colour, width=width),
+        verdict=lambda: sentence(compared.verdict),
+        as_json=lambda: dumps(compared.as_dict()),
+    )
+
+
+def _give(
+    args: argparse.Namespace,
+    own_page: Path,
+    *,
+    page: Callable[[], str],
+    told: Callable[[int, bool], str],
+    verdict: Callable[[], str],
+    as_json: Callable[[], str],
+) -> int:
+    """The report in the form that was asked for; each is made only then."""
     from pathlib import Path
 
-    from ampwise.printers.terminal import write
-    from ampwise.record.reader import Run
+    from ampwise.printers.terminal import console, printable, wants_colour, write
 
-    record = Run.read(Path(args.record))
-    paper = Path(args.html) if args.html is not None else Path(args.record, OWN_PAGE) if args.open else None
+    paper = Path(args.output) if args.output is not None else own_page if args.open else None
     if paper is not None:
-        _write_page(record, paper, force=args.force)
+        _write_page(page, paper, force=args.force)
     if args.json:
-        from ampwise.report.as_json import as_json
-
-        write(as_json(record), sys.stdout)
+        write(as_json(), sys.stdout)
+    elif paper is not None:
+        write(f"{printable(verdict())}\nThe page is {printable(str(paper))}\n", sys.stdout)
     else:
-        write(_told(record, paper), sys.stdout)
+        write(told(console().width, wants_colour(sys.stdout)), sys.stdout)
     if args.open and paper is not None:
         _show(paper)
     return 0
 
 
-def _told(record: Run, paper: Path | None) -> str:
-    from ampwise.printers.terminal import console, printable, wants_colour
-    from ampwise.report.summary import summary
-    from ampwise.report.verdict import verdict
-
-    if paper is not None:
-        return f"{printable(verdict(record))}.\nThe page is {printable(str(paper))}\n"
-    return summary(record, colour=wants_colour(sys.stdout), width=console().width)
+# --- pages ---------------------------------------------------------------------------------------------------------
 
 
-def _write_page(record: Run, paper: Path, *, force: bool) -> None:
+def _write_page(page: Callable[[], str], paper: Path, *, force: bool) -> None:
     from ampwise.errors import BadInput
-    from ampwise.report.page import page
 
     if paper.is_dir():
-        raise BadInput(f"--html {paper}: a folder; name a file, such as {paper / 'page.html'}.")
+        raise BadInput(f"-o {paper}: a folder; name a file, such as {paper / 'page.html'}.")
     if paper.is_file() and not force and not _is_ours(paper):
-        raise BadInput(f"--html {paper}: exists and is no earlier report; -f writes over it, or name another file.")
+        raise BadInput(f"-o {paper}: exists and is no earlier report; -f writes over it, or name another file.")
     try:
-        paper.write_text(page(record), encoding="utf-8")
+        paper.write_text(page(), encoding="utf-8")
     except OSError as error:
-        raise BadInput(f"--html {paper}: cannot be written: {error.strerror or error}. Name another file.") from error
+        raise BadInput(f"-o {paper}: cannot be written: {error.strerror or error}. Name another file.") from error
 
 
 def _is_ours(paper: Path) -> bool:
@@ -98,3 +174,64 @@ def _show(paper: Path) -> None:
 
     if not webbrowser.open(paper.resolve().as_uri()):
         raise BadInput(f"--open: no browser was found here. Open {paper} yourself.")
+
+
+# --- records, and what was taken for one ---------------------------------------------------------------------------
+
+
+def _read(name: str, other: str | None = None) -> Run:
+    """The record in a folder; where there is none, what it is instead, as far as names tell."""
+    from pathlib import Path
+
+    from ampwise.errors import BadInput
+    from ampwise.printers.terminal import printable
+    from ampwise.record.reader import Run
+
+    try:
+        return Run.read(Path(name))
+    except BadInput as error:
+        alone = "" if other is None else f" `ampwise report {other}` shows the other one."
+        # Printable, since the error of a record that is too new quotes it.
+        raise BadInput(printable(f"{error}{_what_it_is(Path(name))}{alone}")) from error
+
+
+def _what_it_is(path: Path) -> str:
+    """A sentence more about a path that holds no record; empty where nobody can tell."""
+    from ampwise.record.files import ASIDE
+    from ampwise.record.layout import MANIFEST, is_record
+
+    if is_record(path):
+        return ""  # one that cannot be read, and the error has said why
+    if path.is_file():
+        if is_record(path.parent):
+            return f" The record is its folder, {path.parent}."
+        return _named_like([path.name])
+    names = _names(path)
+    records = [name for name in names if is_record(path / name)]
+    if records:
+        newest = max(records, key=lambda name: (path / name / MANIFEST).stat().st_mtime)
+        many = f"{len(records)} records are" if len(records) > 1 else "A record is"
+        return f" {many} in it: `ampwise report {path / newest}` shows the newest."
+    if MANIFEST + ASIDE in names and MANIFEST not in names:
+        return " A run is about to write one here: ask again in a moment."
+    return _named_like([path.resolve().name, *names])
+
+
+def _names(folder: Path) -> list[str]:
+    import itertools
+
+    try:
+        return [path.name for path in itertools.islice(folder.iterdir(), MOST_NAMES)]
+    except OSError:
+        return []
+
+
+def _named_like(names: list[str]) -> str:
+    for what, marks in LOOKS.items():
+        if any(_has_mark(name.lower(), mark) for name in names for mark in marks):
+            return f" It looks like {what}."
+    return ""
+
+
+def _has_mark(name: str, mark: str) -> bool:
+    return name.endswith(mark) if mark.startswith(".") else name == mark or name.startswith(f"{mark}.")

@@ -17,6 +17,7 @@ from ampwise.errors import BadInput
 __all__ = ["History", "Step"]
 
 FACTS = ("loss", "skipped", "grad_norm", "scale", "precision", "lr")
+SHOWN = 20  # steps in a notebook's table of a history
 SURELY_THERE = 4  # steps later, a number has arrived, so that keeping it costs no memory of the device
 
 
@@ -101,6 +102,11 @@ class Step:
         facts = {fact: getattr(self, fact) for fact in FACTS}
         return {"number": self.number, **{fact: _finite(value) for fact, value in facts.items()}}
 
+    @property
+    def known(self) -> bool:
+        """The window is closed, and asking for any number would not wait."""
+        return not self._waiting
+
     def settle_if_there(self) -> None:
         """Turn what has arrived into numbers, and let go of what carried them."""
         if self._outcome is not None and self._outcome.known:
@@ -117,16 +123,37 @@ class Step:
 
     def __repr__(self) -> str:
         # Printing must not wait for the device.
-        if not self.closed:
-            return f"<Step {self.number}, {self.precision}, accumulating>"
-        if self._settled is None and not (self._outcome is not None and self._outcome.known):
-            return f"<Step {self.number}, {self.precision}, on its way>"
+        if waiting := self._waiting:
+            return f"<Step {self.number}, {self.precision}, {waiting}>"
         how = "skipped, " if self.skipped else ""
         scale = "" if self.scale == 1 else f", scale {self.scale:g}"
         return (
             f"<Step {self.number}, {self.precision}, {how}loss {self.loss:.4g}, grad_norm {self.grad_norm:.4g}{scale}, "
             f"lr {self.lr:.4g}>"
         )
+
+    def _repr_html_(self) -> str:
+        from ampwise.printers.html import facts_html
+
+        if waiting := self._waiting:
+            return facts_html(f"Step {self.number}", {"precision": self.precision}, note=waiting)
+        facts = {fact: _short(getattr(self, fact)) for fact in FACTS if fact != "skipped"}
+        how, mood = ("skipped", "warning") if self.skipped else ("applied", "ok")
+        return facts_html(f"Step {self.number}", facts, note=how, mood=mood)
+
+    def cells(self) -> list[str]:
+        """The facts in words, for a table; does not wait for what is on its way."""
+        if waiting := self._waiting:
+            return [self.precision if fact == "precision" else waiting for fact in FACTS]
+        return [_short(getattr(self, fact)) for fact in FACTS]
+
+    @property
+    def _waiting(self) -> str:
+        """Why asking for a number would wait, or give none; empty when all of them are there."""
+        if not self.closed:
+            return "accumulating"
+        there = self._settled is not None or (self._outcome is not None and self._outcome.known)
+        return "" if there else "on its way"
 
     def _facts(self) -> tuple[bool, float, float]:
         if self._settled is None:
@@ -141,6 +168,12 @@ class Step:
 
 def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _short(value: Any) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 def _number(value: Posted | Tensor | float) -> float:
@@ -191,3 +224,11 @@ class History(Sequence[Step]):
 
     def __repr__(self) -> str:
         return f"<History of {len(self)} steps>"
+
+    def _repr_html_(self) -> str:
+        from ampwise.printers.html import bold, paragraph, table, text
+
+        shown = list(self._steps)[-SHOWN:]
+        rows = [[text(step.number), *(text(cell) for cell in step.cells())] for step in shown]
+        title = paragraph(bold(f"{len(self):,} steps{f', the last {SHOWN}' if len(self) > SHOWN else ''}"))
+        return title + table(("step", *FACTS), rows)

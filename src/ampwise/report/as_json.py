@@ -61,4 +61,5 @@ def _finding(seen: Seen) -> dict[str, Any]:
         "last_step": seen.last_step,
         "ranks": list(seen.ranks),
         "excerpt": seen.excerpt,
+        "diff": seen.diff,
     }

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import itertools
+from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
 from ampwise.record.bucket import Bucket, Spread, together
 
-__all__ = ["METRICS", "by_optimizer", "plain", "spread_of", "thinned"]
+__all__ = ["METRICS", "RECENT", "by_optimizer", "plain", "skip_rates", "spread_of", "thinned"]
 
 METRICS = ("loss", "norm", "scale", "lr")
+RECENT = 100  # steps that a rate of skipped steps looks back on
 
 
 def by_optimizer(buckets: Sequence[Bucket]) -> dict[int, list[Bucket]]:
@@ -24,6 +26,23 @@ def by_optimizer(buckets: Sequence[Bucket]) -> dict[int, list[Bucket]]:
 def thinned(buckets: Sequence[Bucket], most: int) -> list[Bucket]:
     """At most ``most`` buckets an optimizer, over equal stretches of steps, in the order of optimizers and steps."""
     return [bucket for line in by_optimizer(buckets).values() for bucket in _thin_line(line, most)]
+
+
+def skip_rates(line: Sequence[Bucket]) -> list[float]:
+    """At each bucket of one optimizer the share skipped among the last RECENT steps, or among its own if it has more.
+
+    >>> skip_rates([Bucket(first=1, last=1, skipped=1), Bucket(first=2, last=2)])
+    [1.0, 0.5]
+    """
+    rates, window, steps, skipped = [], deque[Bucket](), 0, 0
+    for bucket in line:
+        window.append(bucket)
+        steps, skipped = steps + bucket.count, skipped + bucket.skipped
+        while len(window) > 1 and steps - window[0].count >= RECENT:
+            gone = window.popleft()
+            steps, skipped = steps - gone.count, skipped - gone.skipped
+        rates.append(skipped / steps)
+    return rates
 
 
 def spread_of(bucket: Bucket, metric: str) -> Spread:

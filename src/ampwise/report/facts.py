@@ -12,7 +12,7 @@ from ampwise.report.wording import duration, number, short
 if TYPE_CHECKING:
     from ampwise.record.reader import Run
 
-__all__ = ["Setting", "environment", "modules", "optimizer_names", "sentences", "settings", "timing"]
+__all__ = ["Setting", "environment", "optimizer_names", "sentences", "settings", "timing"]
 
 TIMES = {  # what a person asks of it; JSON has the rest
     "seconds_per_step": "time a step",
@@ -45,12 +45,6 @@ def settings(run: Run) -> list[Setting]:
         for row in _rows(run, "settings")
         if "name" in row and "value" in row
     ]
-
-
-def modules(run: Run) -> list[tuple[str, str, str]]:
-    """Name, kind and precision of the modules that were watched."""
-    parts = ("name", "kind", "precision")
-    return [(text[0], text[1], text[2]) for row in _rows(run, "modules") for text in [[_text(row, p) for p in parts]]]
 
 
 def optimizer_names(run: Run) -> dict[int, str]:

@@ -15,14 +15,14 @@ __all__ = ["drawn_lines", "gutter_of", "kept_lines"]
 LAST_LINE = 1_000_000  # a record that claims a later one is broken
 
 
-def kept_lines(seen: Seen) -> dict[int, str]:
+def kept_lines(seen: Seen, context: int = CONTEXT) -> dict[int, str]:
     """The lines around the finding, by number; none where the record has none that fit its place."""
     first, lines = seen.excerpt.get("first_line"), seen.excerpt.get("lines")
     line = seen.finding.place.line
     if line is None or not isinstance(first, int) or not isinstance(lines, list) or not 1 <= first <= LAST_LINE:
         return {}
     numbered = dict(enumerate(map(str, lines), first))
-    near = {number: text for number, text in numbered.items() if abs(number - line) <= CONTEXT}
+    near = {number: text for number, text in numbered.items() if abs(number - line) <= context}
     return near if line in near else {}
 
 

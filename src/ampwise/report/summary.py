@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import shlex
-import textwrap
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from ampwise.printers.terminal import paint, printable
 from ampwise.report.activations import ABOUT, HEADINGS, MOST_MODULES, Activation, activations_of
 from ampwise.report.facts import sentences, settings, timing
+from ampwise.report.fitting import cropped, wrapped
 from ampwise.report.layers import Layer, about_layers, headings, layers_of, title
 from ampwise.report.source_lines import drawn_lines, gutter_of
 from ampwise.report.verdict import happened, mood, nothing_seen, opening, steps_of, worst_first
@@ -60,7 +60,7 @@ def _short_of_steps(run: Run, colour: bool, width: int) -> str:
 
 def _opening(run: Run, colour: bool, width: int) -> str:
     first, *others = opening(run)
-    return "\n".join([paint(printable(first), mood(run), colour), *[_wrapped(other, width) for other in others]])
+    return "\n".join([paint(printable(first), mood(run), colour), *[wrapped(other, width) for other in others]])
 
 
 def _paragraph(seen: Seen, colour: bool) -> str:
@@ -85,7 +85,7 @@ def _settings(run: Run, colour: bool, width: int) -> str:
     if not found:
         return ""
     lines = [
-        _wrapped(f"{one.name}={short(one.value)}{f': {one.reason}' if one.reason else ''}", width, INDENT)
+        wrapped(f"{one.name}={short(one.value)}{f': {one.reason}' if one.reason else ''}", width, INDENT)
         for one in found
     ]
     return "\n".join([paint("Suggested for the GradScaler", "bold", colour), *lines])
@@ -99,7 +99,7 @@ def _table_of(layers: list[Layer], colour: bool, width: int) -> str:
     rows = [_row(layer, several) for layer in shown]
     lines = [
         _titled(title(layers), colour),
-        _wrapped(f"{about_layers(layers)}.", width, INDENT),
+        wrapped(f"{about_layers(layers)}.", width, INDENT),
         *_table(["layer", *headings(layers), ""], rows, colour, width - len(INDENT)),
         *_left_out(len(layers) - len(shown)),
     ]
@@ -119,7 +119,7 @@ def _activations(found: list[Activation], colour: bool, width: int) -> str:
     rows = [[*map(printable, one.cells), ""] for one in found[:MOST_MODULES]]
     lines = [
         _titled("Modules, worst first" if len(found) > 1 else "Modules", colour),
-        _wrapped(f"{ABOUT}.", width, INDENT),
+        wrapped(f"{ABOUT}.", width, INDENT),
         *_table([*HEADINGS, ""], rows, colour, width - len(INDENT)),
         *_left_out(len(found) - MOST_MODULES),
     ]
@@ -144,21 +144,11 @@ def _table(headings: list[str], rows: list[list[str]], colour: bool, width: int)
     widths[0] = min(widths[0], max(room, SHORTEST_NAME))
 
     def line(row: list[str]) -> str:
-        name = _cropped(row[0], widths[0])
+        name = cropped(row[0], widths[0])
         numbers = [" " * (space - cell_len(cell)) + cell for cell, space in zip(row[1:-1], widths[1:-1], strict=True)]
         return GAP.join([name + " " * (widths[0] - cell_len(name)), *numbers, row[-1]]).rstrip()
 
     return [f"{INDENT}{paint(line(headings), 'dim', colour)}", *[f"{INDENT}{line(row)}" for row in rows]]
-
-
-def _cropped(name: str, width: int) -> str:
-    """A long name without its middle: the start says which block, the end which weight."""
-    from rich.cells import cell_len, chop_cells, set_cell_size
-
-    if cell_len(name) <= width:
-        return name
-    tail = "".join(reversed(chop_cells(name[::-1], (width - 1) // 2)[0]))
-    return set_cell_size(name, width - 1 - cell_len(tail)).rstrip() + "…" + tail
 
 
 def _pairs(title: str, pairs: Sequence[tuple[str, str]], colour: bool) -> str:
@@ -172,7 +162,7 @@ def _pairs(title: str, pairs: Sequence[tuple[str, str]], colour: bool) -> str:
 def _list(title: str, lines: Sequence[str], style: str, colour: bool, width: int) -> str:
     if not lines:
         return ""
-    return "\n".join([paint(title, style, colour), *[_wrapped(f"- {line}", width, INDENT, hang=2) for line in lines]])
+    return "\n".join([paint(title, style, colour), *[wrapped(f"- {line}", width, INDENT, hang=2) for line in lines]])
 
 
 def _where(run: Run) -> str:
@@ -183,7 +173,7 @@ def _next(run: Run, seen: Sequence[Seen], colour: bool) -> str:
     folder = printable(shlex.quote(str(run.folder)))
     commands = {}
     if steps_of(run):
-        commands[f"ampwise report {folder} --html page.html"] = "the curves and every layer, on one page"
+        commands[f"ampwise report {folder} -o page.html"] = "the curves and every layer, on one page"
     if seen:
         commands[f"ampwise explain {printable(seen[0].finding.rule.code)}"] = "why it matters, with an example"
     longest = max(map(len, commands), default=0)
@@ -193,19 +183,6 @@ def _next(run: Run, seen: Sequence[Seen], colour: bool) -> str:
 
 def _more(number: int, what: str) -> str:
     return f"… and {number:,} more {what}." if number > 0 else ""
-
-
-def _wrapped(text: str, width: int, indent: str = "", hang: int = 4) -> str:
-    """A sentence over as many lines as it takes; a word longer than a line, such as a path, stays whole."""
-    after = indent + " " * hang if indent else ""
-    return textwrap.fill(
-        printable(text),
-        width,
-        initial_indent=indent,
-        subsequent_indent=after,
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
 
 
 def _block(text: str, indent: int) -> str:

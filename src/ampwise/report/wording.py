@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Any
 
-__all__ = ["duration", "moment", "number", "one_line", "percent", "short"]
+__all__ = ["duration", "moment", "number", "one_line", "percent", "short", "size"]
 
 LONGEST = 200  # characters of a value of evidence: a line is for reading
 NAMED = 4  # of a list
@@ -76,6 +76,19 @@ def duration(seconds: float) -> str:
     """
     factor, unit = (1.0, "s") if seconds >= 1 else (1e3, "ms") if seconds >= 1e-3 else (1e6, "µs")
     return f"{seconds * factor:.0f} {unit}" if seconds * factor >= 999.5 else f"{seconds * factor:.3g} {unit}"
+
+
+def size(amount: float) -> str:
+    """Bytes as people count memory, in powers of 1024.
+
+    >>> size(512), size(1536), size(124_439_808 * 4)
+    ('512 B', '1.5 KiB', '475 MiB')
+    """
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if amount < 999.5:
+            return f"{amount:.3g} {unit}"
+        amount /= 1024
+    return f"{amount:.3g} TiB"
 
 
 def moment(text: str) -> str:

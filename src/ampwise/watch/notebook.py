@@ -15,6 +15,7 @@ from ampwise.errors import BadInput
 from ampwise.printers.terminal import wants_colour, write
 from ampwise.record.reader import Run
 from ampwise.record.writer import Writer
+from ampwise.report.notebook import run_html
 from ampwise.report.summary import summary
 from ampwise.watch.watch import Watch
 
@@ -62,7 +63,16 @@ def _run_cell(shell: Any, args: argparse.Namespace, cell: str) -> None:
             if isinstance(failed, Exception):
                 watch.died(failed)
             watch.close("finished" if failed is None else "failed", None, failed)
-        write(summary(Run.read(folder), colour=wants_colour(sys.stdout), width=WIDTH), sys.stdout)
+        _show(shell, Run.read(folder))
+
+
+def _show(shell: Any, run: Run) -> None:
+    """As HTML where the shell can, with the text for whoever cannot; in a terminal the text alone."""
+    told = summary(run, colour=wants_colour(sys.stdout), width=WIDTH)
+    if "text/html" in shell.display_formatter.active_types:
+        shell.display_pub.publish({"text/html": run_html(run), "text/plain": told}, metadata={})
+    else:
+        write(told, sys.stdout)
 
 
 @contextmanager

@@ -1,0 +1,84 @@
+"""Which modules ran in what: the formats that came in and went out, in the order in which they ran."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ampwise.record.reader import Run
+
+__all__ = ["Ran", "about_flow", "flow_of"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ran:
+    """A module in one step."""
+
+    module: str
+    kind: str
+    takes: tuple[str, ...]
+    gives: tuple[str, ...]
+    parameters: tuple[str, ...]
+    autocast: str  # empty: it was off
+    calls: int
+    is_leaf: bool
+
+    @property
+    def changes(self) -> bool:
+        """What went out is in another format than what came in."""
+        return bool(self.takes and self.gives) and set(self.takes) != set(self.gives)
+
+    @property
+    def depth(self) -> int:
+        return self.module.count(".")
+
+    @property
+    def format(self) -> str:
+        """What it gave, for a colour: one format, or "mixed"."""
+        return self.gives[0] if len(self.gives) == 1 else "mixed" if self.gives else "none"
+
+
+def flow_of(run: Run) -> list[Ran]:
+    """None where the run did not look."""
+    found = run.facts.get("dtype_flow")
+    rows = [row for row in found if isinstance(row, Mapping)] if isinstance(found, list) else []
+    models = {str(row.get("model") or "") for row in rows}
+    parents = {(row.get("model"), parent) for row in rows for parent in _parents(str(row.get("module") or ""))}
+    return [_ran(row, parents, several=len(models) > 1) for row in rows]
+
+
+def _parents(name: str) -> list[str]:
+    """The modules that it is in, of which some are never called themselves.
+
+    >>> _parents("blocks.0.norm")
+    ['blocks', 'blocks.0']
+    """
+    parts = name.split(".")
+    return [".".join(parts[:length]) for length in range(1, len(parts))]
+
+
+def about_flow(flow: Sequence[Ran]) -> str:
+    """How many of the innermost modules gave which format."""
+    given = Counter(ran.format for ran in flow if ran.is_leaf and ran.gives)
+    return ", ".join(f"{count:,} in {name}" for name, count in given.most_common())
+
+
+def _ran(row: Mapping[str, Any], parents: Set[tuple[object, str]], *, several: bool) -> Ran:
+    name, model, calls = str(row.get("module") or ""), str(row.get("model") or ""), row.get("calls")
+    return Ran(
+        module=f"{model}: {name}" if several and name != model else name,
+        kind=str(row.get("kind") or ""),
+        takes=_texts(row.get("takes")),
+        gives=_texts(row.get("gives")),
+        parameters=_texts(row.get("parameters")),
+        autocast=str(row.get("autocast") or ""),
+        calls=calls if isinstance(calls, int) else 1,
+        is_leaf=name != model and (row.get("model"), name) not in parents,
+    )
+
+
+def _texts(value: object) -> tuple[str, ...]:
+    return tuple(map(str, value)) if isinstance(value, list) else ()

@@ -1,0 +1,265 @@
+// Curves over the steps: one chart a metric, zoomed together.
+
+const METRICS = [
+  { name: 'loss', title: 'Loss', log: 10 },
+  { name: 'scale', title: 'Loss scale', log: 2, always: true, skips: true },
+  { name: 'norm', title: 'Norm of the gradients', log: 10, skips: true },
+  { name: 'skip_rate', title: 'Skipped, of the last 100 steps', share: true },
+  { name: 'lr', title: 'Learning rate', log: 10 },
+];
+const HEIGHT = 190;
+const FEWEST_STEPS = 2; // that one can zoom to
+
+const charts = { plots: [], from: null, to: null, low: 0, high: 1, listeners: [] };
+
+// The values of a metric in one line, as { mean, low, high, bad }; a rate has no extremes of its own.
+function measured(line, metric) {
+  const found = line[metric.name];
+  if (!found) return null;
+  return Array.isArray(found) ? { mean: found, bad: {} } : found;
+}
+
+const ends = (values) => values.filter((value) => value !== null);
+
+// Whether a metric is drawn by its logarithm: where it spans a hundredfold or more.
+function base(metric, lines) {
+  if (!metric.log) return 0;
+  const values = lines.flatMap((line) => {
+    const found = measured(line, metric);
+    return found ? [...ends(found.low || found.mean), ...ends(found.high || found.mean)] : [];
+  });
+  let low = Infinity, high = -Infinity;
+  for (const value of values) { low = Math.min(low, value); high = Math.max(high, value); }
+  if (!(low > 0)) return 0;
+  return metric.always || high >= 100 * low ? metric.log : 0;
+}
+
+const logarithm = (value, log) => (value === null || !log ? value : Math.log(value) / Math.log(log));
+
+function tables(lines, metric, log) {
+  return lines.map((line) => {
+    const found = measured(line, metric);
+    const place = (values) => values.map((value) => logarithm(value, log));
+    const middle = line.first.map((first, at) => (first + line.last[at]) / 2);
+    const mean = place(found.mean);
+    return [middle, mean, found.low ? place(found.low) : mean, found.high ? place(found.high) : mean];
+  });
+}
+
+function written(value, metric, log) {
+  if (value === null || value === undefined) return '';
+  if (metric.share) return percent(value);
+  const plain = log ? log ** value : value;
+  const exponent = Math.log2(plain);
+  return metric.name === 'scale' && plain >= 2 ** 20 && Number.isInteger(exponent) ? power(2, exponent) : short(plain);
+}
+
+function ticks(metric, log) {
+  return (plot, splits) => splits.map((value) => {
+    if (metric.share) return (value * 100).toFixed(value < 0.1 && value > 0 ? 1 : 0) + '%';
+    if (log) return Number.isInteger(value) ? power(log, value) : '';
+    return short(value);
+  });
+}
+
+// Short marks at the foot for skipped steps, at the top for numbers that are inf or NaN.
+function marks(lines, metric) {
+  return (plot) => {
+    const { ctx, bbox } = plot;
+    const tick = 8 * devicePixelRatio;
+    const draw = (line, at, top, shade) => {
+      const middle = (line.first[at] + line.last[at]) / 2;
+      const x = Math.round(plot.valToPos(middle, 'x', true));
+      if (x < bbox.left || x > bbox.left + bbox.width) return;
+      ctx.fillStyle = shade;
+      ctx.fillRect(x - devicePixelRatio * 0.75, top ? bbox.top : bbox.top + bbox.height - tick, devicePixelRatio * 1.5, tick);
+    };
+    for (const line of lines) {
+      if (metric.skips) line.skipped.forEach((skipped, at) => skipped && draw(line, at, false, colour('--warning')));
+      for (const at of Object.keys(measured(line, metric).bad)) draw(line, Number(at), true, colour('--error'));
+    }
+  };
+}
+
+const tint = (line, percent) => `color-mix(in srgb, ${colour('--line' + line.colour)} ${percent}%, transparent)`;
+
+function seriesOf(lines) {
+  // The edges of a band are drawn, or a spike of one step among many would be too thin to see.
+  const edge = (line) => ({ stroke: () => tint(line, 45), width: 1, points: { show: false } });
+  return lines.flatMap((line) => [
+    { label: line.name, stroke: () => tint(line, 100), width: 1.6, points: { size: 4 } }, edge(line), edge(line),
+  ]);
+}
+
+function bandsOf(lines) {
+  return lines.map((line, at) => ({
+    series: [at * 3 + 3, at * 3 + 2],
+    fill: () => tint(line, 20),
+  }));
+}
+
+function plotted(box, lines, metric, log, readout) {
+  const axis = { stroke: () => colour('--soft'), grid: { stroke: () => colour('--rule'), width: 1 }, ticks: { show: false }, font: '11px system-ui, sans-serif' };
+  const options = {
+    width: Math.max(box.clientWidth, 200),
+    height: HEIGHT,
+    legend: { show: false },
+    cursor: { sync: { key: 'steps', scales: ['x', null] }, drag: { x: true, y: false }, points: { size: 6 } },
+    scales: { x: { time: false, range: (plot, low, high) => [low, high] }, y: metric.share ? { range: (plot, low, high) => [0, Math.max(high || 0, 0.01)] } : {} },
+    axes: [{ ...axis, size: 26, values: (plot, splits) => splits.map((step) => (Number.isInteger(step) ? step.toLocaleString('en-US') : '')) }, { ...axis, size: 58, incrs: log ? [1, 2, 4, 5, 8, 10, 20, 50, 100, 200] : undefined, values: ticks(metric, log) }],
+    series: [{}, ...seriesOf(lines)],
+    bands: bandsOf(lines),
+    hooks: {
+      draw: [marks(lines, metric)],
+      setCursor: [(plot) => readout(plot.cursor.idx)],
+      setScale: [(plot, key) => key === 'x' && zoomed(plot.scales.x.min, plot.scales.x.max)],
+    },
+  };
+  return new uPlot(options, uPlot.join(tables(lines, metric, log)), box);
+}
+
+// What a line says near a step, in words.
+function spoken(line, metric, step) {
+  const found = measured(line, metric);
+  let at = -1;
+  line.first.forEach((first, place) => { if (first <= step) at = place; });
+  if (at < 0) return '';
+  const place = steps(line.first[at], line.last[at]);
+  if (found.mean[at] === null) return found.bad[at] ? `${place}: inf or NaN` : `${place}: not measured`;
+  const value = written(found.mean[at], metric, 0);
+  const [low, high] = found.low ? [found.low[at], found.high[at]] : [found.mean[at], found.mean[at]];
+  const spread = low === high ? '' : ` (${written(low, metric, 0)} to ${written(high, metric, 0)})`;
+  const bad = found.bad[at] ? `, ${found.bad[at]} × inf or NaN` : '';
+  const skipped = metric.skips && line.skipped[at] ? `, ${line.skipped[at]} skipped` : '';
+  return `${place}: ${value}${spread}${bad}${skipped}`;
+}
+
+// For those who do not see the chart: from where to where, the extremes, what was odd.
+function described(lines, metric) {
+  return lines.map((line) => {
+    const found = measured(line, metric);
+    const known = found.mean.map((value, at) => [value, at]).filter(([value]) => value !== null);
+    const bad = Object.values(found.bad).reduce((sum, count) => sum + count, 0);
+    const odd = bad ? ` Inf or NaN at ${bad} steps.` : '';
+    if (!known.length) return `${line.name}: at no step a finite number.`;
+    const low = Math.min(...(found.low || found.mean).filter((value) => value !== null));
+    const high = Math.max(...(found.high || found.mean).filter((value) => value !== null));
+    const [start, end] = [known[0], known[known.length - 1]];
+    return `${line.name}: from ${written(start[0], metric, 0)} at step ${line.first[start[1]]} to ${written(end[0], metric, 0)} at step ${line.last[end[1]]}, lowest ${written(low, metric, 0)}, highest ${written(high, metric, 0)}.${odd}`;
+  }).join(' ');
+}
+
+function figureOf(lines, metric, several) {
+  const figure = made('figure', '', { class: 'chart', tabindex: '0', role: 'group', 'aria-label': `${metric.title}: ${described(lines, metric)}`, 'data-metric': metric.name });
+  const caption = made('figcaption');
+  caption.append(made('b', metric.title));
+  if (several) for (const line of lines) caption.append(made('span', line.name, { class: `key line${line.colour}` }));
+  if (metric.skips && lines.some((line) => line.skipped.some(Boolean))) caption.append(made('span', 'skipped', { class: 'key skip' }));
+  if (lines.some((line) => Object.keys(measured(line, metric).bad).length)) caption.append(made('span', 'inf or NaN', { class: 'key bad' }));
+  const readout = made('p', '', { class: 'readout soft' });
+  const box = made('div', '', { class: 'plot' });
+  figure.append(caption, box, readout);
+  return { figure, box, readout };
+}
+
+function drawChart(lines, metric, several) {
+  const { figure, box, readout } = figureOf(lines, metric, several);
+  one('#charts').append(figure);
+  const finite = lines.filter((line) => ends(measured(line, metric).mean).length);
+  if (!finite.length) { box.textContent = 'At no step was this a finite number.'; return; }
+  const log = base(metric, finite);
+  const say = (at) => {
+    const step = at === null || at === undefined ? null : plot.data[0][at];
+    const told = step === null ? [] : lines.map((line) => [line, spoken(line, metric, step)]).filter(([, words]) => words);
+    readout.textContent = told.map(([line, words]) => (several ? `${line.name}, ${words}` : words)).join(' · ');
+  };
+  const plot = plotted(box, finite, metric, log, say);
+  charts.plots.push(plot);
+  figure.addEventListener('keydown', (event) => steered(event, plot, readout));
+  figure.addEventListener('blur', () => readout.removeAttribute('aria-live'));
+}
+
+// Arrow keys walk along the steps, and what is there is read out.
+function steered(event, plot, readout) {
+  const moves = { ArrowLeft: -1, ArrowRight: 1, PageUp: -20, PageDown: 20 };
+  const zooms = { '+': 'in', '=': 'in', '-': 'out', 0: 'all' };
+  if (event.shiftKey && event.key in { ArrowLeft: 1, ArrowRight: 1 }) zoom(event.key === 'ArrowLeft' ? 'left' : 'right');
+  else if (event.key in moves) {
+    readout.setAttribute('aria-live', 'polite');
+    const last = plot.data[0].length - 1;
+    const at = Math.min(last, Math.max(0, (plot.cursor.idx ?? 0) + moves[event.key]));
+    plot.setCursor({ left: plot.valToPos(plot.data[0][at], 'x'), top: 10 });
+  } else if (event.key in zooms) zoom(zooms[event.key]);
+  else return;
+  event.preventDefault();
+}
+
+// One chart has a new range: so have all, and whoever listens.
+let zooming = false;
+function zoomed(from, to) {
+  if (zooming || from === null || to === null || (from === charts.from && to === charts.to)) return;
+  zooming = true;
+  [charts.from, charts.to] = [from, to];
+  for (const plot of charts.plots) if (plot.scales.x.min !== from || plot.scales.x.max !== to) plot.setScale('x', { min: from, max: to });
+  zooming = false;
+  tellRange();
+}
+
+function tellRange() {
+  const range = one('#range');
+  const [from, to] = [Math.max(charts.low, Math.ceil(charts.from)), Math.min(charts.high, Math.floor(charts.to))];
+  if (range) range.textContent = steps(from, to);
+  for (const listener of charts.listeners) listener(charts.from, charts.to);
+}
+
+function zoom(how) {
+  const [from, to, low, high] = [charts.from, charts.to, charts.low, charts.high];
+  const wide = to - from, middle = (from + to) / 2;
+  const ranges = {
+    all: [low, high],
+    in: [middle - wide / 4, middle + wide / 4],
+    out: [middle - wide, middle + wide],
+    left: [from - wide / 2, to - wide / 2],
+    right: [from + wide / 2, to + wide / 2],
+  };
+  let [start, stop] = ranges[how];
+  if (stop - start < FEWEST_STEPS) return;
+  const span = Math.min(stop - start, high - low);
+  start = Math.min(Math.max(start, low), high - span);
+  setRange(start, start + span);
+}
+
+function setRange(from, to) {
+  if (charts.plots.length) charts.plots[0].setScale('x', { min: from, max: to });
+  else { [charts.from, charts.to] = [from, to]; tellRange(); }
+}
+
+// Everything anew, as at first and after each change of the data or the colours; the range stays if one was chosen.
+function drawCharts(lines) {
+  const chosen = charts.from !== null && (charts.from > charts.low || charts.to < charts.high) ? [charts.from, charts.to] : null;
+  for (const plot of charts.plots) plot.destroy();
+  one('#charts').replaceChildren();
+  Object.assign(charts, { plots: [], from: null, to: null });
+  lines.forEach((line, at) => { line.colour = line.colour ?? at % 6; });
+  charts.low = Math.min(...lines.map((line) => line.first[0]));
+  charts.high = Math.max(...lines.map((line) => line.last[line.last.length - 1]));
+  for (const metric of METRICS) {
+    const having = lines.filter((line) => measured(line, metric));
+    const worth = metric.share ? having.some((line) => line.skip_rate.some(Boolean)) : having.length;
+    if (worth) drawChart(having, metric, lines.length > 1);
+  }
+  const [from, to] = chosen || [charts.low, charts.high > charts.low ? charts.high : charts.low + 1];
+  setRange(from, to);
+}
+
+function startCharts() {
+  const widths = new ResizeObserver(() => {
+    for (const plot of charts.plots) {
+      const width = plot.root.parentElement.clientWidth;
+      if (width && width !== plot.width) plot.setSize({ width, height: HEIGHT });
+    }
+  });
+  widths.observe(one('#charts'));
+  for (const button of all('[data-zoom]')) button.addEventListener('click', () => zoom(button.dataset.zoom));
+  one('#charts').addEventListener('dblclick', () => zoom('all'));
+}

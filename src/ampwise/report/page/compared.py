@@ -1,0 +1,78 @@
+"""What the page of two runs shows, as its template asks for it, and the numbers of their curves."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from ampwise.report.comparison.comparison import Comparison
+from ampwise.report.comparison.text import TITLES, how_often, sentence
+from ampwise.report.page.payload import curves
+from ampwise.report.page.view import cards, rules_of
+from ampwise.report.wording import percent
+
+if TYPE_CHECKING:
+    from ampwise.record.reader import Run
+    from ampwise.report.comparison.findings import ComparedFinding
+    from ampwise.report.comparison.layers import ComparedLayer
+
+__all__ = ["comparison_payload", "comparison_view"]
+
+MOST_FINDINGS = 100  # of each kind
+MOST_LAYERS = 40
+
+
+def comparison_view(before: Run, after: Run) -> dict[str, Any]:
+    """The variables of comparison.html."""
+    compared = Comparison.of(before, after)
+    groups = [_group(compared.findings, status, before if status == "gone" else after) for status in TITLES]
+    changed = [layer for layer in compared.layers if layer.changed]
+    return {
+        "title": sentence(compared.verdict),
+        "mood": compared.mood,
+        "names": [("before", compared.before), ("after", compared.after)],
+        "notes": compared.notes,
+        "numbers": [_number(one) for one in compared.numbers],
+        "groups": [group for group in groups if group["cards"]],
+        "rules": rules_of(card for group in groups for card, _ in group["cards"]),
+        "setup": [(one.what, one.before or "not known", one.after or "not known") for one in compared.setup],
+        "layers": [_layer(layer) for layer in changed[:MOST_LAYERS]],
+        "layers_left": len(changed) - MOST_LAYERS,
+        "only": [
+            (which, names)
+            for which, names in (("before", compared.only_before), ("after", compared.only_after))
+            if names
+        ],
+    }
+
+
+def comparison_payload(before: Run, after: Run) -> dict[str, Any]:
+    """The curves of both, which one draws over each other."""
+    return {"curves": [*curves(before, "before"), *curves(after, "after")]}
+
+
+def _group(findings: tuple[ComparedFinding, ...], status: str, run: Run) -> dict[str, Any]:
+    found = [one for one in findings if one.status == status]
+    shown = found[:MOST_FINDINGS]
+    made = cards([one.seen for one in shown], run, status)
+    return {
+        "title": f"{TITLES[status][0]} ({len(found):,})",
+        "status": status,
+        "cards": [(card, how_often(one)) for card, one in zip(made, shown, strict=True)],
+        "left": len(found) - MOST_FINDINGS,
+    }
+
+
+def _number(one: Any) -> dict[str, str]:
+    return {
+        "name": one.name,
+        "meaning": one.meaning,
+        "before": one.written(one.before),
+        "after": one.written(one.after),
+        "change": one.change,
+        "judged": one.judged if one.judged in ("better", "worse") else "",
+    }
+
+
+def _layer(layer: ComparedLayer) -> list[str]:
+    lost = ["" if share is None else percent(share) for share in (layer.lost_before, layer.lost_after)]
+    return [layer.name, *lost, f"{layer.norm_before:.3g}", f"{layer.norm_after:.3g}"]

@@ -1,0 +1,181 @@
+"""What the page of a run shows, as its template asks for it."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from ampwise.finding import Place, Rule
+from ampwise.report.activations import ABOUT, HEADINGS, MOST_MODULES, activations_of
+from ampwise.report.facts import environment, sentences, settings, timing
+from ampwise.report.flow import about_flow, flow_of
+from ampwise.report.layers import about_layers, headings, title
+from ampwise.report.numbers import numbers_of
+from ampwise.report.page.payload import MOST_LAYERS
+from ampwise.report.source_lines import kept_lines
+from ampwise.report.usage import kinds_of_time, memory, precisions_of_work, products, waiting_lines
+from ampwise.report.verdict import happened, mood, opening, verdict, worst_first
+from ampwise.report.wording import moment, one_line, percent, short
+
+if TYPE_CHECKING:
+    from ampwise.record.reader import Run
+    from ampwise.record.rows import Seen
+    from ampwise.report.layers import Layer
+
+__all__ = ["Card", "cards", "rules_of", "view"]
+
+MOST_FINDINGS = 300
+MOST_MODULES_RUN = 1000
+FARTHER = 8  # lines around a finding for whoever wants more of them
+LONGEST_LINE = 400  # characters
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Card:
+    """A finding, ready to be shown."""
+
+    id: str
+    seen: Seen
+    place: str  # its file as seen from where the script ran
+    told: list[str]
+    lines: dict[int, str]
+    more_lines: dict[int, str]
+    diff: str
+    example: str  # as a diff, where this one has none of its own
+
+    @property
+    def rule(self) -> Rule:
+        return self.seen.finding.rule
+
+
+def view(run: Run, layers: Sequence[Layer]) -> dict[str, Any]:
+    """The variables of page.html."""
+    found = cards(worst_first(run.merged_findings()), run)
+    flow = flow_of(run)
+    modules = activations_of(run)
+    return {
+        "title": verdict(run),
+        "mood": mood(run),
+        "opening": opening(run),
+        "when": _when(run),
+        "command": _command(run),
+        "numbers": numbers_of(run),
+        "cards": found[:MOST_FINDINGS],
+        "cards_left": len(found) - MOST_FINDINGS,
+        "settings": [(f"{one.name}={short(one.value)}", one.reason) for one in settings(run)],
+        "layers": _layers(layers),
+        "modules": {"rows": [one.cells for one in modules[:MOST_MODULES]], "headings": HEADINGS, "about": ABOUT},
+        "modules_left": len(modules) - MOST_MODULES,
+        "timing": timing(run),
+        "kinds": kinds_of_time(run),
+        "precisions": precisions_of_work(run),
+        "products": products(run),
+        "waiting": waiting_lines(run),
+        "memory": memory(run),
+        "flow": flow[:MOST_MODULES_RUN],
+        "flow_left": len(flow) - MOST_MODULES_RUN,
+        "flow_about": about_flow(flow),
+        "fine": sentences(run, "what_was_fine"),
+        "not_measured": sentences(run, "not_measured"),
+        "trouble": run.trouble,
+        "rules": rules_of(found[:MOST_FINDINGS]),
+        "environment": [(name, short(value)) for name, value in _flat(environment(run))],
+        "folder": str(run.folder),
+    }
+
+
+def cards(seen: Sequence[Seen], run: Run, prefix: str = "finding") -> list[Card]:
+    """Findings of a run, as they come."""
+    return [_card(one, run, f"{prefix}-{number}") for number, one in enumerate(seen, 1)]
+
+
+def rules_of(found: Iterable[Card]) -> list[Rule]:
+    """The rules that the cards link to, each once, in the order of their codes."""
+    rules = {card.rule.code: card.rule for card in found}
+    return [rules[code] for code in sorted(rules)]
+
+
+def _card(seen: Seen, run: Run, name: str) -> Card:
+    finding = seen.finding
+    lines, more = kept_lines(seen), kept_lines(seen, FARTHER)
+    return Card(
+        id=name,
+        seen=seen,
+        place=_place(finding.place, run),
+        told=[text for text in (one_line(finding.evidence), happened(seen)) if text],
+        lines=_drawn(lines),
+        more_lines=_drawn(more) if len(more) > len(lines) else {},
+        diff=_diff(seen, run),
+        example="" if seen.diff else _example(finding.rule),
+    )
+
+
+def _place(place: Place, run: Run) -> str:
+    if place.file is not None:
+        place = place.but(file=place.file.removeprefix(_home(run)))
+    return str(place) if place.as_dict() else ""
+
+
+def _home(run: Run) -> str:
+    """The folder that the script ran in, as names of files begin with it."""
+    return f"{run.environment.get('folder')}/"
+
+
+def _diff(seen: Seen, run: Run) -> str:
+    """Its two lines of names as seen from where the script ran."""
+    head, body = seen.diff.split("\n")[:2], seen.diff.split("\n")[2:]
+    return "\n".join([*(line.replace(f" {_home(run)}", " ", 1) for line in head), *body])
+
+
+def _drawn(lines: Mapping[int, str]) -> dict[int, str]:
+    return {number: line.expandtabs(4)[:LONGEST_LINE] for number, line in lines.items()}
+
+
+def _example(rule: Rule) -> str:
+    """The rule's own example, mended."""
+    changed = difflib.unified_diff(rule.bad.splitlines(), rule.good.splitlines(), lineterm="", n=100)
+    return "\n".join(line for line in changed if not line.startswith(("---", "+++", "@@")))
+
+
+def _when(run: Run) -> str:
+    times = [moment(str(run.manifest[part])) for part in ("created", "finished") if run.manifest.get(part)]
+    return f"From {' to '.join(times)}." if len(times) == 2 else f"Begun {times[0]}." if times else ""
+
+
+def _command(run: Run) -> str:
+    command = run.manifest.get("command")
+    return " ".join(map(str, command)) if isinstance(command, list) else ""
+
+
+def _layers(layers: Sequence[Layer]) -> dict[str, Any]:
+    if not layers:
+        return {"rows": [], "title": "Layers", "about": "", "headings": [], "left": 0}
+    several = len({layer.optimizer for layer in layers}) > 1
+    return {
+        "rows": [_layer(layer, several) for layer in layers[:MOST_LAYERS]],
+        "title": title(layers),
+        "about": about_layers(layers),
+        "headings": headings(layers),
+        "left": len(layers) - MOST_LAYERS,
+    }
+
+
+def _layer(layer: Layer, several: bool) -> dict[str, Any]:
+    lost = [percent(share) for share in (layer.lost, layer.subnormal) if share is not None]
+    return {
+        "name": layer.name,
+        "owner": layer.owner if several else "",
+        "cells": [percent(layer.share), f"{layer.norm:.3g}", f"{layer.census.amax:.3g}", *lost],
+        "notes": ", ".join(layer.notes),
+    }
+
+
+def _flat(environment: Mapping[Any, Any], prefix: str = "") -> Iterable[tuple[str, Any]]:
+    """Name and value of each leaf, with the names on the way joined by dots."""
+    for name, value in environment.items():
+        if isinstance(value, dict) and value and prefix.count(".") < 4:
+            yield from _flat(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", ", ".join(map(str, value)) if isinstance(value, list) else value

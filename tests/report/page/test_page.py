@@ -1,0 +1,357 @@
+"""The page as text: well formed, quiet, small, and deaf to what a record tries to say to a browser."""
+
+import base64
+import gzip
+import hashlib
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ampwise.census.algebra import Census
+from ampwise.finding import Place
+from ampwise.printers.terminal import printable
+from ampwise.record.bucket import Bucket
+from ampwise.record.reader import Run
+from ampwise.record.rows import Seen, StepRow
+from ampwise.report.page import MARK, comparison_page, page, update
+
+VOID = {"meta", "br", "input"}
+TAGS = """html head meta title style script body main header section a p h1 h2 h3 code pre span i b article figure
+    figcaption svg sup div table thead tbody tr th td ul ol li dl dt dd details summary footer br canvas label select
+    input output button noscript"""
+NAMES = ("timing", "memory", "dtype_flow", "activations", "optimizers")
+HOSTILE = "<script>alert(1)</script>\"'><img src=x onerror=alert(1)>&amp;\x1b[2J\u202e\udc80\n</style>"
+
+
+class Outline(HTMLParser):
+    """Every tag closed in order, every tag one of ours, no attribute that runs anything; and the text."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.open, self.words, self.links, self.ids, self.scripts = [], [], [], [], []
+        self.feed(text)
+        self.close()
+        assert not self.open
+
+    def handle_starttag(self, tag, attrs):
+        assert tag in TAGS.split(), tag
+        given = dict(attrs)
+        assert not any(name.startswith("on") for name in given), attrs
+        assert not given.keys() & {"src", "action", "srcdoc", "formaction"}, attrs
+        self.links += [given["href"]] if "href" in given else []
+        self.ids += [given["id"]] if "id" in given else []
+        self.scripts += [given.get("type")] if tag == "script" else []
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attrs):
+        self.handle_starttag(tag, attrs)
+        self.open.pop()
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        if self.open and self.open[-1] not in ("style", "script"):
+            self.words.append(data)
+
+    @property
+    def text(self):
+        return "".join(self.words)
+
+
+def data_of(text):
+    packed = re.search(r'<script type="application/octet-stream" id="data">([^<]*)<', text).group(1)
+    return json.loads(gzip.decompress(base64.b64decode(packed)))
+
+
+FACTS = {
+    "torch": {"torch": "2.13.0+cu130", "devices": ["A100", "H200"], "cuda": None},
+    "timing": {
+        "seconds_per_step": 0.01184,
+        "half_share": 0.873,
+        "time_by_kind": {"matrix": 3.0, "casts": 1.0},
+        "flops_by_precision": {"fp16": 87.3, "fp32": 12.7},
+        "matrix_products": [
+            {"op": "mm", "shape": "8×8 @ 8×7", "precision": "fp16", "flops": 9.0, "count": 2, "aligned": False}
+        ],
+        "syncs": {"train.py:9": 12},
+    },
+    "memory": {
+        "parameters": {"fp32": 4 * 2**20},
+        "gradients": {"fp32": 4 * 2**20},
+        "optimizer": {"fp32": 8 * 2**20},
+        "devices": {
+            "cuda:0": {"peak_allocated": 48 * 2**20, "peak_reserved": 64 * 2**20, "total": 2**30, "rest": 32 * 2**20}
+        },
+        "host_peak": 2**29,
+    },
+    "dtype_flow": [
+        {"module": "Net", "kind": "Net", "model": "Net", "takes": ["fp32"], "gives": ["fp16"], "calls": 1},
+        {
+            "module": "stem.0",
+            "kind": "Linear",
+            "model": "Net",
+            "takes": ["fp32"],
+            "gives": ["fp16"],
+            "parameters": ["fp32"],
+            "autocast": "fp16",
+            "calls": 1,
+        },
+        {
+            "module": "stem.1",
+            "kind": "LayerNorm",
+            "model": "Net",
+            "takes": ["fp16"],
+            "gives": ["fp32"],
+            "parameters": ["fp32"],
+            "autocast": "fp16",
+            "calls": 3,
+        },
+    ],
+    "activations": {"backbone": {"dtype": "float16", "largest": 32752.0}},
+}
+
+
+def test_all_is_there(make_run):
+    text = page(make_run(FACTS, {"ampwise": "0.1.0"}, trouble=["steps.jsonl is missing."]))
+    outline = Outline(text)
+    for expected in [
+        "1 error, 1 warning in 120 steps of train.py (fp16, scaler): gradients are clipped while still scaled.",
+        "train.py --epochs 3",
+        "clip-scaled-grads",
+        "train.py:31",
+        "    clip_grad_norm_(model.parameters(), 1.0)",
+        "×120, first at step 1, last at step 120",
+        "Call scaler.unscale_(optimizer) before clipping.",
+        "init_scale=32768",
+        "blocks.0.weight",
+        "dead",
+        "87.3%",
+        "Every step was followed by one update of the scaler.",
+        "Activations: run with --activations.",
+        "gpu.name",
+        "From 2026-11-15 10:00:00 UTC to 2026-11-15 10:05:00 UTC.",
+        "2.13.0+cu130",
+        "A100, H200",
+        "11.8 ms",
+        "backbone",
+        "steps.jsonl is missing.",
+        "runs/one",
+        "matrix products 75.0%",
+        "not aligned",
+        "12 × for the device",
+        "optimizer state 16.7% fp32 8 MiB",
+        "activations and the rest 66.7%",
+        "cuda:0: at its peak 48 MiB in use, 64 MiB held by torch, of 1 GiB.",
+        "1 in fp16, 1 in fp32",
+        "stem.1",
+        "The threshold is 65536 times too small.",
+    ]:
+        assert expected in outline.text
+    assert outline.text.index("AMP101") < outline.text.index("AMP204")
+    assert "cuda\n" not in outline.text
+
+
+def test_every_link_leads_somewhere_and_every_place_is_one(make_run):
+    outline = Outline(page(make_run(FACTS)))
+    assert len(outline.ids) == len(set(outline.ids))
+    assert {link.removeprefix("#") for link in outline.links} <= set(outline.ids)
+    assert {"#rule-AMP101", "#finding-1-code"} <= set(outline.links)
+
+
+def test_names_between_backquotes_are_code(make_run, rules):
+    seen = Seen(finding=rules["clip"].at(Place(), "`clip<b>` sees ` alone", fix="`a` then `b`"))
+    text = page(make_run(findings=[seen]))
+    assert "<code>clip&lt;b&gt;</code> sees ` alone" in text
+    assert "<code>a</code> then <code>b</code>" in text
+
+
+def test_a_fix_is_a_diff_its_own_where_there_is_one(make_run, rules):
+    diff = "--- train.py\n+++ train.py\n@@ -30,2 +30,3 @@\n     scale()\n+    unscale_()\n-    clip()"
+    own, other = (Seen(finding=rules["clip"].at(Place(), "m"), diff=text) for text in (diff, ""))
+    text = page(make_run(findings=[own]))
+    assert '<span class="added">+    unscale_()</span><span class="removed">-    clip()</span>' in text
+    assert "The fix by an example" not in text
+    text = page(make_run(findings=[other]))
+    assert '<span class="removed">-clip()</span><span class="added">+unscale(); clip()</span>' in text
+
+
+def test_it_needs_nothing_and_runs_only_what_is_ours(make_run):
+    for text in (page(make_run()), comparison_page(make_run(), make_run())):
+        assert MARK in text[:500]
+        assert Outline(text).scripts == ["application/octet-stream", None]
+        script = re.search(r"<script>(.*?)</script>", text, re.DOTALL).group(1)
+        digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+        assert f"script-src &#39;sha256-{digest}&#39;" in text
+        assert "default-src &#39;none&#39;" in text
+        assert "connect-src" not in text
+        plain = text.replace(script, "")
+        assert not re.search(r"https?:|url\(|@import|<link|<img|javascript:", plain)
+        assert "prefers-color-scheme: dark" in text
+
+
+def test_only_a_live_page_may_ask_and_only_its_own_server(make_run):
+    text = page(make_run(), live=True)
+    assert "connect-src &#39;self&#39;" in text
+    assert '<html lang="en" data-live>' in text
+
+
+def test_the_library_has_its_licence():
+    import ampwise.report.page
+
+    folder = Path(ampwise.report.page.__file__).parent / "vendor"
+    assert "MIT" in (folder / "uPlot.LICENSE").read_text()
+    assert "v1.6.32" in (folder / "uPlot.iife.min.js").read_text()[:100]
+
+
+def hostile_run(make_run, make_sample, rules):
+    finding = rules["clip"].at(Place(file=HOSTILE, line=2), HOSTILE, evidence={HOSTILE: HOSTILE}, fix=HOSTILE)
+    return make_run(
+        findings=[Seen(finding=finding, excerpt={"first_line": 1, "lines": [HOSTILE, HOSTILE]}, diff=f"+{HOSTILE}")],
+        layers=[
+            make_sample(
+                1, {HOSTILE: Census(zeros=1), f"{HOSTILE}2": Census(binades={-9: 4}, amax=2**-8.5, amin=2**-8.5)}
+            )
+        ],
+        folder=HOSTILE,
+        trouble=[HOSTILE],
+        manifest={
+            "script": HOSTILE,
+            "command": [HOSTILE],
+            "created": HOSTILE,
+            "finished": HOSTILE,
+            "environment": {HOSTILE: {HOSTILE: [HOSTILE]}},
+            "status": HOSTILE,
+        },
+        facts={
+            "what_was_fine": [HOSTILE],
+            "not_measured": [HOSTILE],
+            "precision": HOSTILE,
+            "settings": [{"name": HOSTILE, "value": HOSTILE, "reason": HOSTILE}],
+            "timing": {
+                HOSTILE: HOSTILE,
+                "seconds_per_step": HOSTILE,
+                "time_by_kind": {HOSTILE: 1.0},
+                "data_waits": {HOSTILE: 1.0},
+                "matrix_products": [{"op": HOSTILE, "shape": HOSTILE, "flops": 1}],
+            },
+            "memory": {
+                "parameters": {HOSTILE: 7},
+                "devices": {HOSTILE: {"peak_allocated": HOSTILE}},
+                "host_peak": HOSTILE,
+            },
+            "dtype_flow": [
+                {"module": HOSTILE, "kind": HOSTILE, "takes": [HOSTILE], "gives": [HOSTILE], "autocast": HOSTILE}
+            ],
+            "activations": {HOSTILE: {"dtype": HOSTILE, "largest": 1.0}},
+            "optimizers": [{"index": 0, "name": HOSTILE, "model": HOSTILE}],
+            "torch": {HOSTILE: HOSTILE},
+        },
+    )
+
+
+def test_hostile_names(make_run, make_sample, rules):
+    run = hostile_run(make_run, make_sample, rules)
+    for text in (page(run), comparison_page(run, run)):
+        outline = Outline(text)  # which knows no img and no handler
+        assert outline.scripts == ["application/octet-stream", None]
+        assert outline.text.count("<script>alert(1)</script>") > 4
+        assert not re.search("[\x00-\x08\x0b-\x1f\u202e\udc80]", text)
+        assert not re.search("[\x00-\x1f\u202e\udc80]", json.dumps(data_of(text), ensure_ascii=False))
+        text.encode("utf-8")
+
+
+@given(name=st.text(min_size=1))
+def test_any_name_comes_out_as_text(name):
+    text = page(Run(folder=Path("r"), manifest={"script": name, "status": "finished"}))
+    assert printable(name) in Outline(text).text
+
+
+@pytest.mark.parametrize(
+    ("changed", "told"),
+    [
+        ({"findings": [], "steps": [], "layers": [], "manifest": {"facts": {}}}, "which took no step"),
+        ({"manifest": {"status": "running", "finished": None}}, "or was killed"),
+        ({"findings": []}, "No findings in 120 steps"),
+        ({"findings": [], "manifest": {"status": "failed", "exit_code": 1}}, "The script failed (exit code 1)."),
+        ({"manifest": {"command": "text", "created": None, "environment": 3}}, "1 error"),
+        ({"facts": dict.fromkeys(NAMES, 7)}, "1 error"),
+        ({"facts": {name: [7] for name in NAMES}}, "1 error"),
+        ({"facts": {"memory": {"parameters": 3, "devices": 4}, "timing": {"time_by_kind": "x"}}}, "1 error"),
+    ],
+)
+def test_other_runs(make_run, changed, told):
+    text = page(make_run(**changed))
+    assert told in Outline(text).text
+    assert bool(data_of(text)["curves"]) == (changed.get("steps") != [])
+
+
+def test_a_week_long_run_is_a_small_page_with_its_extremes(make_run, make_sample):
+    """A hundred thousand points, three hundred layers; a spike of one step is still there."""
+    steps = [
+        Bucket.of(StepRow(step=n, loss=1.0 + (n == 54_321) * 40, scale=2.0 ** (n % 24), norm=1.0, skipped=n % 9 == 0))
+        for n in range(1, 100_001)
+    ]
+    census = Census(binades={e: abs(e) for e in range(-60, -1)}, amax=0.4, amin=2.0**-59.5)
+    layers = {f"module.transformer.encoder.layers.{n}.attention.projection.weight": census for n in range(300)}
+    text = page(make_run(steps=steps, layers=[make_sample(n * 500, layers) for n in range(1, 201)]))
+    assert len(text.encode()) < 1_500_000
+    (line,) = data_of(text)["curves"]
+    assert len(line["first"]) <= 3000
+    assert max(line["loss"]["high"]) == 41.0
+    assert min(line["loss"]["low"]) == 1.0
+    assert sum(line["skipped"]) == 100_000 // 9
+    at = line["loss"]["high"].index(41.0)
+    assert line["first"][at] <= 54_321 <= line["last"][at]
+
+
+def test_a_failure_is_no_good_news(make_run):
+    text = page(make_run(findings=[], manifest={"status": "failed", "exit_code": 1}))
+    assert '<h1 class="error">The script failed (exit code 1).</h1>' in text
+    assert '<p class="lead">No findings in 120 steps of train.py (fp16, scaler).</p>' in text
+
+
+def test_a_run_in_bf16_has_no_columns_of_what_fp16_lost(make_run):
+    text = page(make_run({"precision": "bf16"}))
+    (heads,) = re.findall(r'<table class="layers">\s*<thead>(.*?)</thead>', text)
+    assert ">share<" in heads
+    assert "lost" not in heads
+
+
+def test_places_are_told_from_where_the_script_ran(make_run, rules):
+    inside, outside = (
+        Seen(finding=rules["clip"].at(Place(file=file, line=3), "m")) for file in ("/home/a/b/train.py", "/usr/x.py")
+    )
+    text = page(make_run(findings=[inside, outside], manifest={"environment": {"folder": "/home/a"}}))
+    assert '<code title="/home/a/b/train.py:3">b/train.py:3</code>' in text
+    assert ">/usr/x.py:3</code>" in text
+
+
+def test_the_same_record_gives_the_same_page(make_run):
+    assert page(make_run()) == page(make_run())
+
+
+def test_news_are_the_parts_of_the_page_itself(make_run):
+    run = make_run(FACTS)
+    news, text = update(run), page(run)
+    assert json.loads(json.dumps(news["data"], allow_nan=False)) == data_of(text)
+    for name, markup in news["parts"].items():
+        assert f'data-part="{name}"' in text
+        assert markup in text
+    assert "1 error, 1 warning" in news["title"]
+
+
+def test_two_runs(make_run, rules):
+    before = make_run(folder=Path("runs/a"))
+    after = make_run(folder=Path("runs/b"), findings=[])
+    text = comparison_page(before, after)
+    outline = Outline(text)
+    assert "runs/b has no findings where runs/a had 2: 2 gone, none new" in outline.text
+    assert "Gone (2)" in outline.text
+    assert [line["name"] for line in data_of(text)["curves"]] == ["before", "after"]
