@@ -32,6 +32,7 @@ LAYERS = {
     "ampwise.lint": 3,
     "ampwise.sinks": 3,
     "ampwise.report": 3,
+    "ampwise.live": 3,
     "ampwise.formats.cast": 4,
     "ampwise.census.measure": 4,
     "ampwise.census.cpu": 4,

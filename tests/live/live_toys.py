@@ -1,0 +1,176 @@
+"""Records that grow, and a screen to look at: what a terminal shows after all that was written to it."""
+
+import codecs
+import contextlib
+import fcntl
+import math
+import os
+import pty
+import re
+import select
+import struct
+import subprocess
+import sys
+import termios
+import time
+
+from ampwise.census.algebra import Census
+from ampwise.finding import Place
+from ampwise.record.rows import LayerSample, Seen, StepRow
+from ampwise.record.writer import Writer
+from ampwise.rules import find_rule
+
+# Out of FP16 at a scale of 65536: nothing is below 2**-40, and what was there is among the zeros.
+FADING = Census(
+    binades={-41: 60, -40: 60, -39: 60, -38: 60, -37: 40, -20: 20},
+    zeros=120,
+    amax=2**-19.5,
+    amin=2**-40,
+    sum_squares=1e-10,
+)
+HEALTHY = Census(binades={-12: 60, -11: 30, -8: 10}, amax=2**-7.5, amin=2**-11.5, sum_squares=0.0025)
+
+
+def step(number, **changes):
+    values = {"seconds": number / 10, "loss": 8 / number, "scale": 65536.0, "norm": 1.25, "skipped": number % 50 == 0}
+    return StepRow(step=number, **values | changes)
+
+
+def layers(number, names=("stem.weight", "head.weight")):
+    return LayerSample(first=number, last=number, scale=65536.0, layers=dict.fromkeys(names, FADING))
+
+
+def clipped(message="clipped while scaled by 65536", line=31, count=120):
+    finding = find_rule("AMP101").at(Place(file="train.py", line=line), message)
+    return Seen(finding=finding, count=count, first_step=1, last_step=120)
+
+
+@contextlib.contextmanager
+def growing(folder, steps=120, **options):
+    """A writer with some steps, a sample of layers and a finding; ended at the end, if the test has not done so."""
+    writer = Writer.create(folder, script="train.py", command=["train.py"], **options)
+    try:
+        writer.fact("precision", "fp16")
+        for number in range(1, steps + 1):
+            writer.step(step(number, loss=math.nan) if number == 70 else step(number))
+        writer.layers(layers(steps))
+        writer.findings([clipped()])
+        writer.flush()
+        yield writer
+    finally:
+        writer.close("finished", 0)
+
+
+class Screen:
+    """Enough of a terminal for what rich writes: lines, returns, cursor up, erased lines, colours."""
+
+    PIECE = re.compile(r"\x1b\[(\??[\d;]*)([A-Za-z])|([\r\n])|([^\x1b\r\n]+)")
+
+    def __init__(self, width, height):
+        self.width, self.height = width, height
+        self.lines, self.row, self.column = [""], 0, 0
+        self.scrolled = 0
+        self.cursor_shown = True
+
+    def feed(self, text):
+        for parts, letter, control, plain in self.PIECE.findall(text):
+            if letter:
+                self._sequence(parts, letter)
+            elif control == "\r":
+                self.column = 0
+            elif control == "\n":
+                self._down()
+            else:
+                for char in plain:
+                    self._put(char)
+        return self
+
+    def _sequence(self, parts, letter):
+        if letter == "A":
+            self.row = max(0, self.row - int(parts or 1))
+        elif letter == "K":
+            self.lines[self.row] = ""
+        elif (parts, letter) in (("?25", "l"), ("?25", "h")):
+            self.cursor_shown = letter == "h"
+        else:
+            assert letter == "m", (parts, letter)  # colours; nothing else is expected
+
+    def _put(self, char):
+        if self.column == self.width:
+            self._down()
+            self.column = 0
+        line = self.lines[self.row].ljust(self.column)
+        self.lines[self.row] = line[: self.column] + char + line[self.column + 1 :]
+        self.column += 1
+
+    def _down(self):
+        self.row += 1
+        if self.row == len(self.lines):
+            self.lines.append("")
+        if self.row == self.height:
+            self.lines.pop(0)
+            self.row -= 1
+            self.scrolled += 1
+
+    @property
+    def text(self):
+        return "\n".join(self.lines)
+
+
+class Terminal:
+    """`ampwise` in a terminal of its own."""
+
+    def __init__(self, *words, width=80, height=24, **environment):
+        self.screen = Screen(width, height)
+        self.decode = codecs.getincrementaldecoder("utf-8")("replace").decode
+        self.descriptor, inside = pty.openpty()
+        self.resize(width, height)
+        plain = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES", "NO_COLOR")}
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "ampwise", *words],
+            stdin=inside,
+            stdout=inside,
+            stderr=inside,
+            env=plain | {"TERM": "xterm-256color"} | environment,
+            start_new_session=True,
+        )
+        os.close(inside)
+
+    def resize(self, width, height):
+        fcntl.ioctl(self.descriptor, termios.TIOCSWINSZ, struct.pack("HHHH", height, width, 0, 0))
+
+    def until(self, wanted, seconds=60.0):
+        """Read until a whole picture has what is wanted, or the process has ended; the screen."""
+        end = time.monotonic() + seconds
+        is_open = True
+        while is_open and not wanted(self.screen):
+            assert time.monotonic() < end, self.screen.text
+            is_open = self._read(0.2)
+            while is_open and select.select([self.descriptor], [], [], 0.05)[0]:  # the rest of the picture
+                is_open = self._read(0.0)
+        return self.screen
+
+    def _read(self, seconds):
+        """Whether more may come."""
+        if not select.select([self.descriptor], [], [], seconds)[0]:
+            return True
+        try:
+            data = os.read(self.descriptor, 65536)
+        except OSError:  # the other end is closed
+            return False
+        self.screen.feed(self.decode(data))
+        return bool(data)
+
+    def end(self, seconds=60.0):
+        """Read all that comes, and the exit code."""
+        self.until(lambda _: False, seconds)
+        return self.process.wait(timeout=seconds)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.wait()
+        os.close(self.descriptor)

@@ -1,0 +1,412 @@
+"""The server, over real sockets: the page for who knows its address, and nothing for anybody else."""
+
+import html
+import http.client
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+import webbrowser
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+
+import pytest
+
+from ampwise import BadInput
+from ampwise.cli import main
+from ampwise.live import server as server_module
+from ampwise.live.server import Present, serve
+from ampwise.record.follow import Follower
+from ampwise.record.writer import Writer
+from ampwise.report.page import page, update
+
+from .live_toys import growing, step
+
+HOSTILE = "</script><script>alert(1)</script>\ud800\x00.py"
+
+
+class Made:
+    """A stand-in for the page, which counts how often it was made."""
+
+    def __init__(self):
+        self.pages = self.updates = 0
+
+    def page(self, run):
+        self.pages += 1
+        return f"<p>{len(run.steps)} steps of {run.manifest.get('script')}</p>"
+
+    def update(self, run):
+        self.updates += 1
+        return {"steps": len(run.steps), "loss": float("nan"), "status": run.status, "trouble": run.trouble}
+
+
+@pytest.fixture
+def impatient(monkeypatch):
+    """The record is looked at whenever somebody asks."""
+    monkeypatch.setattr(server_module, "LOOK_S", 0.0)
+
+
+@pytest.fixture
+def writer(tmp_path):
+    with growing(tmp_path / "run", steps=3) as writer:
+        yield writer
+
+
+@pytest.fixture
+def made():
+    return Made()
+
+
+@pytest.fixture
+def server(writer, made):
+    running = serve(Follower(writer.folder), page=made.page, update=made.update)
+    yield running
+    running.shutdown()
+    running.server_close()
+
+
+def ask(server, path="", *, method="GET", token=None, host=None, headers=()):
+    """The status, the headers and the body."""
+    connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=30)
+    try:
+        connection.putrequest(method, f"/{token or server.token}/{path}", skip_host=True)
+        for one in [f"127.0.0.1:{server.server_port}"] if host is None else host:
+            connection.putheader("Host", one)
+        for name, value in dict(headers).items():
+            connection.putheader(name, value)
+        connection.endheaders()
+        answer = connection.getresponse()
+        return answer.status, answer.headers, answer.read()
+    finally:
+        connection.close()
+
+
+def send(server, data):
+    """What comes back for raw bytes."""
+    with socket.create_connection(("127.0.0.1", server.server_port), timeout=30) as connection:
+        try:
+            connection.sendall(data)
+            connection.shutdown(socket.SHUT_WR)
+            return b"".join(iter(lambda: connection.recv(65536), b""))
+        except ConnectionError:  # it has had enough of us
+            return b""
+
+
+# --- what it gives -------------------------------------------------------------------------------------------------
+
+
+def test_the_page_and_its_updates(server, writer, impatient):
+    status, headers, body = ask(server)
+    assert (status, headers["Content-Type"]) == (200, "text/html; charset=utf-8")
+    assert body == b"<p>3 steps of train.py</p>"
+    assert headers["Content-Length"] == str(len(body))
+    status, headers, body = ask(server, "update")
+    assert (status, headers["Content-Type"]) == (200, "application/json; charset=utf-8")
+    assert json.loads(body) == {"steps": 3, "loss": "NaN", "status": "running or killed", "trouble": []}
+    writer.step(step(4))
+    writer.flush()
+    assert json.loads(ask(server, "update?since=3")[2])["steps"] == 4
+
+
+def test_the_address_opens_the_page(server):
+    assert re.fullmatch(r"http://127\.0\.0\.1:\d+/[\w-]{20,}/", server.address)
+    with urllib.request.urlopen(server.address, timeout=30) as answer:
+        assert b"3 steps" in answer.read()
+
+
+def test_every_answer_has_the_headers_that_keep_it_here(server):
+    answers = [ask(server), ask(server, "update"), ask(server, "nothing"), ask(server, host=["evil.example"])]
+    answers.append(ask(server, "update", headers={"If-None-Match": answers[1][1]["ETag"]}))
+    assert [answer[0] for answer in answers] == [200, 200, 404, 403, 304]
+    for _, headers, _ in answers:
+        assert "default-src 'none'" in headers["Content-Security-Policy"]
+        assert "connect-src 'self'" in headers["Content-Security-Policy"]
+        assert headers["X-Content-Type-Options"] == "nosniff"
+        assert headers["X-Frame-Options"] == "DENY"
+        assert headers["Referrer-Policy"] == "no-referrer"
+        assert headers["Cache-Control"] == "no-store"
+        assert headers["Server"] == "ampwise"
+        assert not [name for name in headers if name.lower().startswith("access-control")]
+
+
+def test_head_is_get_without_its_body(server):
+    _, wanted, text = ask(server)
+    status, headers, body = ask(server, method="HEAD")
+    assert (status, body) == (200, b"")
+    assert (headers["ETag"], headers["Content-Length"]) == (wanted["ETag"], str(len(text)))
+    assert ask(server, "nothing", method="HEAD")[0] == 404
+
+
+def test_what_has_not_changed_is_not_sent_again(server, writer, impatient):
+    tag = ask(server, "update")[1]["ETag"]
+    status, headers, body = ask(server, "update", headers={"If-None-Match": tag})
+    assert (status, headers["ETag"], body) == (304, tag, b"")
+    writer.step(step(4))
+    writer.flush()
+    status, headers, _ = ask(server, "update", headers={"If-None-Match": tag})
+    assert status == 200
+    assert headers["ETag"] != tag
+
+
+# --- and to whom ---------------------------------------------------------------------------------------------------
+
+
+def test_it_listens_on_loopback_alone(server):
+    assert server.server_address[0] == server.socket.getsockname()[0] == "127.0.0.1"
+    others = {info[4][0] for info in socket.getaddrinfo(socket.gethostname(), None, socket.AF_INET)}
+    for address in others - {"127.0.0.1"}:
+        with pytest.raises(OSError, match=r"refused|unreachable"):
+            socket.create_connection((address, server.server_port), timeout=5).close()
+
+
+@pytest.mark.parametrize("token", ["wrong", "é", "%00", "x" * 5000])
+def test_a_wrong_token_gets_nothing(server, made, token):
+    path = f"GET /{token}/ HTTP/1.1\r\nHost: 127.0.0.1:{server.server_port}\r\n\r\n".encode()
+    assert send(server, path).startswith(b"HTTP/1.0 404 ")
+    assert made.pages == 0
+
+
+def test_half_a_token_or_a_longer_one_gets_nothing(server):
+    for token in (server.token[:-1], server.token + "x", server.token.swapcase()):
+        assert ask(server, token=token)[0] == 404
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["{token}", "", "{token}/../{token}/x", "{token}/manifest.json", "{token}/..%2f..%2fetc/passwd", "{token}//update"],
+)
+def test_there_is_nothing_else(server, path):
+    line = f"GET /{path.format(token=server.token)} HTTP/1.1\r\nHost: localhost:{server.server_port}\r\n\r\n"
+    answer = send(server, line.encode())
+    assert answer.startswith(b"HTTP/1.0 404 ")
+    assert b"root:" not in answer
+
+
+@pytest.mark.parametrize(
+    "hosts",
+    [
+        [],
+        ["evil.example"],
+        ["evil.example:{port}"],
+        ["127.0.0.1"],
+        ["127.0.0.1:1"],
+        ["127.0.0.1:{port}", "evil.example"],
+    ],
+)
+def test_a_name_that_only_points_here_is_refused(server, made, hosts):
+    status, _, body = ask(server, host=[host.format(port=server.server_port) for host in hosts])
+    assert status == 403
+    assert f"only under 127.0.0.1:{server.server_port} or localhost" in body.decode()
+    assert server.token not in body.decode()
+    assert made.pages == 0
+
+
+def test_localhost_is_ours(server):
+    assert ask(server, host=[f"LocalHost:{server.server_port}"])[0] == 200
+
+
+@pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "PATCH", "OPTIONS"])
+def test_it_is_only_read(server, method):
+    assert ask(server, method=method)[0] == 405
+    assert ask(server, method=method, token="wrong")[0] == 404
+    assert ask(server, method=method, host=["evil.example"])[0] == 403
+    assert ask(server, method="BREW")[0] == 501
+
+
+# --- whatever comes ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"\r\n\r\n",
+        b"nonsense\r\n\r\n",
+        b"GET\r\n",
+        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" * 20,  # a browser that was told https
+        b"GET / HTTP/9.9\r\n\r\n",
+        b"GET / HTTP/1.1\r\nHost: " + b"a" * 100_000 + b"\r\n\r\n",
+        b"GET / HTTP/1.1\r\n" + b"X: y\r\n" * 5000 + b"\r\n",
+        b"GET /" + b"a" * 200_000 + b" HTTP/1.1\r\n\r\n",
+    ],
+    ids=["nothing", "blank", "nonsense", "half", "tls", "version", "header", "headers", "path"],
+)
+def test_bad_requests_harm_nobody(server, capfd, data):
+    answer = send(server, data)
+    assert b" 200 " not in answer[:20]
+    assert ask(server)[0] == 200
+    assert capfd.readouterr() == ("", "")
+
+
+def test_clients_that_leave_harm_nobody(server, made, capfd):
+    made.page = None
+    server.present._makers[""] = lambda run: "x" * 5_000_000
+    for _ in range(5):
+        with socket.create_connection(("127.0.0.1", server.server_port), timeout=30) as connection:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
+            line = f"GET /{server.token}/ HTTP/1.1\r\nHost: 127.0.0.1:{server.server_port}\r\n\r\n"
+            connection.sendall(line.encode())
+    assert len(ask(server)[2]) == 5_000_000
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_page_that_cannot_be_made_is_told_and_tried_again(server, writer, made, impatient):
+    def broken(run):
+        raise KeyError(HOSTILE)
+
+    works, server.present._makers[""] = server.present._makers[""], broken
+    status, _, body = ask(server)
+    assert (status, body) == (500, b"500 this record cannot be shown: KeyError\n")
+    server.present._makers[""] = works
+    assert ask(server)[0] == 200
+
+
+def test_hostile_names_travel_whole(tmp_path, made):
+    """What they may do is for the page to see to; here they must break neither a header nor the encoding."""
+    writer = Writer.create(tmp_path / "run\r\nX-Evil: 1", script="train.py")
+    writer.close("finished", 0)
+    follower = Follower(writer.folder)
+    running = serve(follower, page=lambda run: HOSTILE, update=lambda run: {"script": HOSTILE, "at": str(run.folder)})
+    try:
+        status, headers, body = ask(running)
+        assert (status, headers["X-Evil"]) == (200, None)
+        assert body == HOSTILE.encode("utf-8", "backslashreplace")
+        assert json.loads(ask(running, "update")[2])["script"] == HOSTILE.replace("\ud800", "\\ud800")
+    finally:
+        running.shutdown()
+        running.server_close()
+
+
+# --- cheaply -------------------------------------------------------------------------------------------------------
+
+
+class Counting(Follower):
+    looks = 0
+
+    def look(self):
+        self.looks += 1
+        return super().look()
+
+
+def test_many_who_ask_make_it_once(writer, made):
+    follower = Counting(writer.folder)
+    running = serve(follower, page=made.page, update=made.update)
+    try:
+        began = time.monotonic()
+        with ThreadPoolExecutor(16) as pool:
+            answers = list(pool.map(lambda _: ask(running, "update"), range(200)))
+        took = time.monotonic() - began
+        assert {answer[0] for answer in answers} == {200}
+        assert len({answer[2] for answer in answers}) == 1
+        assert made.updates == 1
+        assert made.pages == 0
+        assert follower.looks <= 2 + took
+    finally:
+        running.shutdown()
+        running.server_close()
+
+
+def test_a_killed_run_and_a_lost_record_are_news(tmp_path, impatient, made):
+    with growing(tmp_path / "run", steps=3) as writer:
+        manifest = json.loads((writer.folder / "manifest.json").read_text())
+        child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+        (writer.folder / "manifest.json").write_text(json.dumps(manifest | {"pid": child.pid}))
+        present = Present(Follower(writer.folder), {"": made.page})
+        assert present.run.alive
+        version = present.version
+        assert present.version == version
+        child.communicate(b"\n")
+        assert present.version == version + 1
+        assert present.run.alive is False
+        saved = tmp_path / "saved"
+        shutil.copytree(writer.folder, saved)
+        shutil.rmtree(writer.folder)
+        assert "does not exist" in present.run.trouble[0]
+        assert len(present.run.steps) == 3  # what was seen is still shown
+        assert present.version == version + 2
+        saved.rename(writer.folder)
+        assert present.run.trouble == []
+
+
+def test_a_port_that_is_taken(writer, made, server):
+    with pytest.raises(
+        BadInput, match=r"--serve \d+: that port of 127.0.0.1 cannot be had: .* in use. --serve without"
+    ):
+        serve(Follower(writer.folder), page=made.page, update=made.update, port=server.server_port)
+
+
+# --- the verb ------------------------------------------------------------------------------------------------------
+
+
+def test_the_verb_serves_until_ctrl_c(tmp_path):
+    with growing(tmp_path / "run", steps=3) as writer:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "ampwise", "watch", str(tmp_path / "run"), "--serve", "--interval", "0.2"],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        try:
+            address = process.stdout.readline().strip()
+            port, token = re.fullmatch(r"http://127\.0\.0\.1:(\d+)/([\w-]+)/", address).groups()
+            here = type("Here", (), {"server_port": int(port), "token": token})
+            status, _, body = ask(here)
+            assert (status, b"train.py" in body) == (200, True)
+            assert "connect-src 'self'" in html.unescape(body.decode())  # the page may ask for its updates
+            assert json.loads(ask(here, "update")[2])["data"]
+            writer.close("finished", 0)
+            assert process.stderr.readline().startswith("ampwise: the run has ended: 1 error in 3 steps of train.py")
+            assert ask(here)[0] == 200  # and goes on
+        finally:
+            os.kill(process.pid, signal.SIGINT)
+            output, errors = process.communicate(timeout=60)
+        assert (process.returncode, output, errors) == (130, "", "ampwise: interrupted\n")
+
+
+def test_a_browser_follows_the_run(tmp_path, impatient):
+    """The real page, in a real browser, under the headers that it is sent with."""
+    playwright = pytest.importorskip("playwright.sync_api")
+    installed = shutil.which("chromium")
+    with growing(tmp_path / "run", steps=3) as writer, playwright.sync_playwright() as play:
+        try:
+            browser = play.chromium.launch(executable_path=installed, args=["--no-sandbox"])
+        except playwright.Error:
+            pytest.skip("no Chromium here")
+        running = serve(Follower(writer.folder), page=partial(page, live=True), update=update)
+        try:
+            shown, said = browser.new_page(), []
+            shown.on("console", lambda message: said.append(message.text))
+            shown.on("pageerror", lambda error: said.append(str(error)))
+            shown.goto(running.address)
+            assert "in 3 steps of train.py" in shown.inner_text("h1")
+            writer.step(step(4))
+            writer.flush()
+            shown.get_by_role("heading", name=re.compile("in 4 steps")).wait_for(timeout=30_000)
+            assert said == []
+        finally:
+            browser.close()
+            running.shutdown()
+            running.server_close()
+
+
+def test_open_without_a_browser(tmp_path, monkeypatch, capsys):
+    opened = []
+
+    def nothing_to_open(address):
+        opened.append(address)
+        threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()  # a person who gives up
+        return False
+
+    monkeypatch.setattr(webbrowser, "open", nothing_to_open)
+    with growing(tmp_path / "run", steps=3):
+        assert main(["watch", str(tmp_path / "run"), "--serve", "--open"]) == 130
+    said = capsys.readouterr()
+    assert said.out == f"{opened[0]}\n"
+    assert "no browser was found here. Open the address yourself" in said.err

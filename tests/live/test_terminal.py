@@ -1,0 +1,329 @@
+"""`ampwise watch` in a real terminal, in a pipe, and beside a real run."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from ampwise.cli import main
+from ampwise.live.terminal import looks
+from ampwise.record.follow import Follower
+from ampwise.record.writer import Writer
+
+from .live_toys import Terminal, clipped, growing, step
+
+SCRIPT = """
+import time
+import torch
+model = torch.nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+for _ in range(60):
+    optimizer.zero_grad()
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = model(torch.ones(8, 4)).float().pow(2).mean()
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    time.sleep(0.05)
+"""
+
+
+def ampwise(*words, **options):
+    return subprocess.Popen(
+        [sys.executable, "-m", "ampwise", *map(str, words)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        **options,
+    )
+
+
+# --- in a terminal -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("width", "height"), [(80, 24), (120, 40), (40, 10), (20, 5)])
+def test_the_picture_fits_and_changes_in_place(tmp_path, width, height):
+    with (
+        growing(tmp_path / "run") as writer,
+        Terminal("watch", str(tmp_path / "run"), "--interval", "0.2", width=width, height=height) as terminal,
+    ):
+        screen = terminal.until(lambda screen: "step 120" in screen.text)
+        writer.step(step(121, loss=0.123))
+        screen = terminal.until(lambda screen: "step 121" in screen.text)
+        assert screen.text.count("step 12") == 1
+        assert screen.scrolled == 0  # however low the terminal is
+        assert not screen.cursor_shown
+        assert screen.lines[0].startswith("1 error in 12"[: width - 1])
+        if height >= 10:
+            assert "loss          0.123" in screen.text
+            assert "scale         65536" in screen.text
+            assert "norm           1.25" in screen.text
+            assert "error[AMP101] train.py:31 ×120" in screen.text
+        if width >= 80:
+            assert "skipped    2 (1.7%)" in screen.text
+            assert "head.weight" in screen.text
+            assert "!" in next(line for line in screen.lines if line.startswith("loss"))  # the NaN of step 70
+
+
+def test_it_ends_with_the_run_and_its_summary(tmp_path):
+    with (
+        growing(tmp_path / "run") as writer,
+        Terminal("watch", str(tmp_path / "run"), "--interval", "0.2", height=80) as terminal,
+    ):
+        terminal.until(lambda screen: "running" in screen.text)
+        writer.close("failed", 1, ValueError("no data"))
+        assert terminal.end() == 0
+        text = terminal.screen.text
+        assert terminal.screen.cursor_shown
+        assert text.count("The script failed with ValueError: no data (exit code 1).") == 1
+        assert text.index("loss  ") < text.index("The script failed")  # the curves stay, and the summary comes after
+        assert text.count("error[AMP101]") == 1
+        assert "help: Call `scaler.unscale_(optimizer)`" in text
+
+
+def test_ctrl_c_leaves_the_watcher_and_the_screen_in_order(tmp_path):
+    with (
+        growing(tmp_path / "run") as writer,
+        Terminal("watch", str(tmp_path / "run"), "--interval", "0.2") as terminal,
+    ):
+        terminal.until(lambda screen: "step 120" in screen.text)
+        os.kill(terminal.process.pid, signal.SIGINT)
+        assert terminal.end() == 130
+        assert terminal.screen.cursor_shown
+        assert terminal.screen.lines[-2:] == ["ampwise: interrupted", ""]
+        writer.step(step(121))  # the run has not noticed
+        writer.flush()
+        assert Follower(tmp_path / "run").look().steps[-1].last == 121
+
+
+def test_a_window_that_changes_its_size(tmp_path):
+    with (
+        growing(tmp_path / "run") as writer,
+        Terminal("watch", str(tmp_path / "run"), "--interval", "0.1", width=100, height=40) as terminal,
+    ):
+        terminal.until(lambda screen: "step 120" in screen.text)
+        for number, (width, height) in enumerate([(40, 10), (1, 1), (200, 60), (80, 24)], 121):
+            terminal.resize(width, height)
+            writer.step(step(number))
+            time.sleep(0.4)
+        terminal.until(lambda screen: "step 124" in screen.text)
+        writer.close("finished", 0)
+        assert terminal.end() == 0
+
+
+def test_a_terminal_without_unicode(tmp_path):
+    with (
+        growing(tmp_path / "run"),
+        Terminal("watch", str(tmp_path / "run"), PYTHONIOENCODING="ascii", LC_ALL="C") as terminal,
+    ):
+        screen = terminal.until(lambda screen: "step 120" in screen.text)
+        assert screen.text.isascii()
+        assert "x120" in screen.text
+        assert "\\u" not in screen.text
+
+
+def test_once_in_a_terminal(tmp_path):
+    with growing(tmp_path / "run"), Terminal("watch", str(tmp_path / "run"), "--once") as terminal:
+        assert terminal.end() == 0
+        assert "step 120" in terminal.screen.text
+        assert "error[AMP101]" in terminal.screen.text
+        assert "running" in terminal.screen.text
+
+
+def test_names_from_a_script_do_nothing_to_the_terminal(tmp_path):
+    with (
+        growing(tmp_path / "run") as writer,
+        Terminal("watch", str(tmp_path / "run"), "--interval", "0.2", width=120) as terminal,
+    ):
+        writer.findings([clipped("\x1b[2J\x1b]0;title\x07[bold red]gone[/]\nnext")])
+        writer.flush()
+        screen = terminal.until(lambda screen: "gone" in screen.text)  # a strange sequence would be refused by Screen
+        assert r"\x1b[2J\x1b]0;title\x07[bold red]gone[/] next" in screen.text
+
+
+# --- elsewhere -----------------------------------------------------------------------------------------------------
+
+
+def test_a_line_whenever_something_changed(tmp_path):
+    with growing(tmp_path / "run") as writer:
+        process = ampwise("watch", tmp_path / "run", "--interval", "0.1")
+        first = process.stdout.readline()
+        assert first == "step 120  loss 0.06667  scale 65536  norm 1.25  skipped 2  findings 1\n"
+        time.sleep(0.5)  # nothing new, no line
+        writer.step(step(121, loss=float("inf"), norm=float("nan")))
+        assert process.stdout.readline() == "step 121  loss inf  scale 65536  norm NaN  skipped 2  findings 1\n"
+        writer.close("finished", 0)
+        rest, errors = process.communicate(timeout=60)
+        lines = rest.splitlines()
+        assert lines[0].endswith("  finished")
+        assert lines[2].startswith("1 error in 121 steps of train.py (fp16, scaler)")
+        assert (process.returncode, errors) == (0, "")
+
+
+def test_a_reader_that_has_gone(tmp_path):
+    with growing(tmp_path / "run") as writer:
+        process = ampwise("watch", tmp_path / "run", "--interval", "0.1")
+        process.stdout.readline()
+        process.stdout.close()
+        for number in range(121, 160):
+            writer.step(step(number))
+            if process.poll() is not None:
+                break
+            time.sleep(0.1)
+        assert process.wait(timeout=60) == 141
+        assert process.stderr.read() == ""
+        process.stderr.close()
+
+
+def test_a_run_that_was_killed(tmp_path, capsys):
+    code = f"""
+import os, signal
+from ampwise.record.writer import Writer
+from ampwise.record.rows import StepRow
+writer = Writer.create({str(tmp_path / "run")!r}, script="train.py")
+for step in range(1, 11):
+    writer.step(StepRow(step=step, loss=1.0, seconds=step * 30))
+writer.flush()
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == -signal.SIGKILL
+    assert main(["watch", str(tmp_path / "run")]) == 0
+    line, _, verdict, *_ = capsys.readouterr().out.splitlines()
+    assert line == "step 10  loss 1  skipped 0  findings 0  killed"
+    assert verdict.startswith("The run was killed before it could write its end")
+
+
+def test_an_end_that_is_written_between_the_look_and_the_question(tmp_path):
+    """The process is gone when it is asked for, since it ended well a moment after the look."""
+    with growing(tmp_path / "run") as writer:
+        gone = subprocess.Popen([sys.executable, "-c", ""])
+        gone.wait()
+        manifest = json.loads((writer.folder / "manifest.json").read_text())
+        (writer.folder / "manifest.json").write_text(json.dumps(manifest | {"pid": gone.pid}))
+
+        class Slow(Follower):
+            def look(self):
+                run = super().look()
+                writer.close("finished", 0)
+                return run
+
+        assert [run.status for run in looks(Slow(writer.folder), 0.1)] == ["finished"]
+
+
+def test_once_in_a_pipe(tmp_path, capsys):
+    with growing(tmp_path / "run"):
+        assert main(["watch", str(tmp_path / "run"), "--once"]) == 0
+    assert capsys.readouterr().out == "step 120  loss 0.06667  scale 65536  norm 1.25  skipped 2  findings 1\n"
+
+
+# --- which record --------------------------------------------------------------------------------------------------
+
+
+def test_a_record_that_comes_late(tmp_path):
+    process = ampwise("watch", tmp_path / "run", "--interval", "0.1")
+    told = process.stderr.readline()
+    assert told == f"ampwise: waiting for a record in {tmp_path / 'run'}, which does not exist yet; Ctrl-C leaves\n"
+    (tmp_path / "run").mkdir()  # as torchrun does, long before the first rank writes
+    time.sleep(0.7)
+    with growing(tmp_path / "run"):
+        assert process.stdout.readline().startswith("step 120 ")
+    output, errors = process.communicate(timeout=60)
+    assert (process.returncode, errors) == (0, "")
+    assert "1 error in 120 steps" in output
+
+
+def test_the_newest_of_a_folder(tmp_path, capsys):
+    for name in ("b-first", "c-second", "a-third"):
+        Writer.create(tmp_path / "runs" / name, script=f"{name}.py").close("finished", 0)
+        manifest = tmp_path / "runs" / name / "manifest.json"
+        manifest.write_text(manifest.read_text().replace('"created": "', f'"created": "{name[2:].count("i")}'))
+    newest = tmp_path / "runs" / "b-first" / "manifest.json"
+    newest.write_text(newest.read_text().replace('"created": "1', '"created": "9'))
+    (tmp_path / "runs" / "notes.txt").write_text("no record")
+    assert main(["watch", str(tmp_path / "runs")]) == 0
+    said = capsys.readouterr()
+    assert said.err == f"ampwise: {tmp_path / 'runs'} is a folder of records: this is the newest, b-first\n"
+    assert "b-first.py" in said.out
+
+
+@pytest.mark.parametrize("words", [[], ["--once"]], ids=["watch", "once"])
+def test_what_will_never_be_a_record(tmp_path, capsys, words):
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "thesis.txt").write_text("years of work")
+    for name, reason in [("full", "holds no record"), ("full/thesis.txt", "is a file"), ("no/such", "does not exist")]:
+        assert main(["watch", str(tmp_path / name), *words]) == 2
+        error = capsys.readouterr().err
+        assert error.startswith(f"ampwise: error: {tmp_path / name} {reason}")
+        assert error.count("\n") == 1
+        assert "`ampwise run -o " in error  # the way out
+
+
+def test_once_does_not_wait(tmp_path, capsys):
+    assert main(["watch", str(tmp_path / "run"), "--once"]) == 2
+    assert "does not exist" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--open"], "--open: there is a page only with --serve"),
+        (["--once", "--serve"], "--once: it looks once"),
+        (["--interval", "0"], "'0': seconds from 0.1 to 3600 are expected"),
+        (["--interval", "nan"], "'nan': seconds from"),
+        (["--serve", "70000"], "'70000' is no port; RUN comes first: `ampwise watch RUN --serve`"),
+    ],
+)
+def test_options_that_make_no_sense(tmp_path, capsys, words, said):
+    try:
+        code = main(["watch", str(tmp_path), *words])
+    except SystemExit as error:
+        code = error.code
+    assert code == 2
+    assert said in capsys.readouterr().err
+
+
+# --- beside a real run ---------------------------------------------------------------------------------------------
+
+
+def test_beside_a_script_that_trains(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    training = ampwise("run", "-q", "-o", tmp_path / "run", script)
+    watcher = ampwise("watch", tmp_path / "run", "--interval", "0.3")
+    first = watcher.stdout.readline()
+    assert first.startswith("step ")
+    once = ampwise("watch", tmp_path / "run", "--once")
+    told, errors = once.communicate(timeout=60)
+    assert (once.returncode, errors, told.count("\n")) == (0, "", 1)
+    output, _ = watcher.communicate(timeout=120)
+    assert watcher.returncode == 0
+    assert training.wait(timeout=60) == 0
+    training.communicate()
+    lines = output.splitlines()
+    last = lines[lines.index("") - 1]
+    assert last.startswith("step 60  loss ")
+    assert last.endswith("  finished")
+    assert " in 60 steps of " in output
+
+
+def test_torch_stays_out(tmp_path):
+    with growing(tmp_path / "run"):
+        pass
+    code = (
+        f"import sys\nfrom ampwise.cli import main\nmain(['watch', {str(tmp_path)!r}])\nprint('torch' in sys.modules)"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.splitlines()[-1] == "False"
+
+
+def test_help_has_examples(capsys):
+    with pytest.raises(SystemExit):
+        main(["watch", "--help"])
+    text = capsys.readouterr().out
+    assert "ampwise watch RUN --serve --open" in text
+    assert "Ctrl-C leaves the watcher (exit code 130), never the run" in text
