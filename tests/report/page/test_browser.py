@@ -54,6 +54,9 @@ def test_light_and_dark_differ_and_change_while_one_looks(make_run, shown):
 
 def test_the_slider_tells_what_python_tells(make_run, make_sample, shown):
     censuses = {f"layer{seed}": spread(seed) for seed in range(8)}
+    for limit in (65520.0, 464.0, 61440.0):  # where FP16, E4M3 and E5M2 begin to overflow, or just do not
+        top = math.frexp(limit)[1] - 1
+        censuses[f"limit{limit}"] = Census(binades={top: 9}, amax=limit, amin=2.0**top * 1.1, sum_squares=1.0)
     run = make_run(layers=[make_sample(1, censuses)])
     view = shown(page(run))
     order = [layer.name for layer in layers_of(run)]
@@ -167,6 +170,29 @@ def test_a_curve_is_read_step_by_step_with_the_keyboard(make_run, shown):
     assert figure.locator(".readout").get_attribute("aria-live") == "polite"
     view.keyboard.press("ArrowLeft")
     assert figure.locator(".readout").inner_text() == "step 7: inf or NaN"
+
+
+def drawn_in_the_middle(view, metric):
+    """Whether a curve goes through the middle of its chart, from left to right."""
+    return view.evaluate(
+        """metric => {
+            const canvas = document.querySelector(`[data-metric=${metric}] canvas`);
+            const at = Math.round(canvas.width * 0.55);
+            const pixels = canvas.getContext('2d').getImageData(at, 0, 1, canvas.height).data;
+            for (let p = 0; p < pixels.length; p += 4)
+                if (pixels[p + 3] > 128 && pixels[p + 2] - pixels[p] > 60) return true;
+            return false;
+        }""",
+        metric,
+    )
+
+
+def test_a_curve_goes_on_where_nothing_was_measured_and_breaks_where_it_was_not_finite(make_run, shown):
+    known = {1: 1.0, 2: 1.1, 99: 1.0, 100: 1.1}
+    rows = [StepRow(step=n, norm=known.get(n), loss=known.get(n, math.nan)) for n in range(1, 101)]
+    view = shown(page(make_run(steps=[Bucket.of(row) for row in rows])))
+    assert drawn_in_the_middle(view, "norm")
+    assert not drawn_in_the_middle(view, "loss")
 
 
 def test_the_heat_map_tells_the_share_that_the_rules_see(make_run, shown):

@@ -34,12 +34,13 @@ function base(metric, lines) {
   return metric.always || high >= 100 * low ? metric.log : 0;
 }
 
-const logarithm = (value, log) => (value === null || !log ? value : Math.log(value) / Math.log(log));
+const logarithm = (value, log) => (log ? Math.log(value) / Math.log(log) : value);
 
+// A line is broken where a number was inf or NaN, and goes on over steps at which it was not measured.
 function tables(lines, metric, log) {
   return lines.map((line) => {
     const found = measured(line, metric);
-    const place = (values) => values.map((value) => logarithm(value, log));
+    const place = (values) => values.map((value, at) => (value === null ? (found.bad[at] ? null : undefined) : logarithm(value, log)));
     const middle = line.first.map((first, at) => (first + line.last[at]) / 2);
     const mean = place(found.mean);
     return [middle, mean, found.low ? place(found.low) : mean, found.high ? place(found.high) : mean];
@@ -83,11 +84,18 @@ function marks(lines, metric) {
 
 const tint = (line, percent) => `color-mix(in srgb, ${colour('--line' + line.colour)} ${percent}%, transparent)`;
 
+// Points are drawn where they are few enough to be told apart: a number may be measured at some steps only.
+function isSparse(plot, series, from, to) {
+  let known = 0;
+  for (let at = from; at <= to; at += 1) if (plot.data[series][at] !== null && plot.data[series][at] !== undefined) known += 1;
+  return known * 10 < plot.bbox.width / devicePixelRatio;
+}
+
 function seriesOf(lines) {
   // The edges of a band are drawn, or a spike of one step among many would be too thin to see.
   const edge = (line) => ({ stroke: () => tint(line, 45), width: 1, points: { show: false } });
   return lines.flatMap((line) => [
-    { label: line.name, stroke: () => tint(line, 100), width: 1.6, points: { size: 4 } }, edge(line), edge(line),
+    { label: line.name, stroke: () => tint(line, 100), width: 1.6, points: { size: 4, show: isSparse } }, edge(line), edge(line),
   ]);
 }
 
@@ -98,6 +106,15 @@ function bandsOf(lines) {
   }));
 }
 
+// From where to where the axis of values goes.
+function rangeOf(metric, log, low, high) {
+  if (low === null || high === null) return [0, 1];
+  if (metric.share) return [0, Math.max(high, 0.01)];
+  const room = (high - low) * 0.06;
+  if (log) return [low - (room || 1), high + (room || 1)];
+  return uPlot.rangeNum(low, high, 0.06, true);
+}
+
 function plotted(box, lines, metric, log, readout) {
   const axis = { stroke: () => colour('--soft'), grid: { stroke: () => colour('--rule'), width: 1 }, ticks: { show: false }, font: '11px system-ui, sans-serif' };
   const options = {
@@ -105,7 +122,7 @@ function plotted(box, lines, metric, log, readout) {
     height: HEIGHT,
     legend: { show: false },
     cursor: { sync: { key: 'steps', scales: ['x', null] }, drag: { x: true, y: false }, points: { size: 6 } },
-    scales: { x: { time: false, range: (plot, low, high) => [low, high] }, y: metric.share ? { range: (plot, low, high) => [0, Math.max(high || 0, 0.01)] } : {} },
+    scales: { x: { time: false, range: (plot, low, high) => [low, high] }, y: { range: (plot, low, high) => rangeOf(metric, log, low, high) } },
     axes: [{ ...axis, size: 26, values: (plot, splits) => splits.map((step) => (Number.isInteger(step) ? step.toLocaleString('en-US') : '')) }, { ...axis, size: 58, incrs: log ? [1, 2, 4, 5, 8, 10, 20, 50, 100, 200] : undefined, values: ticks(metric, log) }],
     series: [{}, ...seriesOf(lines)],
     bands: bandsOf(lines),

@@ -10,7 +10,8 @@ const LABELS = 220; // pixels for names, where rows are high enough for them
 const FOOT = 18; // pixels for the numbers of steps
 
 const lostTitle = (map) => (map.was_fp16 ? 'share lost in FP16' : 'share FP16 would lose without a loss scale');
-const lossless = (map) => map.lost.every((row) => row.every((cell) => !(cell > 0)));
+const NEGLIGIBLE = 1000; // of a million
+const lossless = (map) => map.lost.every((row) => row.every((cell) => !(cell >= NEGLIGIBLE)));
 const titleOf = (what, map) => what.title || lostTitle(map);
 
 // The range of a quantity that has no ends of its own.
@@ -65,9 +66,10 @@ function drawHeat() {
     for (const { at, start, stop } of columns) {
       const shade = paint(heat.map[heat.what.name][row][at]);
       if (!shade) continue;
-      const from = Math.max(left, x(start)), to = Math.min(width, x(stop));
+      // On whole pixels, or the ground would shine through between two columns.
+      const from = Math.floor(Math.max(left, x(start))), to = Math.ceil(Math.min(width, x(stop)));
       pen.fillStyle = shade;
-      pen.fillRect(from, row * tall, Math.max(1, to - from + 0.3), tall - (tall > 6 ? 1 : 0));
+      pen.fillRect(from, row * tall, Math.max(1, to - from), tall - (tall > 6 ? 1 : 0));
     }
   });
   if (left) nameRows(pen, tall, left);
@@ -188,7 +190,7 @@ function heatLegend() {
     legend.append(document.createTextNode(' · '), swatch, document.createTextNode(words));
   }
   const merged = map.lost_low ? '; where samples were put together, the worst of them' : '';
-  one('#heat-about').textContent = `${map.rows.length.toLocaleString('en-US')} layers in the order of the model, ${map.first.length.toLocaleString('en-US')} samples${merged}${map.was_fp16 && lossless(map) ? '; FP16 lost nothing' : ''}`;
+  one('#heat-about').textContent = `${map.rows.length.toLocaleString('en-US')} layers in the order of the model, ${map.first.length.toLocaleString('en-US')} samples${merged}${map.was_fp16 && lossless(map) ? '; FP16 lost next to nothing' : ''}`;
 }
 
 function fillHeatChoices() {
