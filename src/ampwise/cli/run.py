@@ -9,6 +9,7 @@ Examples:
   ampwise run -m my_package.train --config small.yaml
   ampwise run -o runs/two -m torch.distributed.run --nproc-per-node 2 train.py
   ampwise run --activations train.py
+  ampwise run --sink tensorboard --sink jsonl:metrics.jsonl train.py
   ampwise report runs/first --json
 
 Options of ampwise come before the script; all that follows it is the script's. Without -o the record goes to
@@ -36,12 +37,22 @@ HOME = "ampwise-runs"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    from ampwise.sinks import built_in_kinds
+
     parser.add_argument("-o", "--output", metavar="RUN", help=f"the record's folder (default: a new one in {HOME}/)")
     parser.add_argument("-f", "--force", action="store_true", help="write over a record that is there")
     parser.add_argument("-q", "--quiet", action="store_true", help="say nothing at the end")
     parser.add_argument("--every", metavar="N", type=_count, help="count gradients by powers of two at each N-th step")
     parser.add_argument("--activations", action="store_true", help="look at what modules put out, too")
     parser.add_argument("--no-timing", action="store_true", help="do not look at where the time goes")
+    parser.add_argument(
+        "--sink",
+        metavar="NAME[:TARGET]",
+        dest="sinks",
+        action="append",
+        default=[],
+        help=f"send each step's numbers there, too: {', '.join(built_in_kinds())}; may be given several times",
+    )
     parser.add_argument("--part", action="store_true", help=argparse.SUPPRESS)  # of a run that another process began
     parser.add_argument("-m", dest="module", action="store_true", help="SCRIPT is a module's name, as in python -m")
     parser.add_argument("script", metavar="SCRIPT", help="what to run")
@@ -64,7 +75,9 @@ def run(args: argparse.Namespace) -> int:
 def _watched(script: Script, folder: Path, args: argparse.Namespace) -> int:
     from ampwise.watch.running import Options, Running, rank_here
 
-    options = Options(every=args.every, activations=args.activations, timing=not args.no_timing)
+    options = Options(
+        every=args.every, activations=args.activations, timing=not args.no_timing, sinks=tuple(args.sinks)
+    )
     try:
         running = Running(script, folder, options, force=args.force)
     except BadInput as error:
@@ -80,13 +93,17 @@ def _watched(script: Script, folder: Path, args: argparse.Namespace) -> int:
 
 def _launched(script: Script, folder: Path, args: argparse.Namespace) -> int:
     from ampwise.record.layout import make_room
+    from ampwise.sinks import openings
     from ampwise.watch.launching import launch
 
-    make_room(folder, rank=0, world_size=1, force=args.force)  # before anything is started that would have to stop
+    # Before anything is started that would have to stop.
+    openings(args.sinks, base=folder)
+    make_room(folder, rank=0, world_size=1, force=args.force)
     options = ["-f"]  # room was made; and a process that torchrun starts again writes over what it had begun
     options += [f"--every={args.every}"] if args.every else []
     options += ["--activations"] if args.activations else []
     options += ["--no-timing"] if args.no_timing else []
+    options += [f"--sink={sink}" for sink in args.sinks]
     ended = launch(script, folder, options)
     _judge_ranks(folder)
     if not args.quiet:

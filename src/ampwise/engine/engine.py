@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -41,9 +42,11 @@ from ampwise.engine.scaling.scaler import GradScaler
 from ampwise.engine.schedule import Schedules
 from ampwise.engine.statistics import Statistics
 from ampwise.engine.step import History, Step
+from ampwise.engine.telling import telling
 from ampwise.engine.trained import Trained
 from ampwise.engine.window import Weight, Window
 from ampwise.errors import BadInput
+from ampwise.sinks.metrics import Row
 
 __all__ = ["Engine"]
 
@@ -64,6 +67,8 @@ class Engine:
     graph: capture forward and backward passes in CUDA graphs, for small models: ``step`` only, with a loss function
         that is the same object each time, batches of few shapes on the GPU, and nothing in it that waits for it.
     history: how many steps ``engine.history`` keeps.
+    sinks: where the numbers of each step go: names, ``["tensorboard:logs", "wandb"]``, and functions that take a row.
+        They are told a little later, and never waited for.
 
     A step whose gradients are not finite changes nothing, in any precision: neither weights nor the state of
     optimizer, scheduler and BatchNorm. With a fused optimizer nothing waits for the GPU.
@@ -92,6 +97,7 @@ class Engine:
         set_to_none: bool = True,
         graph: bool = False,
         history: int = 1000,
+        sinks: Iterable[str | Callable[[Row], None]] | None = None,
     ) -> None:
         self._models = checked_models(model)
         # The one by whose names parameters and modules are known.
@@ -123,6 +129,8 @@ class Engine:
         self._closed = 0  # windows
         self._stepping = False  # optimizers, by the engine itself
         self._stock: Any = None  # of gradients, where they must not change
+        self._telling = telling(sinks)
+        self._close_sinks = None if self._telling is None else weakref.finalize(self, self._telling.close)
         # Last, as nothing that is refused may leave a trace.
         self.policy.apply(self._model)
         self._trained.before_saving(self._schedules.settle)
@@ -310,6 +318,15 @@ class Engine:
             inverse = inverse_of(self.scaler._scale)
             return tuple(None if each is None else each * there(inverse, each.device) for each in gradients)
 
+    def close(self) -> None:
+        """Send the sinks what they have not got yet, and close them: at most some seconds. Training may go on without.
+
+        It happens by itself when the engine is gone, or the program ends. Waits for the last step.
+        """
+        if self._close_sinks is not None:
+            self._close_sinks()
+            self._telling = None
+
     # What happened
 
     @property
@@ -467,6 +484,8 @@ class Engine:
         try:
             self._schedules.settle()  # which decides on the learning rate of this step
             lrs = [_posted(lr) for lr in self._trained.lrs]
+            if self._telling is not None:
+                self._telling.step_begins(self.scaler._scale if self.scaler.is_enabled() else None)
             self._judge(stepping)
             self._stepping = True
             for optimizer in stepping:
@@ -515,6 +534,8 @@ class Engine:
         self._ranks.window_closed()
         step = self._step_of(outcome, lrs, extra)
         self.history.append(step)
+        if self._telling is not None:
+            self._telling.step_ended(step)
         self._counts.add(outcome)
         self._window.learn()
         self._window.begin()

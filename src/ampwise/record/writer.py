@@ -30,6 +30,8 @@ FEWEST_SAMPLES = 16  # are kept, however large they are
 MANIFEST_REST_S = 1.0  # between two writes of a manifest whose facts change
 LONGEST_MESSAGE = 10_000  # characters of an exception's
 
+Told = StepRow | LayerSample | Sequence[Seen]
+
 
 class Writer:
     """A record as it grows. Only making one raises; later on, what goes wrong is noted in ``trouble``.
@@ -48,6 +50,10 @@ class Writer:
         self._step_count = 0
         self._thin_steps_at, self._thin_layers_at = limits.rows, limits.samples
         self._every = 1
+        self._found: list[Seen] = []  # as told last
+        self._found_besides: list[Seen] = []
+        self._listener: Callable[[Told], None] | None = None
+        self._before_end: Callable[[], None] | None = None
         self._lock = threading.RLock()  # a signal's handler may come in the middle of a write, on the same thread
         self._pid, self._closed = os.getpid(), False
 
@@ -75,19 +81,31 @@ class Writer:
         except OSError as error:
             raise BadInput(f"no record can be written to {top}: {_reason(error)}. -o names another folder.") from error
 
+    def listen(self, listener: Callable[[Told], None], before_end: Callable[[], None]) -> None:
+        """Tell ``listener`` all that comes in, too. ``before_end`` is called when the run is over, while a finding may
+        still be added. Whatever the two raise is noted, and troubles nobody."""
+        self._listener, self._before_end = listener, before_end
+
     # --- what comes in while it runs -------------------------------------------------------------------------------
 
     def step(self, row: StepRow) -> None:
         """A step. Called at every one, so it costs a few microseconds."""
         self._safely(STEPS, self._add_step, row)
+        self._tell(row)
 
     def layers(self, sample: LayerSample) -> None:
         """A sample of the gradients of all parameters."""
         self._safely(LAYERS, self._add_layers, sample)
+        self._tell(sample)
 
     def findings(self, found: Iterable[Seen]) -> None:
         """All that was found so far; takes the place of what was told before."""
-        self._safely(FINDINGS, self._write_findings, found)
+        self._safely(FINDINGS, self._set_findings, found)
+        self._tell(self._found)
+
+    def add_finding(self, seen: Seen) -> None:
+        """One that whoever tells the others does not know of; from any thread."""
+        self._safely(FINDINGS, self._add_finding, seen)
 
     def fact(self, name: str, value: Any) -> None:
         """Something about the run as a whole, for the manifest."""
@@ -105,6 +123,7 @@ class Writer:
             raise BadInput(f"close({status!r}): a run is one of {', '.join(STATUSES)}.")
         if self._closed or os.getpid() != self._pid:
             return
+        self._end_listening()
         self._safely(STEPS, self._steps.close)
         self._safely(LAYERS, self._layers.close)
         self._manifest |= {
@@ -123,6 +142,24 @@ class Writer:
         It follows from what was written so far, which the step stands for.
         """
         return self._every
+
+    # --- who else is told ------------------------------------------------------------------------------------------
+
+    def _tell(self, told: Told) -> None:
+        if self._listener is None or self._closed or os.getpid() != self._pid:
+            return
+        try:
+            self._listener(told)
+        except Exception as error:
+            self._note("what listens", error)
+
+    def _end_listening(self) -> None:
+        before_end, self._listener, self._before_end = self._before_end, None, None
+        if before_end is not None:
+            try:
+                before_end()
+            except Exception as error:
+                self._note("what listens", error)
 
     # --- how it gets to the disk -----------------------------------------------------------------------------------
 
@@ -170,8 +207,17 @@ class Writer:
             self._every *= 2
             self._thin_layers_at = max(self._limits.samples, self._layers.lines * 2)
 
-    def _write_findings(self, found: Iterable[Seen]) -> None:
-        write_aside(self.folder / FINDINGS, [_json(findings_data(found))])
+    def _set_findings(self, found: Iterable[Seen]) -> None:
+        self._found = list(found)
+        self._write_findings()
+
+    def _add_finding(self, seen: Seen) -> None:
+        self._found_besides.append(seen)
+        self._write_findings()
+
+    def _write_findings(self) -> None:
+        every = sorted([*self._found, *self._found_besides], key=lambda seen: seen.finding.severity.rank)
+        write_aside(self.folder / FINDINGS, [_json(findings_data(every))])
 
     def _set_fact(self, name: str, value: Any) -> None:
         facts = self._manifest["facts"]

@@ -78,4 +78,7 @@ RULES: dict[str, list[tuple[str, str, bool, tuple[tuple[str, ...], ...]]]] = {
         ('AMP703', 'tf32-disabled-on-device', True, ()),
         ('AMP704', 'gpu-invisible-to-torch', True, ()),
     ],
+    "run": [
+        ('AMP801', 'sink-failed', True, ()),
+    ],
 }

@@ -6,12 +6,14 @@ import os
 import platform
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ampwise.record.rows import Seen
 from ampwise.record.writer import Writer
+from ampwise.sinks import Opening, openings
 from ampwise.watch.script import Ended, Script, when_imported
 
 if TYPE_CHECKING:
@@ -22,11 +24,12 @@ __all__ = ["Options", "Running", "rank_here"]
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """How closely to look."""
+    """How closely to look, and who else is told."""
 
     every: int | None = None
     activations: bool = False
     timing: bool = True
+    sinks: tuple[str, ...] = ()
 
 
 class Running:
@@ -35,6 +38,7 @@ class Running:
     def __init__(self, script: Script, folder: Path, options: Options, *, force: bool = False) -> None:
         self.script, self.options = script, options
         rank, world_size = rank_here()
+        wanted = openings(options.sinks, base=folder)  # before anything is made that would have to go
         self.record = Writer.create(
             folder,
             force=force,
@@ -44,8 +48,16 @@ class Running:
             script=script.name,
             environment=_environment(),
         )
+        if wanted and rank == 0:  # a rank's numbers are like another's
+            self._begin_sending(wanted)
         self.watch: Watch | None = None
         self.trouble: str | None = None
+
+    def _begin_sending(self, wanted: Sequence[Opening]) -> None:
+        from ampwise.sinks.together import Sinks
+
+        sinks = Sinks(wanted, lambda finding: self.record.add_finding(Seen(finding=finding)))
+        self.record.listen(sinks.tell, before_end=sinks.close)
 
     def run(self) -> Ended:
         """Run the script to its end, whatever that is, and close the record."""

@@ -1,0 +1,82 @@
+"""Telling sinks of an engine's steps, each when its facts have arrived: nothing waits for the device."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections import deque
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from ampwise.engine.ranks import speaks
+from ampwise.engine.scaling.facts import Posted
+from ampwise.engine.step import Step
+from ampwise.errors import BadInput
+from ampwise.finding import Finding
+from ampwise.record.rows import StepRow
+from ampwise.sinks import Opening, openings
+from ampwise.sinks.together import Sinks
+
+__all__ = ["Telling", "telling"]
+
+
+def telling(sinks: Any) -> Telling | None:
+    """None where nobody is to be told; of several ranks the first tells."""
+    if sinks is None:
+        return None
+    if isinstance(sinks, str) or callable(sinks) or not isinstance(sinks, Iterable):
+        raise BadInput(f"Engine(sinks={sinks!r}): a list is expected: sinks=['tensorboard:logs', a_function].")
+    base = Path(f"ampwise-{time.strftime('%Y%m%d-%H%M%S')}")
+    wanted = openings(sinks, base=base, prefix="Engine(sinks=['{}'])")
+    return Telling(wanted) if wanted and speaks() else None
+
+
+def _say(finding: Finding) -> None:
+    from ampwise.printers.terminal import printable
+
+    said = f"ampwise: warning: {finding.rule.code} {finding.rule.name}: {finding.message}"
+    print(printable(said), file=sys.stderr)
+
+
+class Telling:
+    """Steps on their way to sinks. It knows nothing of the engine, which may end while they travel."""
+
+    def __init__(self, wanted: Sequence[Opening]) -> None:
+        self._sinks = Sinks(wanted, _say, at_exit=self.close)
+        self._scale: Posted | None = None  # of the step that is being taken
+        self._awaited: deque[tuple[Step, Posted | None]] = deque()
+        self._pid = os.getpid()
+
+    def step_begins(self, scale: Tensor | None) -> None:
+        """The scale that its gradients have, which it may change."""
+        self._scale = None if scale is None else Posted(scale.detach().reshape(1))
+
+    def step_ended(self, step: Step) -> None:
+        """Tell of the steps that are known by now."""
+        self._awaited.append((step.bare(), self._scale))
+        while self._awaited and self._awaited[0][0].known:
+            self._tell(*self._awaited.popleft())
+
+    def close(self) -> None:
+        """Tell the rest, which waits for the last step, and close the sinks."""
+        if os.getpid() != self._pid:
+            return
+        while self._awaited:
+            self._tell(*self._awaited.popleft())
+        self._sinks.close()
+
+    def _tell(self, step: Step, scale: Posted | None) -> None:
+        self._sinks.tell(
+            StepRow(
+                step=step.number,
+                loss=step.loss,
+                scale=None if scale is None else scale.read()[0],
+                norm=step.grad_norm,
+                skipped=step.skipped,
+                lr=step.lr,
+            )
+        )

@@ -1,0 +1,1 @@
+"""Rules about the run itself, and what goes on around it."""

@@ -1,0 +1,1 @@
+"""One module a kind of sink, named as the user names it."""

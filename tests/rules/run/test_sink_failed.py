@@ -1,0 +1,49 @@
+"""What a finding says of a sink that let a run down."""
+
+import pytest
+
+from ampwise.evidence.delivery import SinkTrouble, When
+from ampwise.rules import rules_about
+from ampwise.rules.run.sink_failed import RULE, check
+
+
+@pytest.mark.parametrize(
+    ("trouble", "message"),
+    [
+        (
+            SinkTrouble(sink="wandb", when=When.OPENING, error="OSError: no"),
+            "the sink `wandb` could not be opened: OSError: no",
+        ),
+        (
+            SinkTrouble(sink="jsonl", when=When.SENDING, error="OSError: full", sent=1),
+            "the sink `jsonl` failed after 1 row, and got no more: OSError: full",
+        ),
+        (
+            SinkTrouble(sink="jsonl", when=When.CLOSING, error="OSError: full", sent=1200),
+            "the sink `jsonl` got 1,200 rows, and failed when it was closed: OSError: full",
+        ),
+        (
+            SinkTrouble(sink="mlflow", when=When.WAITING, sent=3, lost=4000),
+            "the sink `mlflow` was still busy when the run was over, and was not waited for: 3 rows sent, 4,000 not",
+        ),
+        (
+            SinkTrouble(sink="trackio", when=When.KEEPING_UP, sent=30, lost=2),
+            "the sink `trackio` is slower than the training: 2 rows were left out, 30 rows sent",
+        ),
+    ],
+    ids=lambda each: str(each.when) if isinstance(each, SinkTrouble) else "",
+)
+def test_one_finding_says_what_happened(trouble, message):
+    (finding,) = check(trouble)
+    assert finding.rule is RULE
+    assert finding.message == message
+    assert finding.evidence == {
+        "sink": trouble.sink,
+        "when": str(trouble.when),
+        "sent": trouble.sent,
+        "lost": trouble.lost,
+    }
+
+
+def test_its_room_is_about_the_run():
+    assert [module.RULE for module in rules_about("run")] == [RULE]

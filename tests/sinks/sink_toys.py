@@ -1,0 +1,58 @@
+"""Sinks, good and bad, and rows for them."""
+
+import math
+import threading
+import time
+from contextlib import contextmanager
+from pathlib import Path
+
+from ampwise.record.rows import StepRow
+from ampwise.sinks import Opening
+from ampwise.sinks.about import About
+from ampwise.sinks.metrics import Row
+from ampwise.sinks.together import Sinks
+
+LOSSES = [0.5, math.nan, math.inf, -math.inf, 1e-30]
+
+
+def steps(losses=LOSSES, **facts):
+    return [StepRow(step=number, loss=loss, **facts) for number, loss in enumerate(losses, 1)]
+
+
+def row(step=1, **metrics):
+    return Row(step, 1_700_000_000.0 + step, metrics or {"ampwise/loss": 1.0})
+
+
+def all_sinks(*openings, **options):
+    """The sinks, and the findings they come to."""
+    found = []
+    return Sinks(openings, found.append, **options), found
+
+
+class Toy:
+    """A sink that keeps its rows, and may be told to fail or to take its time."""
+
+    def __init__(self, name="toy", fails="", slow=0.0, error=None):
+        self.name, self.fails, self.slow = name, fails, slow
+        self.error = error or ValueError("the disk is full\nand more")
+        self.rows, self.calls = [], []
+        self.gate = threading.Event()  # open once it was reached
+        self.opening = Opening(name, self.open_sink, About(base=Path("run").absolute()))
+
+    def _do(self, what):
+        self.calls.append(what)
+        if self.fails == what:
+            raise self.error
+
+    @contextmanager
+    def open_sink(self, about):
+        self._do("open")
+
+        def send(rows):
+            self._do("send")
+            self.gate.set()
+            time.sleep(self.slow)
+            self.rows += rows
+
+        yield send
+        self._do("close")

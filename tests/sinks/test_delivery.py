@@ -1,0 +1,245 @@
+"""Rows arrive, in order; and whatever a sink does, neither the training nor the other sinks notice."""
+
+import gc
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from ampwise.sinks import delivery
+from ampwise.sinks.delivery import BATCH
+
+from .sink_toys import Toy, all_sinks, row, steps
+
+
+def send(sinks, number):
+    for step in steps([float(each) for each in range(number)]):
+        sinks.tell(step)
+
+
+def said(found):
+    (finding,) = found
+    assert (finding.rule.code, finding.rule.name) == ("AMP801", "sink-failed")
+    return finding.message
+
+
+def test_every_row_arrives_in_order():
+    toy = Toy()
+    sinks, found = all_sinks(toy.opening)
+    send(sinks, 3 * BATCH + 1)
+    sinks.close(60)
+    assert [each.step for each in toy.rows] == list(range(1, 3 * BATCH + 2))
+    assert [each.metrics["ampwise/loss"] for each in toy.rows] == [float(each) for each in range(3 * BATCH + 1)]
+    assert toy.calls[0] == "open"
+    assert toy.calls[-1] == "close"
+    assert not found
+
+
+def test_a_sink_without_rows_is_never_opened():
+    toy = Toy()
+    sinks, found = all_sinks(toy.opening)
+    sinks.close()
+    assert not toy.calls
+    assert not found
+
+
+def test_after_the_end_nothing_is_sent():
+    toy = Toy()
+    sinks, _ = all_sinks(toy.opening)
+    send(sinks, 2)
+    sinks.close(60)
+    send(sinks, 2)
+    sinks.close(60)
+    assert len(toy.rows) == 2
+    assert toy.calls.count("close") == 1
+
+
+@pytest.mark.parametrize(
+    ("fails", "message"),
+    [
+        ("open", "the sink `bad` could not be opened: ValueError: the disk is full"),
+        ("send", "the sink `bad` failed after 0 rows, and got no more: ValueError: the disk is full"),
+        ("close", "the sink `bad` got 40 rows, and failed when it was closed: ValueError: the disk is full"),
+    ],
+)
+def test_a_sink_that_fails_costs_one_finding_and_no_other_sink(fails, message):
+    bad, good = Toy("bad", fails), Toy()
+    sinks, found = all_sinks(bad.opening, good.opening)
+    send(sinks, 20)
+    if fails != "close":
+        _until(lambda: found)
+    send(sinks, 20)
+    sinks.close(60)
+    assert said(found) == message
+    assert len(good.rows) == 40
+    assert bad.calls.count(fails) == 1  # and was left alone
+
+
+def test_a_sink_that_exits_ends_alone():
+    toy = Toy(fails="send", error=SystemExit(7))
+    sinks, found = all_sinks(toy.opening)
+    send(sinks, 1)
+    sinks.close(60)
+    assert said(found) == "the sink `toy` failed after 0 rows, and got no more: SystemExit: 7"
+
+
+class Wordless(Exception):
+    def __str__(self):
+        raise RuntimeError
+
+
+def test_an_error_without_words():
+    toy = Toy(fails="open", error=Wordless())
+    sinks, found = all_sinks(toy.opening)
+    send(sinks, 1)
+    sinks.close(60)
+    assert said(found) == "the sink `toy` could not be opened: Wordless: (no message)"
+
+
+def test_nobody_to_tell_is_no_trouble_either():
+    toy, good = Toy(fails="open"), Toy()
+
+    def refuse(trouble):
+        raise RuntimeError("no room for findings")
+
+    sinks, _ = all_sinks(toy.opening, good.opening)
+    sinks._found = refuse
+    send(sinks, 3)
+    sinks.close(60)
+    assert len(good.rows) == 3
+
+
+def test_a_sink_that_hangs_holds_up_neither_training_nor_end_nor_other_sinks():
+    hanging, good = Toy("hanging", slow=60.0), Toy()
+    sinks, found = all_sinks(hanging.opening, good.opening)
+    send(sinks, 1)
+    assert hanging.gate.wait(30)
+    started = time.monotonic()
+    send(sinks, 100)
+    assert time.monotonic() - started < 1.0
+    sinks.close(patience=0.3)
+    assert time.monotonic() - started < 5.0
+    assert said(found) == (
+        "the sink `hanging` was still busy when the run was over, and was not waited for: 0 rows sent, 100 not"
+    )
+    assert len(good.rows) == 101
+
+
+def test_a_full_queue_drops_the_oldest_and_says_so_at_the_end(monkeypatch):
+    monkeypatch.setattr(delivery, "MOST_WAITING", 10)
+    toy = Toy(slow=0.2)
+    sinks, found = all_sinks(toy.opening)
+    send(sinks, 1)
+    assert toy.gate.wait(30)
+    send(sinks, 50)  # of which ten find room
+    assert not found
+    sinks.close(60)
+    assert [each.step for each in toy.rows] == [1, *range(41, 51)]
+    assert said(found) == "the sink `toy` is slower than the training: 40 rows were left out, 11 rows sent"
+
+
+def test_of_several_troubles_the_first_is_told(monkeypatch):
+    monkeypatch.setattr(delivery, "MOST_WAITING", 10)
+    toy = Toy(slow=0.2, fails="close")
+    sinks, found = all_sinks(toy.opening)
+    send(sinks, 1)
+    assert toy.gate.wait(30)
+    send(sinks, 50)
+    sinks.close(60)
+    assert said(found).startswith("the sink `toy` got 11 rows, and failed when it was closed")
+
+
+def test_without_threads_there_is_a_finding(monkeypatch):
+    def no_thread(*args, **kwargs):
+        raise RuntimeError("can't start new thread")
+
+    toy = Toy()
+    sinks, found = all_sinks(toy.opening)
+    monkeypatch.setattr(threading, "Thread", no_thread)
+    send(sinks, 5)
+    sinks.close()
+    assert said(found) == "the sink `toy` could not be opened: RuntimeError: can't start new thread"
+
+
+def test_a_second_interrupt_ends_the_waiting():
+    toy = Toy(slow=60.0)
+    sinks, found = all_sinks(toy.opening)
+    send(sinks, 1)
+    assert toy.gate.wait(30)
+    timer = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT))
+    timer.start()
+    started = time.monotonic()
+    sinks.close(patience=50)
+    timer.join()
+    assert time.monotonic() - started < 20
+    assert "not waited for" in said(found)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+@pytest.mark.parametrize("sent_before", [0, 1])
+def test_a_forked_process_sends_nothing(sent_before):
+    toy = Toy()
+    sinks, found = all_sinks(toy.opening)
+    send(sinks, sent_before)
+    assert not sent_before or toy.gate.wait(30)
+    child = os.fork()
+    if child == 0:
+        before = list(toy.calls)
+        send(sinks, 5)
+        time.sleep(0.2)
+        started = time.monotonic()
+        sinks.close(patience=5)
+        os._exit(toy.calls != before or time.monotonic() - started > 2)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    send(sinks, 1)
+    sinks.close(60)
+    assert len(toy.rows) == sent_before + 1
+    assert not found
+
+
+def test_threads_keep_no_interpreter_alive():
+    code = """
+import sys, time
+from pathlib import Path
+from ampwise.sinks import openings
+from ampwise.sinks.together import Sinks
+from ampwise.record.rows import StepRow
+
+def hang(row):
+    time.sleep(60)
+
+sinks = Sinks(openings([hang], base=Path("run")), print)
+sinks.tell(StepRow(step=1))
+time.sleep(0.2)
+sys.exit(5)  # and nobody has closed them
+"""
+    started = time.monotonic()
+    done = subprocess.run([sys.executable, "-c", code], timeout=50, check=False, capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (5, "", "")
+    assert time.monotonic() - started < 40
+
+
+def test_handing_over_costs_microseconds():
+    toy = Toy(slow=0.5)
+    sinks, _ = all_sinks(toy.opening)
+    sinks.tell(*steps([1.0]))
+    assert toy.gate.wait(30)
+    rows, put = [row(number) for number in range(500)], sinks._deliveries[0].put
+    gc.collect()
+    started = time.perf_counter()
+    for each in rows:
+        put(each)
+    assert (time.perf_counter() - started) / len(rows) < 1e-3  # a thousand times what it takes; a wait would be more
+    sinks.close(60)
+
+
+def _until(holds, seconds=30.0):
+    end = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < end, "it never came"
+        time.sleep(0.005)

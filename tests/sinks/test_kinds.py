@@ -1,0 +1,416 @@
+"""Each kind of sink with the real package, offline: what was sent is read back by the package itself."""
+
+import importlib.util
+import json
+import math
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from ampwise.record.rows import StepRow
+from ampwise.sinks import openings
+from ampwise.strict_json import dumps
+
+from .sink_toys import LOSSES, all_sinks, steps
+
+ROOT = Path(__file__).parents[2]
+SENT = {"ampwise/loss": LOSSES, "ampwise/skipped": [0.0] * len(LOSSES), "ampwise/skip_rate": [0.0] * len(LOSSES)}
+
+# In a process of its own: these packages change the process they are in.
+BEFORE = """
+import json, math, sys
+from pathlib import Path
+from ampwise.record.rows import StepRow
+from ampwise.sinks import openings
+from ampwise.sinks.together import Sinks
+from ampwise.strict_json import dumps
+
+found = []
+
+def send(sink, losses, base="runs/first", first=1):
+    sinks = begin(sink, base)
+    for step, loss in enumerate(losses, first):
+        sinks.tell(StepRow(step=step, loss=loss))
+    sinks.close(120)
+    assert not found, found
+
+def begin(sink, base="runs/first"):
+    return Sinks(openings([sink], base=Path(base)), found.append)
+
+def answer(value):
+    print(dumps(value, indent=None), end="")
+
+LOSSES = [0.5, math.nan, math.inf, -math.inf, 1e-30]
+"""
+
+
+def run(package, code, folder, **environment):
+    """What a script answers; nothing but that may be on stdout."""
+    if importlib.util.find_spec(package) is None:
+        pytest.skip(f"{package} is not installed")
+    home = folder / "home"
+    home.mkdir()
+    environment = {
+        **{name: value for name, value in os.environ.items() if not name.startswith(("WANDB", "MLFLOW", "TRACKIO"))},
+        "PYTHONPATH": str(ROOT / "src"),
+        "HOME": str(home),
+        "DO_NOT_TRACK": "1",
+        "MLFLOW_DISABLE_TELEMETRY": "true",
+        "WANDB_ERROR_REPORTING": "false",
+        **environment,
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", BEFORE + textwrap.dedent(code)],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=180,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("\n") == 1, done.stdout
+    return json.loads(done.stdout)
+
+
+def same(one, other):
+    """The same numbers, a NaN being one; as JSON has them."""
+    return repr([float(each) for each in one]) == repr([float(each) for each in other])
+
+
+# JSON lines
+
+
+def send(sink, told, base):
+    sinks, found = all_sinks(*openings([sink], base=base))
+    for each in told:
+        sinks.tell(each)
+    sinks.close(60)
+    assert not found
+
+
+def lines(path):
+    return [json.loads(line, parse_constant=pytest.fail) for line in path.read_text().splitlines()]
+
+
+def test_json_lines_are_strict(tmp_path):
+    send("jsonl", steps(), tmp_path / "first")
+    written = lines(tmp_path / "first.metrics.jsonl")
+    assert [line["ampwise/loss"] for line in written] == [0.5, "NaN", "Infinity", "-Infinity", 1e-30]
+    for name, values in SENT.items():
+        assert same([line[name] for line in written], values)
+    assert {line["run"] for line in written} == {"first"}
+    assert [line["step"] for line in written] == [1, 2, 3, 4, 5]
+    assert all(abs(line["time"] - written[0]["time"]) < 60 for line in written)
+
+
+def test_json_lines_of_a_run_are_written_anew_and_a_file_of_the_users_is_added_to(tmp_path):
+    mine = tmp_path / "logs" / "all.jsonl"
+    for base in ("first", "second"):
+        send(f"jsonl:{mine}", steps([1.0]), tmp_path / base)
+        send("jsonl", steps([1.0]), tmp_path / "again")
+    assert [line["run"] for line in lines(mine)] == ["first", "second"]
+    assert len(lines(tmp_path / "again.metrics.jsonl")) == 1
+
+
+def test_a_file_that_cannot_be_written(tmp_path):
+    sinks, found = all_sinks(*openings([f"jsonl:{tmp_path}"], base=tmp_path / "first"))
+    sinks.tell(StepRow(step=1))
+    sinks.close(60)
+    assert found[0].message.startswith("the sink `jsonl` could not be opened: IsADirectoryError")
+
+
+# TensorBoard
+
+
+def test_tensorboard_reads_back_what_was_sent(tmp_path):
+    code = """
+    send("tensorboard", [9.0])  # an earlier run of this name
+    send("tensorboard", LOSSES)
+    send("tensorboard:logs/mine", LOSSES)
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    read = {}
+    for folder in ("runs/first.tensorboard", "logs/mine"):
+        events = EventAccumulator(folder).Reload()
+        read[folder] = {tag: [[e.step, e.value] for e in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+    answer(read)
+    """
+    read = run("tensorboard", code, tmp_path)
+    for scalars in read.values():
+        assert set(scalars) == set(SENT)
+        for name, values in SENT.items():
+            assert [step for step, _ in scalars[name]] == [1, 2, 3, 4, 5]
+            got = [float(value) for _, value in scalars[name]]
+            assert same(got[:-1], values[:-1])
+            assert got[-1] == pytest.approx(values[-1], rel=1e-6)  # single precision
+
+
+# Weights & Biases
+
+
+# A file of W&B's is seven bytes and then a log as LevelDB has it: blocks of 32 KiB, each of parts that begin with a
+# checksum, a length and a kind (1 whole, 2 first, 3 middle, 4 last).
+READ_WANDB = """
+import struct
+
+def records(data):
+    at, begun = 7, b""
+    while at + 7 <= len(data):
+        left = 32768 - at % 32768
+        _, length, kind = struct.unpack_from("<IHB", data, at)
+        if left < 7 or kind == 0:
+            at += left
+            continue
+        begun += data[at + 7 : at + 7 + length]
+        at += 7 + length
+        if kind in (1, 4):
+            yield begun
+            begun = b""
+
+def read_wandb():
+    import wandb
+    from wandb.proto import wandb_internal_pb2
+    wandb.teardown()  # until all is on the disk
+    runs = {}
+    for path in sorted(Path(".").glob("**/*.wandb")):
+        rows, about = [], {}
+        for data in records(path.read_bytes()):
+            record = wandb_internal_pb2.Record()
+            record.ParseFromString(data)
+            if record.HasField("run"):
+                about = {"project": record.run.project, "name": record.run.display_name}
+            if record.HasField("metric"):
+                about.setdefault("axes", {})[record.metric.glob_name or record.metric.name] = record.metric.step_metric
+            if record.HasField("exit"):
+                about["ended"] = True
+            if record.HasField("history"):
+                items = record.history.item
+                rows.append({"/".join(i.nested_key) or i.key: json.loads(i.value_json) for i in items})
+        runs[about["project"]] = {**about, "rows": rows}
+    return runs
+"""
+
+
+def rows_with(read, name):
+    return [row for row in read["rows"] if name in row]
+
+
+def test_wandb_alone(tmp_path):
+    code = """
+    import threading
+    send("wandb", LOSSES)
+    send("wandb:mine", LOSSES)
+    import wandb
+    answer({"runs": read_wandb(), "left": wandb.run is None and sys.stdout is sys.__stdout__})
+    """
+    read = run("wandb", READ_WANDB + textwrap.dedent(code), tmp_path)
+    assert read["left"]
+    assert set(read["runs"]) == {"ampwise", "mine"}
+    for one in read["runs"].values():
+        assert one["name"] == "first"
+        assert one["axes"] == {"ampwise/step": "", "ampwise/*": "ampwise/step"}
+        assert one["ended"]
+        for name, values in SENT.items():
+            assert same([row[name] for row in one["rows"]], values)
+        assert [row["ampwise/step"] for row in one["rows"]] == [1, 2, 3, 4, 5]
+
+
+def test_wandb_in_a_script_with_a_run_of_its_own(tmp_path):
+    """Its rows, steps and summary are those it would have without us, and ours are in them."""
+    code = """
+    import time
+    import wandb
+    theirs = wandb.init(project="theirs", mode="offline", settings=wandb.Settings(silent=True, console="off"))
+    sinks = begin("wandb")
+    for step in range(10):
+        for part in range(3):  # three of ours for one of theirs, and each would count as a step
+            sinks.tell(StepRow(step=3 * step + part + 1, loss=float(step)))
+        delivery = sinks._deliveries[0]
+        while delivery.sent < 3 * (step + 1):
+            time.sleep(0.002)
+        wandb.log({"accuracy": step / 10}, step=step)
+    sinks.close(60)
+    assert not found, found
+    open_still = wandb.run is theirs
+    theirs.finish()
+    answer({"runs": read_wandb(), "open": open_still})
+    """
+    read = run("wandb", READ_WANDB + textwrap.dedent(code), tmp_path, WANDB_MODE="offline")
+    assert read["open"]
+    assert set(read["runs"]) == {"theirs"}
+    rows = read["runs"]["theirs"]["rows"]
+    theirs = {row["_step"]: row["accuracy"] for row in rows if "accuracy" in row}
+    assert theirs == {step: step / 10 for step in range(10)}
+    ours = [(row["ampwise/step"], row["ampwise/loss"]) for row in rows if "ampwise/loss" in row]
+    assert len(ours) >= 9
+    assert set(ours) <= {(3 * step + 3, float(step)) for step in range(10)}  # always the last of the three
+    assert read["runs"]["theirs"]["axes"]["ampwise/*"] == "ampwise/step"
+
+
+def test_wandb_in_a_script_that_begins_its_run_later_or_ends_it_early(tmp_path):
+    code = """
+    import time
+    import wandb
+    quiet = wandb.Settings(silent=True, console="off")
+    sinks = begin("wandb")
+    sinks.tell(StepRow(step=1, loss=1.0))
+    while not sinks._deliveries[0].sent:
+        time.sleep(0.01)
+    theirs = wandb.init(project="theirs", mode="offline", settings=quiet)
+    wandb.log({"accuracy": 0.5})
+    sinks.tell(StepRow(step=2, loss=2.0))
+    sinks.close(60)
+    wandb.finish()
+    early = begin("wandb")
+    theirs = wandb.init(project="early", mode="offline", settings=quiet)
+    early.tell(StepRow(step=1, loss=1.0))
+    while not early._deliveries[0].sent:
+        time.sleep(0.01)
+    wandb.finish()
+    early.tell(StepRow(step=2, loss=2.0))
+    early.close(60)
+    assert not found, found
+    answer(read_wandb())
+    """
+    runs = run("wandb", READ_WANDB + textwrap.dedent(code), tmp_path, WANDB_MODE="offline")
+    assert set(runs) == {"ampwise", "theirs", "early"}
+    assert [row["ampwise/loss"] for row in runs["ampwise"]["rows"]] == [1.0, 2.0]
+    assert [row["accuracy"] for row in rows_with(runs["theirs"], "accuracy")] == [0.5]
+    assert not rows_with(runs["theirs"], "ampwise/loss")
+    assert [row["ampwise/loss"] for row in rows_with(runs["early"], "ampwise/loss")] == [1.0]
+
+
+@pytest.mark.parametrize(
+    ("environment", "netrc", "mode"),
+    [
+        ({}, "", "offline"),
+        ({"WANDB_MODE": "disabled"}, "", None),
+        ({}, f"machine api.wandb.ai login user password {'a' * 40}", None),
+        ({"WANDB_BASE_URL": "https://wandb.example.org"}, f"machine api.wandb.ai password {'a' * 40}", "offline"),
+    ],
+    ids=["nobody", "mode", "netrc", "another host"],
+)
+def test_wandb_is_offline_unless_someone_has_logged_in(environment, netrc, mode, tmp_path):
+    (tmp_path / "netrc").write_text(netrc)
+    (tmp_path / "netrc").chmod(0o600)
+    code = "from ampwise.sinks.kinds.wandb import _mode\nanswer(_mode())"
+    assert run("wandb", code, tmp_path, NETRC=str(tmp_path / "netrc"), **environment) == mode
+
+
+# MLflow
+
+
+READ_MLFLOW = """
+def history(client, run_id, *names):
+    return {name: [[m.step, m.value] for m in client.get_metric_history(run_id, name)] for name in names}
+"""
+
+
+def test_mlflow_alone_and_in_a_run_of_the_scripts_own(tmp_path):
+    names = sorted(SENT)
+    code = f"""
+    import mlflow
+    from mlflow import MlflowClient
+    client = MlflowClient(tracking_uri="file:store")
+    send("mlflow:file:store", LOSSES)
+    (alone,) = client.search_runs([client.get_experiment_by_name("ampwise").experiment_id])
+    many = [float(each) for each in range(900)]  # more metrics than a request may have
+    send("mlflow:file:store", many, base="runs/many")
+    experiment = client.get_experiment_by_name("ampwise").experiment_id
+    (long,) = client.search_runs([experiment], "tags.mlflow.runName = 'many'")
+
+    mlflow.set_tracking_uri("file:theirs")
+    with mlflow.start_run(run_name="theirs") as theirs:
+        mlflow.log_metric("accuracy", 0.5, step=1000)
+        send("mlflow", LOSSES)
+        open_still = mlflow.active_run().info.run_id == theirs.info.run_id
+    known = MlflowClient().search_runs(["0"])
+    send("mlflow:mine", LOSSES)
+    mine = MlflowClient().get_experiment_by_name("mine").experiment_id
+    answer({{
+        "alone": history(client, alone.info.run_id, *{names!r}),
+        "name": alone.info.run_name,
+        "status": alone.info.status,
+        "many": history(client, long.info.run_id, "ampwise/loss")["ampwise/loss"],
+        "theirs": history(MlflowClient(), theirs.info.run_id, "accuracy", *{names!r}),
+        "open": open_still,
+        "runs": [each.info.run_name for each in known],
+        "mine": len(MlflowClient().search_runs([mine])),
+    }})
+    """
+    read = run("mlflow", READ_MLFLOW + textwrap.dedent(code), tmp_path, MLFLOW_ALLOW_FILE_STORE="true")
+    assert (read["name"], read["status"]) == ("first", "FINISHED")
+    assert read["many"] == [[step, step - 1.0] for step in range(1, 901)]
+    assert read["open"]
+    assert read["runs"] == ["theirs"]
+    assert read["mine"] == 1
+    assert read["theirs"].pop("accuracy") == [[1000, 0.5]]
+    for metrics in (read["alone"], read["theirs"]):
+        for name, values in SENT.items():
+            assert [step for step, _ in metrics[name]] == [1, 2, 3, 4, 5]
+            assert same([value for _, value in metrics[name]], values)
+
+
+@pytest.mark.parametrize(
+    ("target", "place"),
+    [
+        (None, (None, "ampwise")),
+        ("my experiment", (None, "my experiment")),
+        ("http://localhost:5000", ("http://localhost:5000", "ampwise")),
+        ("file:store", ("file:store", "ampwise")),
+        ("databricks", ("databricks", "ampwise")),
+    ],
+)
+def test_what_the_target_of_mlflow_means(target, place, monkeypatch):
+    from ampwise.sinks.kinds.mlflow import _place
+
+    monkeypatch.delenv("MLFLOW_EXPERIMENT_NAME", raising=False)
+    assert _place(target) == place
+
+
+# trackio
+
+
+def test_trackio_alone_and_in_a_run_of_the_scripts_own(tmp_path):
+    code = """
+    import contextlib, io
+    import trackio
+    from trackio.sqlite_storage import SQLiteStorage
+    send("trackio", LOSSES)
+    send("trackio:mine", LOSSES)
+    with contextlib.redirect_stdout(io.StringIO()):  # the script's own prints
+        theirs = trackio.init(project="theirs", name="their-run", auto_log_cpu=False)
+    trackio.log({"accuracy": 0.25})
+    send("trackio", LOSSES, first=50)
+    trackio.log({"accuracy": 0.5})
+    counter, current = theirs._next_step, trackio.context_vars.current_run.get() is theirs
+    with contextlib.redirect_stdout(io.StringIO()):
+        trackio.finish()
+    answer({
+        "runs": {project: SQLiteStorage.get_runs(project) for project in ("ampwise", "mine", "theirs")},
+        "ampwise": SQLiteStorage.get_logs("ampwise", "first"),
+        "mine": SQLiteStorage.get_logs("mine", "first"),
+        "theirs": SQLiteStorage.get_logs("theirs", "their-run"),
+        "counter": counter,
+        "current": current,
+    })
+    """
+    read = run("trackio", code, tmp_path, TRACKIO_DIR=str(tmp_path / "trackio"), HF_HUB_OFFLINE="1")
+    assert read["runs"] == {"ampwise": ["first"], "mine": ["first"], "theirs": ["their-run"]}
+    assert read["counter"] == 2
+    assert read["current"]
+    theirs = read["theirs"]
+    assert [(row["step"], row["accuracy"]) for row in theirs if "accuracy" in row] == [(0, 0.25), (1, 0.5)]
+    for rows, first in ((read["ampwise"], 1), (read["mine"], 1), (theirs, 50)):
+        ours = [row for row in rows if "ampwise/loss" in row]
+        assert [row["step"] for row in ours] == list(range(first, first + 5))
+        for name, values in SENT.items():
+            assert same([row[name] for row in ours], values)
+
+
+def test_dumps_is_what_the_answers_are_read_by():
+    assert json.loads(dumps([math.nan], indent=None)) == ["NaN"]
