@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import signal
 
 import pytest
 from hypothesis import settings
@@ -9,6 +10,9 @@ from hypothesis import settings
 # Time never decides a test. In CI the cases are the same in every run; elsewhere each run looks for new ones.
 settings.register_profile("ampwise", deadline=None, derandomize="CI" in os.environ)
 settings.load_profile("ampwise")
+
+# A shell starts what it runs in the background with Ctrl-C switched off, and tests press it.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 collect_ignore_glob = ["rules/source/fixtures/*"]  # code to be read, not run
 
