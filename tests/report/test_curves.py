@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ampwise.record.bucket import Bucket
-from ampwise.record.rows import StepRow
-from ampwise.report.curves import METRICS, RECENT, by_optimizer, plain, skip_rates, spread_of, thinned
+from ampwise.record.rows import SKIP_RATE_OVER, StepRow
+from ampwise.report.curves import METRICS, by_optimizer, plain, skip_rates, spread_of, thinned
 
 ROWS = st.lists(
     st.builds(
@@ -59,5 +59,5 @@ def test_a_skip_rate_is_of_the_last_hundred_steps_or_of_its_own(skips, most):
     for point, rate in zip(points, skip_rates(points), strict=True):
         until = skips[: point.last]
         spans = [until[start:] for start in {0, *(one.first - 1 for one in points if one.first <= point.first)}]
-        looked_at = min((span for span in spans if len(span) >= RECENT), key=len, default=until)
+        looked_at = min((span for span in spans if len(span) >= SKIP_RATE_OVER), key=len, default=until)
         assert rate == sum(looked_at) / len(looked_at)

@@ -12,7 +12,7 @@ from ampwise.evidence.underflow import underflow
 from ampwise.finding import Place
 from ampwise.record.rows import LayerSample, Seen, StepRow
 from ampwise.rules import find_rule
-from ampwise.sinks.metrics import METRICS, PREFIX, RECENT, STEP, Metrics
+from ampwise.sinks.metrics import METRICS, PREFIX, STEP, Metrics
 
 FACTS = {"loss": "loss", "loss_scale": "scale", "grad_norm": "norm", "lr": "lr"}
 numbers = st.none() | st.floats()
@@ -55,13 +55,13 @@ def test_a_row_has_what_the_step_knows_and_nothing_else(loss, scale, norm, lr, s
     )
 
 
-@given(st.lists(st.tuples(st.integers(0, 1), st.booleans()), max_size=3 * RECENT))
+@given(st.lists(st.tuples(st.integers(0, 1), st.booleans()), max_size=3 * SKIP_RATE_OVER))
 def test_the_rate_of_skips_is_over_the_last_steps_of_each_optimizer(taken):
     metrics, before = Metrics(), {0: [], 1: []}
     for optimizer, skipped in taken:
         before[optimizer].append(skipped)
         row = metrics.row(StepRow(optimizer=optimizer, step=len(before[optimizer]), skipped=skipped))
-        recent = before[optimizer][-RECENT:]
+        recent = before[optimizer][-SKIP_RATE_OVER:]
         prefix = PREFIX + ("optimizer1/" if optimizer else "")
         assert row.metrics[f"{prefix}skip_rate"] == pytest.approx(sum(recent) / len(recent))
 

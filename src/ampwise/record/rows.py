@@ -10,7 +10,9 @@ from typing import Any
 from ampwise.census.algebra import Census
 from ampwise.finding import Finding
 
-__all__ = ["LayerSample", "Seen", "StepRow"]
+__all__ = ["SKIP_RATE_OVER", "LayerSample", "Seen", "StepRow"]
+
+SKIP_RATE_OVER = 100  # steps: the share that was skipped is told of the last so many
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from ampwise.record.bucket import Bucket, Spread, together
+from ampwise.record.rows import SKIP_RATE_OVER
 
-__all__ = ["METRICS", "RECENT", "by_optimizer", "plain", "skip_rates", "spread_of", "thinned"]
+__all__ = ["METRICS", "by_optimizer", "plain", "skip_rates", "spread_of", "thinned"]
 
 METRICS = ("loss", "norm", "scale", "lr")
-RECENT = 100  # steps that a rate of skipped steps looks back on
 
 
 def by_optimizer(buckets: Sequence[Bucket]) -> dict[int, list[Bucket]]:
@@ -29,7 +29,7 @@ def thinned(buckets: Sequence[Bucket], most: int) -> list[Bucket]:
 
 
 def skip_rates(line: Sequence[Bucket]) -> list[float]:
-    """At each bucket of one optimizer the share skipped among the last RECENT steps, or among its own if it has more.
+    """At each bucket of one optimizer the share skipped among the last SKIP_RATE_OVER steps, or among its own if it has more.
 
     >>> skip_rates([Bucket(first=1, last=1, skipped=1), Bucket(first=2, last=2)])
     [1.0, 0.5]
@@ -38,7 +38,7 @@ def skip_rates(line: Sequence[Bucket]) -> list[float]:
     for bucket in line:
         window.append(bucket)
         steps, skipped = steps + bucket.count, skipped + bucket.skipped
-        while len(window) > 1 and steps - window[0].count >= RECENT:
+        while len(window) > 1 and steps - window[0].count >= SKIP_RATE_OVER:
             gone = window.popleft()
             steps, skipped = steps - gone.count, skipped - gone.skipped
         rates.append(skipped / steps)

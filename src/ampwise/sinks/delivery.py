@@ -12,20 +12,25 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from ampwise.evidence.delivery import SinkTrouble, When
+from ampwise.sinks.metrics import Metrics, Told
 
 if TYPE_CHECKING:
     from ampwise.sinks import Opening
     from ampwise.sinks.metrics import Row
 
-__all__ = ["Delivery"]
+__all__ = ["Delivery", "Fact"]
 
-MOST_WAITING = 10_000  # rows: a sink so far behind gets the newest, and is told of at the end
-BATCH = 500  # rows that a sink gets at a time, where so many wait
+Fact = tuple[float, Told]  # with the time it became known, in seconds since 1970
+
+MOST_WAITING = 10_000  # facts: a sink so far behind gets the newest, and is told of at the end
+BATCH = 500  # that a sink gets at a time, where so many wait
 LONGEST_ERROR = 500  # characters
 
 
 class Delivery:
-    """One sink. A queue, and a thread that opens the sink at the first row, sends what waits, and closes it.
+    """One sink. A queue of facts, and a thread that makes rows of them, opens the sink for the first, sends and closes.
+
+    What FP16 loses of a model's gradients takes milliseconds to tell, which are the thread's and not the training's.
 
     Each sink has a thread of its own, so that one that hangs holds up no other. The threads are daemons: they keep no
     interpreter alive. A forked process has the delivery too, and sends nothing. failed: told once, of the first
@@ -40,21 +45,22 @@ class Delivery:
         at_exit: Callable[[], None] | None = None,
     ) -> None:
         self._opening, self._failed, self._at_exit = opening, failed, at_exit
-        self._rows: queue.SimpleQueue[Row | None] = queue.SimpleQueue()  # whose put a signal's handler may interrupt
+        self._facts: queue.SimpleQueue[Fact | None] = queue.SimpleQueue()  # whose put a signal's handler may interrupt
+        self._metrics = Metrics()
         self._thread: threading.Thread | None = None
         self._done = threading.Event()  # not join(), which may take an interrupted wait for the thread's end
         self._lock = threading.Lock()
         self._pid, self._off = os.getpid(), False
         self.sent = self.lost = 0
 
-    def put(self, row: Row) -> None:
-        """Hand a row over; costs microseconds, and never raises."""
+    def put(self, fact: Fact) -> None:
+        """Hand a fact over; costs microseconds, and never raises."""
         if self._off or os.getpid() != self._pid:
             return
         try:
-            if self._rows.qsize() >= MOST_WAITING:
+            if self._facts.qsize() >= MOST_WAITING:
                 self._drop_oldest()
-            self._rows.put(row)
+            self._facts.put(fact)
             if self._thread is None:
                 self._start()
         except Exception as error:  # no more threads, no more memory
@@ -63,7 +69,7 @@ class Delivery:
     def end(self) -> None:
         """No more rows; returns at once."""
         if self._thread is not None and os.getpid() == self._pid:
-            self._rows.put(None)
+            self._facts.put(None)
 
     def wait(self, until: float) -> None:
         """Until all is sent and the sink closed, or ``time.monotonic()`` has come to this."""
@@ -73,7 +79,7 @@ class Delivery:
         if self._at_exit is not None:
             atexit.unregister(self._at_exit)
         if not done:
-            self.lost += sum(row is not None for row in self._waiting())
+            self.lost += sum(fact is not None for fact in self._waiting())
             self._give_up(When.WAITING)
         elif self.lost:
             self._give_up(When.KEEPING_UP)
@@ -89,13 +95,17 @@ class Delivery:
     def _work(self) -> None:
         when = When.OPENING
         try:
+            rows = self._next()
+            if not rows:
+                return
             with self._opening.open() as send:
                 when = When.SENDING
-                while rows := self._next():
+                while rows:
                     send(rows)
                     if self._at_exit is not None and not self.sent:
                         atexit.register(self._at_exit)
                     self.sent += len(rows)
+                    rows = self._next()
                 when = When.CLOSING
         except BaseException as error:  # SystemExit too: whatever a sink does, it is the end of the sink alone
             self._give_up(when, error)
@@ -104,32 +114,39 @@ class Delivery:
 
     def _next(self) -> list[Row]:
         """Rows in order, as soon as there are any; none at the end."""
-        row = self._rows.get()
-        if row is None:
-            return []
-        rows = [row]
-        while len(rows) < BATCH:
-            try:
-                row = self._rows.get_nowait()
-            except queue.Empty:
-                break
-            if row is None:
-                self._rows.put(None)  # for the next time
-                break
-            rows.append(row)
+        rows: list[Row] = []
+        while not rows and (facts := self._next_facts()):
+            every = (self._metrics.row(told, at) for at, told in facts)
+            rows = [row for row in every if row is not None]
         return rows
 
-    def _waiting(self) -> list[Row | None]:
-        rows: list[Row | None] = []
+    def _next_facts(self) -> list[Fact]:
+        fact = self._facts.get()
+        if fact is None:
+            return []
+        facts = [fact]
+        while len(facts) < BATCH:
+            try:
+                fact = self._facts.get_nowait()
+            except queue.Empty:
+                break
+            if fact is None:
+                self._facts.put(None)  # for the next time
+                break
+            facts.append(fact)
+        return facts
+
+    def _waiting(self) -> list[Fact | None]:
+        facts: list[Fact | None] = []
         try:
             while True:
-                rows.append(self._rows.get_nowait())
+                facts.append(self._facts.get_nowait())
         except queue.Empty:
-            return rows
+            return facts
 
     def _drop_oldest(self) -> None:
         try:
-            self._rows.get_nowait()
+            self._facts.get_nowait()
         except queue.Empty:  # it has caught up in this moment
             return
         self.lost += 1

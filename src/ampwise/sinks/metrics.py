@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,13 +11,14 @@ from typing import Any
 
 from ampwise.evidence.underflow import underflow
 from ampwise.finding import Severity
-from ampwise.record.rows import LayerSample, Seen, StepRow
+from ampwise.record.rows import SKIP_RATE_OVER, LayerSample, Seen, StepRow
 
-__all__ = ["METRICS", "PREFIX", "STEP", "Metric", "Metrics", "Row"]
+__all__ = ["METRICS", "PREFIX", "STEP", "Metric", "Metrics", "Row", "Told"]
 
 PREFIX = "ampwise/"
 STEP = PREFIX + "step"  # the axis, where a sink's own counter of steps is the script's
-RECENT = 100  # steps that the rate of skips is over
+
+Told = StepRow | LayerSample | Sequence[Seen]  # what a run becomes known by
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +69,7 @@ METRICS = (
     Metric("skipped", "whether the step was skipped", "0 or 1", StepRow, lambda row: float(row.skipped)),
     Metric("lr", "the learning rate of the first parameter group", "factor", StepRow, attrgetter("lr")),
     Metric(
-        "skip_rate", f"skipped steps among the last {RECENT}", "share", _Skips, lambda skips: sum(skips) / len(skips)
+        "skip_rate", f"skipped steps among the last {SKIP_RATE_OVER}", "share", _Skips, lambda skips: sum(skips) / len(skips)
     ),
     Metric("underflow_share", "gradient values that FP16 turned to zero, estimated", "share", LayerSample, _lost_share),
     Metric("findings/errors", "findings so far that are errors", "count", _Findings, _count(Severity.ERROR)),
@@ -86,26 +86,26 @@ class Metrics:
         self._found: _Findings | None = None
         self._step = 0  # of the first optimizer
 
-    def row(self, told: StepRow | LayerSample | Sequence[Seen]) -> Row | None:
-        """None where nothing is known that was not before."""
+    def row(self, told: Told, at: float) -> Row | None:
+        """None where nothing is known that was not before. at: seconds since 1970."""
         if isinstance(told, StepRow):
-            skips = self._skips.setdefault(told.optimizer, _Skips(maxlen=RECENT))
+            skips = self._skips.setdefault(told.optimizer, _Skips(maxlen=SKIP_RATE_OVER))
             skips.append(told.skipped)
             self._step = self._step if told.optimizer else told.step
-            return _row(told.step, told.optimizer, told, skips)
+            return _row(at, told.step, told.optimizer, told, skips)
         if isinstance(told, LayerSample):
-            return _row(told.last, told.optimizer, told)
+            return _row(at, told.last, told.optimizer, told)
         found = _Findings(seen.finding.severity for seen in told)
         if found == self._found:
             return None
         self._found = found
-        return _row(self._step, 0, found)
+        return _row(at, self._step, 0, found)
 
 
-def _row(step: int, optimizer: int, *facts: Any) -> Row | None:
+def _row(at: float, step: int, optimizer: int, *facts: Any) -> Row | None:
     prefix = f"{PREFIX}optimizer{optimizer}/" if optimizer else PREFIX
     metrics = {prefix + name: value for fact in facts for name, value in _read(fact)}
-    return Row(step, time.time(), metrics) if metrics else None
+    return Row(step, at, metrics) if metrics else None
 
 
 def _read(fact: Any) -> Iterator[tuple[str, float]]:

@@ -10,11 +10,10 @@ from ampwise.evidence.delivery import SinkTrouble
 from ampwise.finding import Finding
 from ampwise.rules.run.sink_failed import check
 from ampwise.sinks.delivery import Delivery
-from ampwise.sinks.metrics import Metrics
 
 if TYPE_CHECKING:
-    from ampwise.record.rows import LayerSample, Seen, StepRow
     from ampwise.sinks import Opening
+    from ampwise.sinks.metrics import Told
 
 __all__ = ["Sinks"]
 
@@ -34,16 +33,15 @@ class Sinks:
         at_exit: Callable[[], None] | None = None,
     ) -> None:
         self._found = found
-        self._metrics = Metrics()
         self._deliveries = [Delivery(opening, self._failed, at_exit) for opening in openings]
         self._closed = False
 
-    def tell(self, told: StepRow | LayerSample | Sequence[Seen]) -> None:
+    def tell(self, told: Told) -> None:
         """A fact of the run; costs microseconds."""
-        row = None if self._closed else self._metrics.row(told)
-        if row is not None:
+        if not self._closed:
+            fact = time.time(), told
             for delivery in self._deliveries:
-                delivery.put(row)
+                delivery.put(fact)
 
     def close(self, patience: float = PATIENCE) -> None:
         """Send what waits and close them; what takes longer than ``patience`` seconds is given up."""
