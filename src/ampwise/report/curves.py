@@ -29,7 +29,7 @@ def thinned(buckets: Sequence[Bucket], most: int) -> list[Bucket]:
 
 
 def skip_rates(line: Sequence[Bucket]) -> list[float]:
-    """At each bucket of one optimizer the share skipped among the last SKIP_RATE_OVER steps, or among its own if it has more.
+    """At each bucket of one optimizer the share skipped of the last SKIP_RATE_OVER steps, or of its own if it has more.
 
     >>> skip_rates([Bucket(first=1, last=1, skipped=1), Bucket(first=2, last=2)])
     [1.0, 0.5]

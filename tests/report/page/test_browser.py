@@ -37,7 +37,7 @@ def spread(seed):
 def test_it_is_drawn_without_a_word_on_the_console(make_run, shown, looked_at, scheme, width):
     view = shown(page(make_run(FACTS)), scheme=scheme, width=width)
     assert view.locator("figure.chart canvas").count() == 5
-    assert view.locator("figure.chart[data-metric=loss] .key.bad").inner_text() == "inf or NaN"
+    assert view.locator("figure.chart[data-metric=loss] .key.bad").inner_text() == "inf or NaN (at the top)"
     assert view.evaluate("document.documentElement.scrollWidth <= innerWidth")  # nothing sticks out
     looked_at(view, f"page-{scheme}-{width}")
 
@@ -98,7 +98,10 @@ def test_the_largest_scale_that_fits_is_that_of_the_census(make_run, make_sample
         assert not any(census.overflowed(fmt, k).high for census in censuses.values())
         assert any(census.overflowed(fmt, k + 1).high for census in censuses.values()) or k == 40
     view.click("#scale-run")
-    assert view.inner_text("#scale-value") == "2¹⁵ = 32,768, as in the run"
+    assert view.inner_text("#scale-value") == "2¹⁵ = 32,768, as at the end of the run"
+    view.check("input[name=format][value=bf16]")
+    view.click("#scale-best")
+    assert view.inner_text("#scale-value").endswith("would fit")
 
 
 def test_the_slider_moves_with_the_keyboard_and_the_table_with_it(make_run, shown):
@@ -159,11 +162,60 @@ def test_all_curves_zoom_together(make_run, shown):
     assert view.inner_text("#range") == "steps 1 to 120"
 
 
+def test_no_range_is_too_small_to_come_back_from(make_run, make_steps, shown):
+    view = shown(page(make_run()))
+    view.locator("figure.chart[data-metric=loss]").scroll_into_view_if_needed()
+    box = view.locator("figure.chart[data-metric=loss] .u-over").bounding_box()
+    for _ in range(4):
+        view.mouse.move(box["x"] + box["width"] * 0.5, box["y"] + 20)
+        view.mouse.down()
+        view.mouse.move(box["x"] + box["width"] * 0.52, box["y"] + 20, steps=3)
+        view.mouse.up()
+    first, last = map(int, re.findall(r"\d+", view.inner_text("#range")))
+    assert 0 < last - first <= 3
+    for button in ("in", "left", "right", "out"):
+        view.click(f"[data-zoom={button}]")
+    assert view.inner_text("#range") != f"steps {first} to {last}"
+    view.click("[data-zoom=all]")
+    assert view.inner_text("#range") == "steps 1 to 120"
+    for steps, told in ((make_steps(1), "step 1"), (make_steps(2), "steps 1 to 2")):
+        view = shown(page(make_run(steps=steps)))
+        for button in ("out", "in", "left", "right", "all"):
+            view.click(f"[data-zoom={button}]")
+            assert view.inner_text("#range") == told
+
+
+def test_the_keyboard_begins_with_what_is_in_sight(make_run, shown):
+    view = shown(page(make_run()))
+    figure = view.locator("figure.chart[data-metric=norm]")
+    figure.focus()
+    view.keyboard.press("+")
+    view.keyboard.press("ArrowRight")
+    assert figure.locator(".readout").inner_text().startswith("step 31: ")
+    view.keyboard.press("ArrowLeft")
+    assert figure.locator(".readout").inner_text().startswith("step 31: ")
+
+
+@pytest.mark.parametrize("width", [1100, 700])
+def test_charts_fit_their_frames_also_when_drawn_again(make_run, shown, width):
+    view = shown(page(make_run()), width=width)
+    fits = """() => [...document.querySelectorAll('figure.chart')].every(figure =>
+        Math.abs(figure.querySelector('.uplot').offsetWidth - figure.querySelector('.plot').clientWidth) < 2)"""
+    assert view.evaluate(fits)
+    view.emulate_media(color_scheme="dark")
+    view.wait_for_timeout(100)
+    assert view.evaluate(fits)
+    view.set_viewport_size({"width": 500, "height": 800})
+    view.wait_for_function(fits)
+
+
 def test_a_curve_is_read_step_by_step_with_the_keyboard(make_run, shown):
     view = shown(page(make_run()))
     figure = view.locator("figure.chart[data-metric=loss]")
     assert "lowest 0.03333, highest 4" in figure.get_attribute("aria-label")
     figure.focus()
+    view.keyboard.press("ArrowRight")
+    assert figure.locator(".readout").inner_text() == "step 1: 4"
     for _ in range(7):
         view.keyboard.press("ArrowRight")
     assert figure.locator(".readout").inner_text() == "step 8: 0.5"
@@ -239,10 +291,41 @@ def test_two_optimizers_have_a_line_and_a_map_each(make_run, make_steps, make_sa
     view = shown(page(run))
     keys = view.locator("figure.chart[data-metric=loss] .key").all_inner_texts()
     assert keys[:2] == ["Adam of G", "Adam of D"]
-    view.select_option("#heat-whose", "1")
     view.focus("#heat-map")
     view.keyboard.press("ArrowUp")
-    assert view.inner_text("#heat-cell").startswith("d, step 1")
+    assert view.inner_text("#heat-cell").startswith("g (Adam of G), step 1")
+    view.select_option("#heat-whose", "1")
+    assert view.inner_text("#heat-cell").startswith("d (Adam of D), step 1")
+    assert view.inner_text("#range") == "steps 1 to 30, of each optimizer"
+
+
+def test_layers_of_equal_names_and_their_scales_are_not_mixed_up(make_run, make_sample, shown):
+    census = Census(binades={-3: 5}, amax=2**-2.5, amin=2**-2.5)
+    rows = [StepRow(optimizer=n, step=1, scale=scale) for n, scale in ((0, 64.0), (1, 65536.0))]
+    run = make_run(
+        {"optimizers": [{"index": 0, "name": "Adam", "model": "G"}, {"index": 1, "name": "Adam", "model": "D"}]},
+        steps=[Bucket.of(row) for row in rows],
+        layers=[
+            make_sample(1, {"a": census, "w": census}),
+            make_sample(1, {"b": census, "w": census, "x": census}, optimizer=1),
+        ],
+    )
+    view = shown(page(run))
+    view.select_option("#layer", label="w (Adam of G)")
+    assert view.inner_text("#scale-value") == "2⁶ = 64, as at the end of the run"
+    view.select_option("#layer", label="w (Adam of D)")
+    assert view.inner_text("#scale-value") == "2¹⁶ = 65,536, as at the end of the run"
+    view.emulate_media(color_scheme="dark")
+    assert view.locator("#layer").evaluate("box => box.selectedOptions[0].textContent") == "w (Adam of D)"
+    view.focus("#heat-map")
+    view.select_option("#heat-whose", "1")
+    view.focus("#heat-map")
+    for key in ("ArrowDown", "ArrowDown"):
+        view.keyboard.press(key)
+    view.select_option("#heat-whose", "0")  # which has fewer layers
+    view.focus("#heat-map")
+    view.keyboard.press("Enter")
+    assert view.locator("#layer").evaluate("box => box.selectedOptions[0].textContent") == "w (Adam of G)"
 
 
 def test_hostile_names_are_only_text(make_run, make_sample, rules, shown):
@@ -274,14 +357,17 @@ def test_without_scripts_the_words_are_all_there(make_run, shown):
     view = shown(page(make_run(FACTS)), wait=False, java_script_enabled=False)
     text = view.inner_text("main")
     assert "gradients are clipped while still scaled" in text
-    assert "open the file in a browser" not in text  # in a section that nothing has filled
+    assert "open the file in a browser" in text
+    assert "Over the steps" not in text
+    assert view.locator("#no-charts").is_visible()
+    assert shown(page(make_run(FACTS))).locator("#no-charts").count() == 0
 
 
 def test_on_paper_it_is_light_and_unfolded(make_run, shown, tmp_path):
     view = shown(page(make_run(FACTS)), scheme="dark")
     view.evaluate("window.dispatchEvent(new Event('beforeprint'))")
     assert view.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(251, 251, 249)"
-    assert view.locator("details:not([open])").count() == 0
+    assert view.locator("details:not([open]):not(.twice-told)").count() == 0
     view.evaluate("window.dispatchEvent(new Event('afterprint'))")
     assert view.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(21, 23, 26)"
     assert len(view.pdf(path=tmp_path / "page.pdf")) > 10_000
@@ -301,6 +387,7 @@ def test_two_runs_are_drawn_over_each_other(make_run, make_steps, shown, looked_
     assert view.locator("figure.chart[data-metric=loss] .key").all_inner_texts()[:2] == ["before", "after"]
     figure = view.locator("figure.chart[data-metric=norm]")
     figure.focus()
+    view.keyboard.press("ArrowRight")
     view.keyboard.press("ArrowRight")
     assert figure.locator(".readout").inner_text() == "before, step 2: 1.2 · after, step 2: 1.2"
     looked_at(view, "comparison")

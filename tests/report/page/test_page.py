@@ -182,6 +182,39 @@ def test_a_fix_is_a_diff_its_own_where_there_is_one(make_run, rules):
     assert '<span class="removed">-clip()</span><span class="added">+unscale(); clip()</span>' in text
 
 
+def test_code_stays_on_its_lines(make_run, rules):
+    rule = rules["clip"].but(bad="one()\n    two()", good="one()\n\n    three()")
+    text = page(make_run(findings=[Seen(finding=rule.at(Place(), "m"))]))
+    assert ">one()\n    two()</pre>" in text
+    assert ">one()\n\n    three()</pre>" in text
+    assert "\\n" not in "".join(re.findall(r"<pre.*?</pre>", text, re.DOTALL))
+
+
+def test_a_power_of_two_stays_one(make_run):
+    run = make_run(steps=[Bucket.of(StepRow(step=1, loss=1.23456789, scale=2.0**27))])
+    (line,) = data_of(page(run))["curves"]
+    assert line["scale"]["mean"] == [2.0**27]
+    assert line["loss"]["mean"] == [1.23457]
+
+
+def test_every_optimizer_has_room_for_its_worst_layers(make_run, make_sample):
+    census = Census(binades={-3: 5}, amax=2**-2.5, amin=2**-2.5)
+    many = make_sample(1, {f"a{n}": census for n in range(450)})
+    run = make_run(layers=[many, make_sample(1, {"b": census}, optimizer=1)])
+    text = page(run)
+    names = [layer["name"] for layer in data_of(text)["layers"]]
+    assert len(names) == 201
+    assert "b (optimizer 1)" in names
+    assert len(re.findall("data-layer=", text.split("<script>")[0])) == 201
+    assert "… and 250 more layers" in text
+
+
+def test_the_skip_rate_says_of_what(make_run, make_steps):
+    assert data_of(page(make_run()))["titles"]["skip_rate"] == "Skipped, of the last 100 steps"
+    long = [Bucket(first=1 + n * 1000, last=1000 + n * 1000, count=1000) for n in range(5)]
+    assert data_of(page(make_run(steps=long)))["titles"]["skip_rate"].endswith("or the point's own")
+
+
 def test_it_needs_nothing_and_runs_only_what_is_ours(make_run):
     for text in (page(make_run()), comparison_page(make_run(), make_run())):
         assert MARK in text[:500]
@@ -199,7 +232,7 @@ def test_it_needs_nothing_and_runs_only_what_is_ours(make_run):
 def test_only_a_live_page_may_ask_and_only_its_own_server(make_run):
     text = page(make_run(), live=True)
     assert "connect-src &#39;self&#39;" in text
-    assert '<html lang="en" data-live>' in text
+    assert '<html lang="en" data-live="2.0">' in text
 
 
 def test_the_library_has_its_licence():

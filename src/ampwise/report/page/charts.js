@@ -4,13 +4,14 @@ const METRICS = [
   { name: 'loss', title: 'Loss', log: 10 },
   { name: 'scale', title: 'Loss scale', log: 2, always: true, skips: true },
   { name: 'norm', title: 'Norm of the gradients', log: 10, skips: true },
-  { name: 'skip_rate', title: 'Skipped, of the last 100 steps', share: true },
+  { name: 'skip_rate', title: 'Skipped', share: true },
   { name: 'lr', title: 'Learning rate', log: 10 },
 ];
 const HEIGHT = 190;
 const FEWEST_STEPS = 2; // that one can zoom to
+const INCREMENTS = [0.1, 0.2, 0.5, 1, 2, 4, 5, 8, 10, 20, 50, 100, 200]; // of logarithms
 
-const charts = { plots: [], from: null, to: null, low: 0, high: 1, listeners: [] };
+const charts = { plots: [], from: null, to: null, low: 0, last: 1, high: 1, apart: false, listeners: [] };
 
 // The values of a metric in one line, as { mean, low, high, bad }; a rate has no extremes of its own.
 function measured(line, metric) {
@@ -58,7 +59,7 @@ function written(value, metric, log) {
 function ticks(metric, log) {
   return (plot, splits) => splits.map((value) => {
     if (metric.share) return (value * 100).toFixed(value < 0.1 && value > 0 ? 1 : 0) + '%';
-    if (log) return Number.isInteger(value) ? power(log, value) : '';
+    if (log) return Number.isInteger(value) ? power(log, value) : short(log ** value);
     return short(value);
   });
 }
@@ -76,8 +77,9 @@ function marks(lines, metric) {
       ctx.fillRect(x - devicePixelRatio * 0.75, top ? bbox.top : bbox.top + bbox.height - tick, devicePixelRatio * 1.5, tick);
     };
     for (const line of lines) {
-      if (metric.skips) line.skipped.forEach((skipped, at) => skipped && draw(line, at, false, colour('--warning')));
-      for (const at of Object.keys(measured(line, metric).bad)) draw(line, Number(at), true, colour('--error'));
+      const own = (shade) => (line.run ? tint(line, 100) : colour(shade)); // of two runs each has its own
+      if (metric.skips) line.skipped.forEach((skipped, at) => skipped && draw(line, at, false, own('--warning')));
+      for (const at of Object.keys(measured(line, metric).bad)) draw(line, Number(at), true, own('--error'));
     }
   };
 }
@@ -95,7 +97,7 @@ function seriesOf(lines) {
   // The edges of a band are drawn, or a spike of one step among many would be too thin to see.
   const edge = (line) => ({ stroke: () => tint(line, 45), width: 1, points: { show: false } });
   return lines.flatMap((line) => [
-    { label: line.name, stroke: () => tint(line, 100), width: 1.6, points: { size: 4, show: isSparse } }, edge(line), edge(line),
+    { label: line.name, stroke: () => tint(line, 100), width: 1.6, dash: line.run === 'after' ? [6, 4] : undefined, points: { size: 4, show: isSparse } }, edge(line), edge(line),
   ]);
 }
 
@@ -123,7 +125,7 @@ function plotted(box, lines, metric, log, readout) {
     legend: { show: false },
     cursor: { sync: { key: 'steps', scales: ['x', null] }, drag: { x: true, y: false }, points: { size: 6 } },
     scales: { x: { time: false, range: (plot, low, high) => [low, high] }, y: { range: (plot, low, high) => rangeOf(metric, log, low, high) } },
-    axes: [{ ...axis, size: 26, values: (plot, splits) => splits.map((step) => (Number.isInteger(step) ? step.toLocaleString('en-US') : '')) }, { ...axis, size: 58, incrs: log ? [1, 2, 4, 5, 8, 10, 20, 50, 100, 200] : undefined, values: ticks(metric, log) }],
+    axes: [{ ...axis, size: 26, values: (plot, splits) => splits.map((step) => (Number.isInteger(step) ? step.toLocaleString('en-US') : '')) }, { ...axis, size: 58, incrs: log ? INCREMENTS : undefined, values: ticks(metric, log) }],
     series: [{}, ...seriesOf(lines)],
     bands: bandsOf(lines),
     hooks: {
@@ -171,17 +173,15 @@ function figureOf(lines, metric, several) {
   const caption = made('figcaption');
   caption.append(made('b', metric.title));
   if (several) for (const line of lines) caption.append(made('span', line.name, { class: `key line${line.colour}` }));
-  if (metric.skips && lines.some((line) => line.skipped.some(Boolean))) caption.append(made('span', 'skipped', { class: 'key skip' }));
-  if (lines.some((line) => Object.keys(measured(line, metric).bad).length)) caption.append(made('span', 'inf or NaN', { class: 'key bad' }));
+  if (metric.skips && lines.some((line) => line.skipped.some(Boolean))) caption.append(made('span', 'skipped (at the foot)', { class: 'key skip' }));
+  if (lines.some((line) => Object.keys(measured(line, metric).bad).length)) caption.append(made('span', 'inf or NaN (at the top)', { class: 'key bad' }));
   const readout = made('p', '', { class: 'readout soft' });
   const box = made('div', '', { class: 'plot' });
   figure.append(caption, box, readout);
   return { figure, box, readout };
 }
 
-function drawChart(lines, metric, several) {
-  const { figure, box, readout } = figureOf(lines, metric, several);
-  one('#charts').append(figure);
+function drawChart(lines, metric, several, { figure, box, readout }) {
   const finite = lines.filter((line) => ends(measured(line, metric).mean).length);
   if (!finite.length) { box.textContent = 'At no step was this a finite number.'; return; }
   const log = base(metric, finite);
@@ -203,8 +203,8 @@ function steered(event, plot, readout) {
   if (event.shiftKey && event.key in { ArrowLeft: 1, ArrowRight: 1 }) zoom(event.key === 'ArrowLeft' ? 'left' : 'right');
   else if (event.key in moves) {
     readout.setAttribute('aria-live', 'polite');
-    const last = plot.data[0].length - 1;
-    const at = Math.min(last, Math.max(0, (plot.cursor.idx ?? 0) + moves[event.key]));
+    const [first, last] = plot.series[0].idxs; // of those in sight
+    const at = Math.min(last, Math.max(first, plot.cursor.idx == null ? first : plot.cursor.idx + moves[event.key]));
     plot.setCursor({ left: plot.valToPos(plot.data[0][at], 'x'), top: 10 });
   } else if (event.key in zooms) zoom(zooms[event.key]);
   else return;
@@ -216,34 +216,38 @@ let zooming = false;
 function zoomed(from, to) {
   if (zooming || from === null || to === null || (from === charts.from && to === charts.to)) return;
   zooming = true;
-  [charts.from, charts.to] = [from, to];
-  for (const plot of charts.plots) if (plot.scales.x.min !== from || plot.scales.x.max !== to) plot.setScale('x', { min: from, max: to });
+  [charts.from, charts.to] = wideEnough(from, to);
+  for (const plot of charts.plots) if (plot.scales.x.min !== charts.from || plot.scales.x.max !== charts.to) plot.setScale('x', { min: charts.from, max: charts.to });
   zooming = false;
   tellRange();
 }
 
+// A range of at least a few steps, within those that there are.
+function wideEnough(from, to) {
+  const { low, high } = charts;
+  const span = Math.min(Math.max(to - from, FEWEST_STEPS), high - low);
+  const start = Math.min(Math.max((from + to - span) / 2, low), high - span);
+  return [start, start + span];
+}
+
 function tellRange() {
   const range = one('#range');
-  const [from, to] = [Math.max(charts.low, Math.ceil(charts.from)), Math.min(charts.high, Math.floor(charts.to))];
-  if (range) range.textContent = steps(from, to);
+  const from = Math.max(charts.low, Math.ceil(charts.from)), to = Math.min(charts.last, Math.floor(charts.to));
+  if (range) range.textContent = steps(Math.min(from, to), Math.max(from, to)) + (charts.apart ? ', of each optimizer' : '');
   for (const listener of charts.listeners) listener(charts.from, charts.to);
 }
 
 function zoom(how) {
-  const [from, to, low, high] = [charts.from, charts.to, charts.low, charts.high];
+  const { from, to, low, high } = charts;
   const wide = to - from, middle = (from + to) / 2;
   const ranges = {
     all: [low, high],
     in: [middle - wide / 4, middle + wide / 4],
     out: [middle - wide, middle + wide],
-    left: [from - wide / 2, to - wide / 2],
-    right: [from + wide / 2, to + wide / 2],
+    left: [Math.max(low, from - wide / 2), Math.max(low, from - wide / 2) + wide],
+    right: [Math.min(high, to + wide / 2) - wide, Math.min(high, to + wide / 2)],
   };
-  let [start, stop] = ranges[how];
-  if (stop - start < FEWEST_STEPS) return;
-  const span = Math.min(stop - start, high - low);
-  start = Math.min(Math.max(start, low), high - span);
-  setRange(start, start + span);
+  setRange(...wideEnough(...ranges[how]));
 }
 
 function setRange(from, to) {
@@ -251,32 +255,53 @@ function setRange(from, to) {
   else { [charts.from, charts.to] = [from, to]; tellRange(); }
 }
 
-// Everything anew, as at first and after each change of the data or the colours; the range stays if one was chosen.
-function drawCharts(lines) {
+// Everything anew, as at first and after each change of the data or the colours; range and focus stay.
+function drawCharts(lines, titles) {
   const chosen = charts.from !== null && (charts.from > charts.low || charts.to < charts.high) ? [charts.from, charts.to] : null;
+  const focused = document.activeElement?.dataset.metric;
+  const walked = charts.plots.find((plot) => plot.root.closest('figure') === document.activeElement)?.cursor.left;
   for (const plot of charts.plots) plot.destroy();
   one('#charts').replaceChildren();
-  Object.assign(charts, { plots: [], from: null, to: null });
+  measure(lines);
+  const worth = METRICS.filter((metric) => isWorthIt(lines, metric));
+  const made = worth.map((metric) => ({ metric, having: lines.filter((line) => measured(line, metric)) })).map(({ metric, having }) =>
+    ({ metric, having, parts: figureOf(having, { ...metric, title: titles[metric.name] || metric.title }, lines.length > 1) }));
+  one('#charts').append(...made.map(({ parts }) => parts.figure)); // all, before the width of any is asked for
+  for (const { metric, having, parts } of made) drawChart(having, metric, lines.length > 1, parts);
+  setRange(...(chosen ? wideEnough(...chosen) : [charts.low, charts.high]));
+  if (focused) restoreFocus(focused, walked);
+}
+
+// Where the steps begin and end; a chart of one step has room for a second.
+function measure(lines) {
   lines.forEach((line, at) => { line.colour = line.colour ?? at % 6; });
-  charts.low = Math.min(...lines.map((line) => line.first[0]));
-  charts.high = Math.max(...lines.map((line) => line.last[line.last.length - 1]));
-  for (const metric of METRICS) {
-    const having = lines.filter((line) => measured(line, metric));
-    const worth = metric.share ? having.some((line) => line.skip_rate.some(Boolean)) : having.length;
-    if (worth) drawChart(having, metric, lines.length > 1);
+  const ends = lines.map((line) => line.last[line.last.length - 1]);
+  const low = Math.min(...lines.map((line) => line.first[0])), last = Math.max(...ends);
+  Object.assign(charts, { plots: [], from: null, to: null, low, last, high: Math.max(last, low + 1), apart: new Set(ends).size > 1 && !lines.some((line) => line.run) });
+}
+
+function isWorthIt(lines, metric) {
+  if (metric.share) return lines.some((line) => line[metric.name].some(Boolean));
+  return lines.some((line) => measured(line, metric));
+}
+
+function restoreFocus(metric, walked) {
+  const figure = one(`[data-metric="${metric}"]`);
+  if (!figure) return;
+  figure.focus({ preventScroll: true });
+  const plot = charts.plots.find((each) => each.root.closest('figure') === figure);
+  if (plot && walked >= 0) plot.setCursor({ left: walked, top: 10 });
+}
+
+function fitCharts() {
+  for (const plot of charts.plots) {
+    const width = plot.root.parentElement.clientWidth;
+    if (width && width !== plot.width) plot.setSize({ width, height: HEIGHT });
   }
-  const [from, to] = chosen || [charts.low, charts.high > charts.low ? charts.high : charts.low + 1];
-  setRange(from, to);
 }
 
 function startCharts() {
-  const widths = new ResizeObserver(() => {
-    for (const plot of charts.plots) {
-      const width = plot.root.parentElement.clientWidth;
-      if (width && width !== plot.width) plot.setSize({ width, height: HEIGHT });
-    }
-  });
-  widths.observe(one('#charts'));
+  new ResizeObserver(fitCharts).observe(one('#charts'));
   for (const button of all('[data-zoom]')) button.addEventListener('click', () => zoom(button.dataset.zoom));
   one('#charts').addEventListener('dblclick', () => zoom('all'));
 }

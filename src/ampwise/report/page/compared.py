@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from ampwise.report.comparison.comparison import Comparison
 from ampwise.report.comparison.text import TITLES, how_often, sentence
-from ampwise.report.page.payload import curves
+from ampwise.report.page.payload import curves, curves_of
 from ampwise.report.page.view import cards, rules_of
 from ampwise.report.wording import percent
 
@@ -47,7 +47,7 @@ def comparison_view(before: Run, after: Run) -> dict[str, Any]:
 
 def comparison_payload(before: Run, after: Run) -> dict[str, Any]:
     """The curves of both, which one draws over each other."""
-    return {"curves": [*curves(before, "before"), *curves(after, "after")]}
+    return curves_of([*curves(before, "before"), *curves(after, "after")])
 
 
 def _group(findings: tuple[ComparedFinding, ...], status: str, run: Run) -> dict[str, Any]:

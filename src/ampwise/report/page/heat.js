@@ -1,17 +1,21 @@
 // The heat map: layers from top to bottom, steps from left to right.
 
+// Cells are whole numbers: shares in millionths, sizes as logarithms; the map says how fine.
+const shareOf = (cell) => cell / heat.map.per_million;
+const sizeOf = (cell) => 2 ** (cell / heat.map.per_power);
 const WHATS = [
-  { name: 'lost', ramp: 'heat', value: (cell) => Math.sqrt(cell / 1e6), told: (cell) => percent(cell / 1e6) },
-  { name: 'norm', title: 'norm of the gradients', ramp: 'size', told: (cell) => short(2 ** (cell / 16)) },
-  { name: 'largest', title: 'largest gradient', ramp: 'size', told: (cell) => short(2 ** (cell / 16)) },
+  { name: 'lost', ramp: 'heat', value: (cell) => Math.sqrt(shareOf(cell)), told: (cell) => percent(shareOf(cell)) },
+  { name: 'norm', title: 'norm of the gradients', ramp: 'size', told: (cell) => rough(sizeOf(cell)) },
+  { name: 'largest', title: 'largest gradient', ramp: 'size', told: (cell) => rough(sizeOf(cell)) },
 ];
+const rough = (value) => short(Number(value.toPrecision(3)));
 const heat = { maps: [], layers: [], map: null, what: WHATS[0], row: 0, column: 0, from: 0, to: 1 };
 const LABELS = 220; // pixels for names, where rows are high enough for them
 const FOOT = 18; // pixels for the numbers of steps
 
 const lostTitle = (map) => (map.was_fp16 ? 'share lost in FP16' : 'share FP16 would lose without a loss scale');
-const NEGLIGIBLE = 1000; // of a million
-const lossless = (map) => map.lost.every((row) => row.every((cell) => !(cell >= NEGLIGIBLE)));
+const NEGLIGIBLE = 0.001;
+const lossless = (map) => map.lost.every((row) => row.every((cell) => !(cell >= NEGLIGIBLE * map.per_million)));
 const titleOf = (what, map) => what.title || lostTitle(map);
 
 // The range of a quantity that has no ends of its own.
@@ -135,12 +139,12 @@ function cellWords(row, column) {
   const map = heat.map, layer = heat.layers[map.rows[row]];
   const cell = map.lost[row][column], low = map.lost_low ? map.lost_low[row][column] : cell;
   const when = steps(map.first[column], map.last[column]);
-  const scale = map.exponent[column] === null ? '' : `, loss scale ${power(2, map.exponent[column])}`;
+  const scale = map.exponent[column] === null ? '' : `, loss scale ${[...new Set([map.exponent[column], map.exponent_high[column]])].map((exponent) => power(2, exponent)).join(' to ')}`;
   if (cell === null) return `${layer.name}, ${when}${scale}: no gradient`;
   if (cell === 'bad') return `${layer.name}, ${when}${scale}: inf or NaN`;
   if (cell === 'zero') return `${layer.name}, ${when}${scale}: nothing but zeros`;
-  const range = low === cell || typeof low !== 'number' ? percent(cell / 1e6) : `${percent(low / 1e6)} to ${percent(cell / 1e6)}`;
-  const size = (what) => (typeof map[what][row][column] === 'number' ? short(2 ** (map[what][row][column] / 16)) : 'not known');
+  const range = typeof low === 'number' ? [...new Set([percent(shareOf(low)), percent(shareOf(cell))])].join(' to ') : percent(shareOf(cell));
+  const size = (what) => (typeof map[what][row][column] === 'number' ? rough(sizeOf(map[what][row][column])) : 'not known');
   return `${layer.name}, ${when}${scale}: ${lostTitle(map)} ${range}; norm ${size('norm')}, largest ${size('largest')}`;
 }
 
@@ -173,15 +177,23 @@ function moveCell(event) {
   heat.row = Math.min(heat.map.rows.length - 1, Math.max(0, heat.row + down));
   heat.column = Math.min(heat.map.first.length - 1, Math.max(0, heat.column + right));
   one('#heat-cell').textContent = cellWords(heat.row, heat.column);
+  keepRowInSight();
   return drawHeat();
+}
+
+function keepRowInSight() {
+  const { canvas, tall } = geometry(), box = canvas.parentElement;
+  box.scrollTop = Math.min(heat.row * tall, Math.max(box.scrollTop, (heat.row + 1) * tall + FOOT - box.clientHeight));
 }
 
 function heatLegend() {
   const legend = one('#heat-legend'), map = heat.map;
-  const [low, high] = heat.what.value ? [0, 1e6] : span(map[heat.what.name]);
-  const ramp = made('span', '', { class: 'ramp' });
-  ramp.style.background = `linear-gradient(to right, ${[0, 1, 2, 3].map((at) => `var(--${heat.what.ramp}${at})`).join(', ')})`;
-  legend.replaceChildren(document.createTextNode(heat.what.told(low)), ramp, document.createTextNode(heat.what.told(high)));
+  const [low, high] = heat.what.value ? [0, map.per_million] : span(map[heat.what.name]);
+  const middle = heat.what.value ? high / 4 : (low + high) / 2; // shares are drawn by their square root
+  const stops = [0, 1, 2, 3].map((at) => `var(--${heat.what.ramp}${at})`);
+  const ramp = (colours) => { const bar = made('span', '', { class: 'ramp' }); bar.style.background = `linear-gradient(to right, ${colours})`; return bar; };
+  const half = `color-mix(in srgb, ${stops[1]}, ${stops[2]})`;
+  legend.replaceChildren(heat.what.told(low), ramp([stops[0], `${stops[1]} 67%`, half]), heat.what.told(middle), ramp([half, `${stops[2]} 33%`, stops[3]]), heat.what.told(high));
   const cells = map[heat.what.name].flat();
   const extra = [['zero', 'nothing but zeros', '--dead'], ['bad', 'inf or NaN', '--broken']].filter(([kind]) => cells.includes(kind));
   for (const [, words, shade] of extra) {
@@ -189,8 +201,10 @@ function heatLegend() {
     swatch.style.background = `var(${shade})`;
     legend.append(document.createTextNode(' · '), swatch, document.createTextNode(words));
   }
-  const merged = map.lost_low ? '; where samples were put together, the worst of them' : '';
-  one('#heat-about').textContent = `${map.rows.length.toLocaleString('en-US')} layers in the order of the model, ${map.first.length.toLocaleString('en-US')} samples${merged}${map.was_fp16 && lossless(map) ? '; FP16 lost next to nothing' : ''}`;
+  const number = (count, what) => `${count.toLocaleString('en-US')} ${what}${count === 1 ? '' : 's'}`;
+  const left = heat.left ? `, the worst of them (${heat.left.toLocaleString('en-US')} more have no room),` : '';
+  const merged = map.merged ? '; where steps are together, the largest' : '; each reaches to the next';
+  one('#heat-about').textContent = `${number(map.rows.length, 'layer')}${left} in the order of the model, ${number(map.steps, 'sampled step')}${merged}${map.was_fp16 && lossless(map) ? '; FP16 lost next to nothing' : ''}`;
 }
 
 function fillHeatChoices() {
@@ -204,13 +218,18 @@ function fillHeatChoices() {
 
 function setHeat(data) {
   const before = heat.maps.indexOf(heat.map);
-  Object.assign(heat, { maps: data.heat, layers: data.layers, map: data.heat[Math.max(0, before)] || null });
+  Object.assign(heat, { maps: data.heat, layers: data.layers, left: data.layers_left, map: data.heat[Math.max(0, before)] || null });
   one('#heat').hidden = !heat.map;
   if (!heat.map) return;
   // Of a run that loses nothing, how large gradients are says more.
   if (before < 0) heat.what = lossless(heat.map) ? WHATS[1] : WHATS[0];
+  showMap();
+}
+
+function showMap() {
   heat.row = Math.min(heat.row, heat.map.rows.length - 1);
   heat.column = Math.min(heat.column, heat.map.first.length - 1);
+  if (one('#heat-cell').textContent) one('#heat-cell').textContent = cellWords(heat.row, heat.column);
   fillHeatChoices();
   heatLegend();
   drawHeat();
@@ -219,7 +238,7 @@ function setHeat(data) {
 function startHeat() {
   const canvas = one('#heat-map');
   one('#heat-what').addEventListener('change', (event) => { heat.what = WHATS.find((each) => each.name === event.target.value); heatLegend(); drawHeat(); });
-  one('#heat-whose').addEventListener('change', (event) => { heat.map = heat.maps[event.target.value]; fillHeatChoices(); heatLegend(); drawHeat(); });
+  one('#heat-whose').addEventListener('change', (event) => { heat.map = heat.maps[event.target.value]; showMap(); });
   canvas.addEventListener('mousemove', (event) => {
     const cell = cellAt(event);
     showTip(event, cell && (cell.column === null ? heat.layers[heat.map.rows[cell.row]].name : cellWords(cell.row, cell.column)));

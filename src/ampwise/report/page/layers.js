@@ -44,7 +44,8 @@ function barShapes(layer, format, x, wide, low) {
     const height = Math.max(1, (BARS.height * size(count)) / tallest);
     const fate = fateOfBinade(Number(at), format, layers.k);
     const bar = svg('rect', { x: x(Number(at)) + 0.5, y: BARS.top + BARS.height - height, width: Math.max(1, wide - 1), height, class: `fate-${fate}` });
-    bar.append(svg('title', {}, `${power(2, at)} to ${power(2, Number(at) + 1)}: ${count.toLocaleString('en-US')} values, ${fate}`));
+    const from = Number(at) === low && layer.lowest < low ? 'at most' : `${power(2, at)} to`;
+    bar.append(svg('title', {}, `${from} ${power(2, Number(at) + 1)}: ${count.toLocaleString('en-US')} values, ${fate}`));
     return bar;
   });
 }
@@ -90,6 +91,8 @@ function fillFates() {
     return row;
   });
   one('#fates tbody').replaceChildren(...rows);
+  const others = [['zero', layer.zeros], ['inf', layer.infs], ['NaN', layer.nans]].filter(([, count]) => count).map(([what, count]) => `${count.toLocaleString('en-US')} ${what}`);
+  one('#fates-others').textContent = `${nonzeros(layer).toLocaleString('en-US')} values over ${layer.steps.toLocaleString('en-US')} sampled step${layer.steps === 1 ? '' : 's'}${others.length ? ', besides ' + others.join(', ') : ''}.`;
 }
 
 // The column of the table that follows the slider.
@@ -117,7 +120,8 @@ function drawLayer() {
   if (!layers.list.length) return;
   const scale = 2 ** layers.k;
   one('#scale').value = layers.k;
-  one('#scale-value').textContent = `${power(2, layers.k)} = ${scale >= 1 && scale < 1e7 ? scale.toLocaleString('en-US') : short(scale)}${layers.k === layers.runs ? ', as in the run' : ''}`;
+  const asInRun = layers.k === layers.runs ? `, ${layers.list[layers.chosen].exact ? '' : 'about '}as at the end of the run` : '';
+  one('#scale-value').textContent = `${power(2, layers.k)} = ${scale >= 1 && scale < 1e7 ? scale.toLocaleString('en-US') : short(scale)}${asInRun}`;
   one('#layer').value = layers.chosen;
   drawBars();
   fillFates();
@@ -125,18 +129,23 @@ function drawLayer() {
 }
 
 function chooseLayer(place, show) {
+  const followed = layers.k === layers.runs;
   layers.chosen = place;
+  layers.runs = layers.list[place].exponent; // of its own optimizer
+  if (followed) layers.k = layers.runs;
   drawLayer();
   if (show) { one('#histogram').scrollIntoView({ block: 'nearest' }); one('#scale').focus({ preventScroll: true }); }
 }
 
 function setScale(k) {
-  layers.k = Math.min(Number(one('#scale').max), Math.max(Number(one('#scale').min), k));
+  const slider = one('#scale');
+  layers.k = Math.min(Number(slider.max), Math.max(Number(slider.min), k));
   drawLayer();
+  if (k > layers.k) one('#scale-value').textContent += `, and up to ${power(2, k)} would fit`;
 }
 
 function setLayers(data) {
-  const before = layers.list[layers.chosen]?.name;
+  const before = layers.list[layers.chosen]?.name; // which names the optimizer too, where there are several
   const first = !layers.list.length;
   Object.assign(layers, { list: data.layers, formats: data.formats });
   one('#histogram').hidden = !layers.list.length;
@@ -146,7 +155,8 @@ function setLayers(data) {
   layers.runs = layers.list[layers.chosen].exponent;
   if (first || followed) layers.k = layers.runs;
   one('#layer').replaceChildren(...layers.list.map((layer, at) => made('option', layer.name, { value: at })));
-  if (first) fillFormats();
+  if (first) { layers.format = data.format; fillFormats(); }
+  one('#fates-about').textContent = data.about_fates;
   drawLayer();
 }
 

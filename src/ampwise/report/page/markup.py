@@ -43,6 +43,11 @@ def raised(text: str) -> Markup:
     return Markup(re.sub(r"2\^(-?\d+)", lambda power: f"2<sup>{power[1].replace('-', '−')}</sup>", escaped))
 
 
+def source(text: str) -> Markup:
+    """Lines of code, which stay lines."""
+    return Markup("\n").join(printable(line) for line in text.split("\n"))
+
+
 def diff_lines(text: str) -> list[tuple[str, str]]:
     """The lines of a unified diff, each with what it does: "added", "removed", "head" or "same"."""
     return [(_deed(line), line.expandtabs(4)) for line in text.splitlines()]
@@ -58,4 +63,4 @@ def joined(values: Iterable[object]) -> str:
     return ", ".join(map(str, values))
 
 
-FILTERS = {"prose": prose, "raised": raised, "diff_lines": diff_lines, "joined": joined}
+FILTERS = {"prose": prose, "source": source, "raised": raised, "diff_lines": diff_lines, "joined": joined}

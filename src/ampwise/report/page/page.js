@@ -6,7 +6,7 @@ function show(data) {
   shown.data = data;
   const drawn = data.curves.some((line) => line.first.length);
   one('#curves').hidden = !drawn;
-  if (drawn) drawCharts(data.curves);
+  if (drawn) drawCharts(data.curves, data.titles);
   if (!one('#gradients')) return;
   one('#gradients').hidden = !data.layers.length;
   setLayers(data);
@@ -20,9 +20,12 @@ function redraw() {
 
 function followColours() {
   matchMedia('(prefers-color-scheme: dark)').addEventListener('change', redraw);
-  addEventListener('beforeprint', () => { document.documentElement.dataset.paper = ''; all('details').forEach((each) => { each.dataset.was = each.open; each.open = true; }); redraw(); });
-  addEventListener('afterprint', () => { delete document.documentElement.dataset.paper; all('details').forEach((each) => { each.open = each.dataset.was === 'true'; }); redraw(); });
+  addEventListener('beforeprint', () => { document.documentElement.dataset.paper = ''; folded().forEach((each) => { each.dataset.was = each.open; each.open = true; }); redraw(); });
+  addEventListener('afterprint', () => { delete document.documentElement.dataset.paper; folded().forEach((each) => { each.open = each.dataset.was === 'true'; }); redraw(); });
 }
+
+// What is unfolded on paper: not the same lines of code a second time.
+const folded = () => all('details:not(.twice-told)');
 
 // A link to something that is folded up opens it.
 function openTarget() {
@@ -30,36 +33,63 @@ function openTarget() {
   for (let each = target; each; each = each.parentElement) if (each.tagName === 'DETAILS') each.open = true;
 }
 
+// --- A run that goes on.
+
+const seen = new Map(); // the markup of each part, as it came last
+
 function takeIn(news) {
   document.title = news.title;
   for (const [name, markup] of Object.entries(news.parts)) {
     const part = one(`[data-part="${name}"]`);
-    if (!part || part.dataset.markup === markup) continue;
-    const open = all('details[open]', part).map((each) => each.id || one('summary', each).textContent);
-    part.innerHTML = markup; // escaped by the server, as the page itself was
-    part.dataset.markup = markup;
-    for (const each of all('details', part)) if (open.includes(each.id || one('summary', each).textContent)) each.open = true;
+    if (part && seen.get(name) !== markup) replacePart(part, markup);
+    seen.set(name, markup);
   }
   show(news.data);
 }
 
-const EVERY = 2000; // milliseconds
-async function follow() {
+function replacePart(part, markup) {
+  const open = all('details[open]', part).map((each) => each.id);
+  const focused = part.contains(document.activeElement) && document.activeElement.closest('[id]')?.id;
+  part.innerHTML = markup; // escaped by the server, as the page itself was
+  for (const id of open) { const each = document.getElementById(id); if (each) each.open = true; }
+  const again = focused && document.getElementById(focused);
+  if (again) (again.matches('a, summary, pre, [tabindex]') ? again : one('a, summary, pre', again))?.focus({ preventScroll: true });
+}
+
+// Someone who drags, or has marked a text to copy, is not disturbed: the news can wait.
+let held = false;
+const isBusy = () => held || document.hidden || !getSelection().isCollapsed;
+
+const WORDS = {
+  following: 'This page follows the run.',
+  other: 'The server was started anew: open the address that it printed. This is the last that was seen.',
+  gone: 'The server no longer answers: this is the last that was seen.',
+};
+
+function tellState(state) {
   const told = one('#live');
-  let version = '';
-  for (;;) {
-    await new Promise((done) => setTimeout(done, EVERY));
-    if (document.hidden) continue;
-    try {
-      const answer = await fetch('update', { headers: version ? { 'If-None-Match': version } : {}, cache: 'no-store' });
-      if (answer.status === 200) {
-        version = answer.headers.get('ETag') || '';
-        takeIn(await answer.json());
-      }
-      told.textContent = `This page follows the run; last asked at ${new Date().toLocaleTimeString()}.`;
-    } catch {
-      told.textContent = 'The server no longer answers: this is the last that was seen.';
-    }
+  if (told.dataset.state !== state) told.textContent = WORDS[told.dataset.state = state];
+}
+
+async function ask(version) {
+  try {
+    return await fetch('update', { headers: version ? { 'If-None-Match': version } : {}, cache: 'no-store' });
+  } catch {
+    return null;
+  }
+}
+
+async function follow(seconds) {
+  addEventListener('pointerdown', () => { held = true; });
+  for (const event of ['pointerup', 'pointercancel', 'blur']) addEventListener(event, () => { held = false; });
+  for (let version = ''; ;) {
+    await new Promise((done) => setTimeout(done, seconds * 1000));
+    if (isBusy()) continue;
+    const answer = await ask(version);
+    tellState(answer === null ? 'gone' : answer.ok || answer.status === 304 ? 'following' : 'other');
+    if (!answer?.ok) continue;
+    version = answer.headers.get('ETag') || '';
+    takeIn(await answer.json());
   }
 }
 
@@ -69,10 +99,12 @@ function start() {
   followColours();
   addEventListener('hashchange', openTarget);
   openTarget();
+  const { live } = document.documentElement.dataset;
   unpacked(one('#data').textContent).then((data) => {
+    one('#no-charts').remove();
     show(data);
     document.documentElement.dataset.ready = '';
-    if ('live' in document.documentElement.dataset) follow();
+    if (live) follow(Number(live));
   });
 }
 

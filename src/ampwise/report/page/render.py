@@ -32,10 +32,10 @@ SCRIPTS = ("numbers.js", "charts.js", "heat.js", "layers.js", "page.js")  # in t
 LIBRARY = "vendor/uPlot.iife.min.js"
 
 
-def page(run: Run, *, live: bool = False) -> str:
-    """The whole file. live: it asks the server that it came from for what is new."""
+def page(run: Run, *, live: bool = False, every: float = 2.0) -> str:
+    """The whole file. live: it asks the server that it came from for what is new, every so many seconds."""
     layers = layers_of(run)
-    return _filled("page.html", view(run, layers), payload(run, layers), live=live)
+    return _filled("page.html", view(run, layers), payload(run, layers), live=every if live else 0)
 
 
 def comparison_page(before: Run, after: Run) -> str:
@@ -53,12 +53,12 @@ def update(run: Run) -> dict[str, Any]:
     return {"title": finalize(shown["title"]), "parts": parts, "data": payload(run, layers)}
 
 
-def _filled(name: str, shown: dict[str, Any], data: dict[str, Any], *, live: bool = False) -> str:
+def _filled(name: str, shown: dict[str, Any], data: dict[str, Any], *, live: float = 0) -> str:
     script = _script()
     return _template(name).render(
         shown | _shared(),
         mark=Markup(MARK),
-        policy=_policy(script, live),
+        policy=_policy(script, asks=bool(live)),
         css=Markup("\n".join(_asset(style) for style in STYLES)),
         script=Markup(script),
         data=_packed(data),
@@ -71,11 +71,11 @@ def _shared() -> dict[str, Any]:
     return {"parts": _template("parts.html").module}
 
 
-def _policy(script: str, live: bool) -> str:
+def _policy(script: str, *, asks: bool) -> str:
     """The page runs our script and no other, and fetches nothing, whatever a record has smuggled in."""
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    asks = "; connect-src 'self'" if live else ""
-    return f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'{asks}"
+    allowed = ["default-src 'none'", "base-uri 'none'", "form-action 'none'", "style-src 'unsafe-inline'"]
+    return "; ".join([*allowed, f"script-src 'sha256-{digest}'", *(["connect-src 'self'"] if asks else [])])
 
 
 def _packed(data: dict[str, Any]) -> str:

@@ -13,7 +13,7 @@ from ampwise.report.facts import environment, sentences, settings, timing
 from ampwise.report.flow import about_flow, flow_of
 from ampwise.report.layers import about_layers, headings, title
 from ampwise.report.numbers import numbers_of
-from ampwise.report.page.payload import MOST_LAYERS
+from ampwise.report.page.payload import shown_layers
 from ampwise.report.source_lines import kept_lines
 from ampwise.report.usage import kinds_of_time, memory, precisions_of_work, products, waiting_lines
 from ampwise.report.verdict import happened, mood, opening, verdict, worst_first
@@ -153,12 +153,13 @@ def _layers(layers: Sequence[Layer]) -> dict[str, Any]:
     if not layers:
         return {"rows": [], "title": "Layers", "about": "", "headings": [], "left": 0}
     several = len({layer.optimizer for layer in layers}) > 1
+    shown = shown_layers(layers)
     return {
-        "rows": [_layer(layer, several) for layer in layers[:MOST_LAYERS]],
+        "rows": [_layer(layer, several) for layer in shown],
         "title": title(layers),
         "about": about_layers(layers),
         "headings": headings(layers),
-        "left": len(layers) - MOST_LAYERS,
+        "left": len(layers) - len(shown),
     }
 
 
