@@ -111,7 +111,7 @@ def test_a_record_cut_short_is_still_reported(record, capsys):
     (record / "findings.json").unlink()
     assert main(["report", str(record)]) == 0
     text = capsys.readouterr().out
-    assert text.startswith("No findings in 9 steps")
+    assert text.startswith("The findings of 9 steps of train.py (fp16, scaler) could not be read.")
     assert "Trouble with this record" in text
     assert "findings.json is missing." in text
 
@@ -124,7 +124,36 @@ def test_what_is_no_record(tmp_path, capsys, name):
     error = capsys.readouterr().err
     assert error.startswith(f"ampwise: error: {tmp_path / name} ")
     assert error.count("\n") == 1
-    assert "`ampwise run -o " in error  # the way out
+    assert ("`ampwise run -o " in error) is (name != "a_file")  # the way out, where it is one
+
+
+def test_an_empty_name_is_refused(capsys, tmp_path, monkeypatch):
+    begin_record(tmp_path / "run").close("finished", 0)
+    monkeypatch.chdir(tmp_path / "run")  # where "" would be a record
+    for words in ([""], [".", ""], ["", "."]):
+        assert main(["report", *words]) == 2
+        assert capsys.readouterr().err == (
+            "ampwise: error: report: the name of the record is empty. Name its folder; `.` is the one you are in.\n"
+        )
+
+
+def test_a_link_to_itself(tmp_path, capsys):
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    assert main(["report", str(tmp_path / "loop")]) == 2
+    assert capsys.readouterr().err == f"ampwise: error: {tmp_path / 'loop'} is a link that leads nowhere.\n"
+
+
+def test_an_ascii_terminal_gets_arrows_and_no_escapes(record, tmp_path):
+    begin_record(tmp_path / "later").close("finished", 1)
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"}
+    for words in ([record], [record, tmp_path / "later"]):
+        command = [sys.executable, "-m", "ampwise", "report", *map(str, words)]
+        text = subprocess.run(command, capture_output=True, check=True, env=environment).stdout.decode("ascii")
+        assert "\\u" not in text
+        assert "\\x" not in text
+    assert "x10, first at step 1" in subprocess.run(
+        [sys.executable, "-m", "ampwise", "report", str(record)], capture_output=True, check=True, env=environment
+    ).stdout.decode("ascii")
 
 
 @pytest.mark.parametrize(
@@ -169,9 +198,11 @@ def test_a_file_of_a_record_leads_to_its_folder(record, capsys):
 
 
 def test_a_folder_of_records_leads_to_the_newest(tmp_path, capsys):
-    for age, name in [(100, "old"), (0, "new"), (50, "middle")]:
+    for day, name in [(1, "old"), (3, "new"), (2, "middle")]:
         begin_record(tmp_path / name).close("finished", 0)
-        os.utime(tmp_path / name / "manifest.json", (10**9 - age, 10**9 - age))
+        manifest = json.loads((tmp_path / name / "manifest.json").read_text())
+        created = {"created": f"2026-01-0{day}T00:00:00+00:00"}  # and not what a copy does to the times of files
+        (tmp_path / name / "manifest.json").write_text(json.dumps(manifest | created))
     assert main(["report", str(tmp_path)]) == 2
     assert f"3 records are in it: `ampwise report {tmp_path / 'new'}` shows the newest." in capsys.readouterr().err
 
@@ -188,8 +219,15 @@ def test_a_record_of_a_later_version_is_refused_and_cannot_harm_the_terminal(rec
 
 def test_a_torn_manifest(record, capsys):
     (record / "manifest.json").write_text('{"format": "ampwise-r')
+    assert main(["report", str(record)]) == 0  # what can be shown is shown
+    text = capsys.readouterr().out
+    assert text.startswith("1 error in 10 steps of an unknown script (scaler): ")
+    assert "How the run ended is not known: its manifest could not be read.\n" in text
+    assert "head.weight" in text
+    assert "cannot be read: it is cut off, or damaged." in text
+    (record / "manifest.json").write_text('{"format": "another"}')
     assert main(["report", str(record)]) == 2
-    assert f"{record / 'manifest.json'} cannot be read: " in capsys.readouterr().err
+    assert "is of another program" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

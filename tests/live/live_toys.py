@@ -62,18 +62,32 @@ def growing(folder, steps=120, **options):
 
 
 class Screen:
-    """Enough of a terminal for what rich writes: lines, returns, cursor up, erased lines, colours."""
+    """Enough of a terminal for what rich writes: lines, returns, the way home, a second screen, colours."""
 
     PIECE = re.compile(r"\x1b\[(\??[\d;]*)([A-Za-z])|([\r\n])|([^\x1b\r\n]+)")
+    TORN = re.compile(r"(\x1b(\[[\d;?]*)?)?\Z")  # a sequence of which the rest is still to come
 
     def __init__(self, width, height):
         self.width, self.height = width, height
         self.lines, self.row, self.column = [""], 0, 0
-        self.scrolled = 0
+        self.scrolled, self.unread = 0, ""
         self.cursor_shown = True
+        self.below = None  # what the second screen covers
+
+    @property
+    def is_second(self):
+        return self.below is not None
+
+    def resize(self, width, height):
+        """As a terminal does with its second screen: what has no room is cut off, and the rest stays where it was."""
+        self.width, self.height = width, height
+        self.lines = [line[:width] for line in self.lines[:height]]
+        self.row, self.column = min(self.row, len(self.lines) - 1), min(self.column, width)
 
     def feed(self, text):
-        for parts, letter, control, plain in self.PIECE.findall(text):
+        text = self.unread + text
+        self.unread = self.TORN.search(text)[0]
+        for parts, letter, control, plain in self.PIECE.findall(text[: len(text) - len(self.unread)]):
             if letter:
                 self._sequence(parts, letter)
             elif control == "\r":
@@ -86,10 +100,15 @@ class Screen:
         return self
 
     def _sequence(self, parts, letter):
-        if letter == "A":
-            self.row = max(0, self.row - int(parts or 1))
-        elif letter == "K":
-            self.lines[self.row] = ""
+        if (parts, letter) == ("", "H"):
+            self.row = self.column = 0
+        elif (parts, letter) == ("?1049", "h"):
+            assert not self.is_second
+            self.below = self.lines, self.row, self.column
+            self.lines, self.row, self.column = [""], 0, 0
+        elif (parts, letter) == ("?1049", "l"):
+            assert self.is_second
+            (self.lines, self.row, self.column), self.below = self.below, None
         elif (parts, letter) in (("?25", "l"), ("?25", "h")):
             self.cursor_shown = letter == "h"
         else:
@@ -138,6 +157,7 @@ class Terminal:
 
     def resize(self, width, height):
         fcntl.ioctl(self.descriptor, termios.TIOCSWINSZ, struct.pack("HHHH", height, width, 0, 0))
+        self.screen.resize(width, height)
 
     def until(self, wanted, seconds=60.0):
         """Read until a whole picture has what is wanted, or the process has ended; the screen."""

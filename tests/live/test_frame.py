@@ -2,6 +2,7 @@
 
 import math
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -188,3 +189,12 @@ def test_a_frame_of_a_long_run_is_cheap():
     took = time.perf_counter() - began
     assert "step 50,000" in text
     assert took < 5, f"{took:.2f} s"  # half a second on a quiet machine
+
+
+def test_trouble_is_told_in_one_harmless_line():
+    run = replace(run_of(), trouble=["steps.jsonl:\n3 of \x1b[2J9 lines cannot be read.", "a second", "a third"])
+    told = r"steps.jsonl: 3 of \x1b[2J9 lines cannot be read. (and 2 more)"
+    assert text_of(run).splitlines()[2] == told
+    assert "cannot be read" not in text_of(run_of())
+    assert "trouble" not in one_line(state_of(run_of()))
+    assert one_line(state_of(run)).endswith("  trouble: steps.jsonl: 3 of \x1b[2J9 lines cannot be read. (and 2 more)")

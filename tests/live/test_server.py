@@ -49,8 +49,8 @@ class Made:
 
 @pytest.fixture
 def impatient(monkeypatch):
-    """The record is looked at whenever somebody asks."""
-    monkeypatch.setattr(server_module, "LOOK_S", 0.0)
+    """The record is looked at whenever somebody asks, and nobody rests."""
+    monkeypatch.setattr(server_module, "REST", 0.0)
 
 
 @pytest.fixture
@@ -65,8 +65,9 @@ def made():
 
 
 @pytest.fixture
-def server(writer, made):
-    running = serve(Follower(writer.folder), page=made.page, update=made.update)
+def server(writer, made, request):
+    interval_s = 0.0 if "impatient" in request.fixturenames else 60.0
+    running = serve(Follower(writer.folder), page=made.page, update=made.update, interval_s=interval_s)
     yield running
     running.shutdown()
     running.server_close()
@@ -95,7 +96,7 @@ def send(server, data):
             connection.sendall(data)
             connection.shutdown(socket.SHUT_WR)
             return b"".join(iter(lambda: connection.recv(65536), b""))
-        except ConnectionError:  # it has had enough of us
+        except OSError:  # it has had enough of us
             return b""
 
 
@@ -180,13 +181,25 @@ def test_half_a_token_or_a_longer_one_gets_nothing(server):
 
 @pytest.mark.parametrize(
     "path",
-    ["{token}", "", "{token}/../{token}/x", "{token}/manifest.json", "{token}/..%2f..%2fetc/passwd", "{token}//update"],
+    ["", "{token}/../{token}/x", "{token}/manifest.json", "{token}/..%2f..%2fetc/passwd", "{token}//update"],
 )
 def test_there_is_nothing_else(server, path):
     line = f"GET /{path.format(token=server.token)} HTTP/1.1\r\nHost: localhost:{server.server_port}\r\n\r\n"
     answer = send(server, line.encode())
     assert answer.startswith(b"HTTP/1.0 404 ")
-    assert b"root:" not in answer
+    assert answer.endswith(b"404 not here: copy the whole address that `ampwise watch` printed\n")
+
+
+def test_the_last_sign_of_the_address_may_be_missing(server):
+    """A browser asks again, under the name and the port that it came by."""
+    line = f"GET /{server.token} HTTP/1.1\r\nHost: localhost:9000\r\n\r\n"
+    answer = send(server, line.encode()).decode()
+    assert answer.startswith("HTTP/1.0 308 ")
+    assert f"\r\nLocation: /{server.token}/\r\n" in answer
+    with urllib.request.urlopen(server.address.removesuffix("/"), timeout=30) as opened:
+        assert b"3 steps" in opened.read()
+    wrong = f"GET /{server.token[:-1]} HTTP/1.1\r\nHost: localhost:9000\r\n\r\n"
+    assert server.token not in send(server, wrong.encode()).decode()
 
 
 @pytest.mark.parametrize(
@@ -195,26 +208,40 @@ def test_there_is_nothing_else(server, path):
         [],
         ["evil.example"],
         ["evil.example:{port}"],
-        ["127.0.0.1"],
-        ["127.0.0.1:1"],
+        ["127.0.0.1.evil.example"],
+        ["127.0.0.1:{port}.evil.example"],
+        ["evil.example:127.0.0.1"],
+        ["localhost.evil.example:{port}"],
+        ["127.0.0.1:"],
+        ["127.0.0.1:{port}:{port}"],
+        ["127.0.0.1@evil.example"],
+        ["::1"],
+        ["[::1].evil.example"],
+        ["0.0.0.0:{port}"],
         ["127.0.0.1:{port}", "evil.example"],
+        ["127.0.0.1:{port}", "127.0.0.1:{port}"],
     ],
 )
 def test_a_name_that_only_points_here_is_refused(server, made, hosts):
     status, _, body = ask(server, host=[host.format(port=server.server_port) for host in hosts])
     assert status == 403
-    assert f"only under 127.0.0.1:{server.server_port} or localhost" in body.decode()
+    assert body == b"403 only under 127.0.0.1 or localhost\n"
     assert server.token not in body.decode()
     assert made.pages == 0
 
 
-def test_localhost_is_ours(server):
-    assert ask(server, host=[f"LocalHost:{server.server_port}"])[0] == 200
+@pytest.mark.parametrize(
+    "host", ["LocalHost:{port}", "localhost", "127.0.0.1:9000", "[::1]:9000", "[::1]", "127.0.0.1"]
+)
+def test_names_that_only_this_machine_has_are_ours_at_any_port(server, host):
+    """`ssh -L 9000:127.0.0.1:PORT` brings another port; and a page from elsewhere cannot have such a name."""
+    assert ask(server, host=[host.format(port=server.server_port)])[0] == 200
 
 
 @pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "PATCH", "OPTIONS"])
 def test_it_is_only_read(server, method):
-    assert ask(server, method=method)[0] == 405
+    status, headers, body = ask(server, method=method)
+    assert (status, headers["Allow"], body) == (405, "GET, HEAD", b"405 this is only read\n")
     assert ask(server, method=method, token="wrong")[0] == 404
     assert ask(server, method=method, host=["evil.example"])[0] == 403
     assert ask(server, method="BREW")[0] == 501
@@ -297,7 +324,7 @@ class Counting(Follower):
 
 def test_many_who_ask_make_it_once(writer, made):
     follower = Counting(writer.folder)
-    running = serve(follower, page=made.page, update=made.update)
+    running = serve(follower, page=made.page, update=made.update, interval_s=1.0)
     try:
         began = time.monotonic()
         with ThreadPoolExecutor(16) as pool:
@@ -313,12 +340,104 @@ def test_many_who_ask_make_it_once(writer, made):
         running.server_close()
 
 
+def test_the_interval_is_kept_however_many_ask(writer, made, monkeypatch):
+    monkeypatch.setattr(server_module, "REST", 0.0)
+    for interval_s, looked in ((60.0, 1), (0.0, 21)):
+        follower = Counting(writer.folder)
+        present = Present(follower, {"": made.page}, interval_s=interval_s)
+        for _ in range(20):
+            assert present.run.alive
+        assert follower.looks == looked
+
+
+class Slow(Made):
+    """A page that takes long, as that of a large run does; or as long as a test likes."""
+
+    def __init__(self, seconds=0.0):
+        super().__init__()
+        self.seconds, self.may_go = seconds, threading.Event()
+        self.may_go.set()
+
+    def update(self, run):
+        time.sleep(self.seconds)
+        assert self.may_go.wait(60)
+        return super().update(run)
+
+
+@pytest.fixture
+def slow_server(writer):
+    slow = Slow()
+    running = serve(Follower(writer.folder), page=slow.page, update=slow.update, interval_s=0.01)
+    running.slow = slow
+    yield running
+    slow.may_go.set()
+    running.shutdown()
+    running.server_close()
+
+
+def test_while_a_new_one_is_made_all_get_the_old_one(slow_server, writer, monkeypatch):
+    monkeypatch.setattr(server_module, "REST", 0.0)
+    monkeypatch.setattr(server_module, "PATIENCE_S", 0.1)
+    tag = ask(slow_server, "update")[1]["ETag"]
+    slow_server.slow.may_go.clear()
+    writer.step(step(4))
+    writer.flush()
+    time.sleep(0.05)
+    began = time.monotonic()
+    with ThreadPoolExecutor(8) as pool:
+        answers = list(pool.map(lambda _: ask(slow_server, "update"), range(16)))
+    assert time.monotonic() - began < 10
+    assert {(status, headers["ETag"]) for status, headers, _ in answers} == {(200, tag)}
+    assert {json.loads(body)["steps"] for _, _, body in answers} == {3}
+    assert ask(slow_server, "update", headers={"If-None-Match": tag})[0] == 304
+    slow_server.slow.may_go.set()
+    until(lambda: json.loads(ask(slow_server, "update")[2])["steps"] == 4)
+    assert slow_server.slow.updates == 2
+
+
+def test_it_rests_nine_times_as_long_as_making_took(writer):
+    """Somebody always asks, there is always something new, and yet nine tenths of the time are the run's."""
+    slow = Slow(seconds=0.05)
+    present = Present(Follower(writer.folder), {"update": lambda run: str(slow.update(run))}, interval_s=0.0)
+    present.made("update")
+    began, number = time.monotonic(), 3
+    while time.monotonic() - began < 3.0:
+        number += 1
+        writer.step(step(number))
+        writer.flush()
+        present.made("update")
+        time.sleep(0.01)
+    assert 3 <= slow.updates <= 1 + 3.2 / 0.5  # each takes a twentieth of a second, and then rests for nine
+    until(lambda: present.made("update")[0] == present.version)  # and at last it has all
+
+
+def test_a_failure_beside_is_told_and_mended(slow_server, writer, monkeypatch, capfd):
+    monkeypatch.setattr(server_module, "REST", 0.0)
+    assert ask(slow_server, "update")[0] == 200
+    makers = slow_server.present._makers
+    makers["update"] = lambda run: 1 / 0
+    writer.step(step(4))
+    writer.flush()
+    until(lambda: ask(slow_server, "update")[0] == 500)
+    assert ask(slow_server, "update")[2] == b"500 this record cannot be shown: ZeroDivisionError\n"
+    assert capfd.readouterr() == ("", "")
+    makers["update"] = lambda run: f"{len(run.steps)}"
+    until(lambda: ask(slow_server, "update")[2] == b"4")
+
+
+def until(holds, seconds=30.0):
+    end = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
 def test_a_killed_run_and_a_lost_record_are_news(tmp_path, impatient, made):
     with growing(tmp_path / "run", steps=3) as writer:
         manifest = json.loads((writer.folder / "manifest.json").read_text())
         child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
         (writer.folder / "manifest.json").write_text(json.dumps(manifest | {"pid": child.pid}))
-        present = Present(Follower(writer.folder), {"": made.page})
+        present = Present(Follower(writer.folder), {"": made.page}, interval_s=0.0)
         assert present.run.alive
         version = present.version
         assert present.version == version
@@ -328,7 +447,7 @@ def test_a_killed_run_and_a_lost_record_are_news(tmp_path, impatient, made):
         saved = tmp_path / "saved"
         shutil.copytree(writer.folder, saved)
         shutil.rmtree(writer.folder)
-        assert "does not exist" in present.run.trouble[0]
+        assert re.match(r"The record cannot be read since \d\d:\d\d:\d\d: .* does not exist", present.run.trouble[0])
         assert len(present.run.steps) == 3  # what was seen is still shown
         assert present.version == version + 2
         saved.rename(writer.folder)
@@ -359,7 +478,8 @@ def test_the_verb_serves_until_ctrl_c(tmp_path):
             here = type("Here", (), {"server_port": int(port), "token": token})
             status, _, body = ask(here)
             assert (status, b"train.py" in body) == (200, True)
-            assert "connect-src 'self'" in html.unescape(body.decode())  # the page may ask for its updates
+            assert "connect-src 'self'" in html.unescape(body.decode())  # the page may ask for its updates,
+            assert 'data-live="0.2"' in body.decode()  # as often as was said
             assert json.loads(ask(here, "update")[2])["data"]
             writer.close("finished", 0)
             assert process.stderr.readline().startswith("ampwise: the run has ended: 1 error in 3 steps of train.py")
@@ -379,7 +499,8 @@ def test_a_browser_follows_the_run(tmp_path, impatient):
             browser = play.chromium.launch(executable_path=installed, args=["--no-sandbox"])
         except playwright.Error:
             pytest.skip("no Chromium here")
-        running = serve(Follower(writer.folder), page=partial(page, live=True), update=update)
+        live_page = partial(page, live=True, every=0.2)
+        running = serve(Follower(writer.folder), page=live_page, update=update, interval_s=0.0)
         try:
             shown, said = browser.new_page(), []
             shown.on("console", lambda message: said.append(message.text))

@@ -2,16 +2,22 @@
 
 import json
 import os
+import re
+import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
 
 from ampwise.cli import main
+from ampwise.live import terminal as terminal_module
+from ampwise.live.looking import Looking
 from ampwise.live.terminal import looks
 from ampwise.record.follow import Follower
+from ampwise.record.stored import findings_data
 from ampwise.record.writer import Writer
 
 from .live_toys import Terminal, clipped, growing, step
@@ -57,6 +63,7 @@ def test_the_picture_fits_and_changes_in_place(tmp_path, width, height):
         screen = terminal.until(lambda screen: "step 121" in screen.text)
         assert screen.text.count("step 12") == 1
         assert screen.scrolled == 0  # however low the terminal is
+        assert screen.is_second
         assert not screen.cursor_shown
         assert screen.lines[0].startswith("1 error in 12"[: width - 1])
         if height >= 10:
@@ -80,6 +87,7 @@ def test_it_ends_with_the_run_and_its_summary(tmp_path):
         assert terminal.end() == 0
         text = terminal.screen.text
         assert terminal.screen.cursor_shown
+        assert not terminal.screen.is_second
         assert text.count("The script failed with ValueError: no data (exit code 1).") == 1
         assert text.index("loss  ") < text.index("The script failed")  # the curves stay, and the summary comes after
         assert text.count("error[AMP101]") == 1
@@ -95,10 +103,43 @@ def test_ctrl_c_leaves_the_watcher_and_the_screen_in_order(tmp_path):
         os.kill(terminal.process.pid, signal.SIGINT)
         assert terminal.end() == 130
         assert terminal.screen.cursor_shown
-        assert terminal.screen.lines[-2:] == ["ampwise: interrupted", ""]
+        assert not terminal.screen.is_second
+        assert terminal.screen.lines == ["ampwise: interrupted", ""]  # and what was on the screen before
         writer.step(step(121))  # the run has not noticed
         writer.flush()
         assert Follower(tmp_path / "run").look().steps[-1].last == 121
+
+
+def test_kill_leaves_the_screen_in_order(tmp_path):
+    with (
+        growing(tmp_path / "run"),
+        Terminal("watch", str(tmp_path / "run"), "--interval", "0.2") as terminal,
+    ):
+        terminal.until(lambda screen: "step 120" in screen.text)
+        assert not terminal.screen.cursor_shown
+        os.kill(terminal.process.pid, signal.SIGTERM)
+        assert terminal.end() == 128 + signal.SIGTERM
+        assert terminal.screen.cursor_shown
+        assert not terminal.screen.is_second
+        assert terminal.screen.text == ""
+
+
+def test_ctrl_z_gives_the_screen_back_until_it_goes_on(tmp_path):
+    with (
+        growing(tmp_path / "run") as writer,
+        Terminal("watch", str(tmp_path / "run"), "--interval", "0.2") as terminal,
+    ):
+        terminal.until(lambda screen: "step 120" in screen.text)
+        os.kill(terminal.process.pid, signal.SIGTSTP)
+        terminal.until(lambda screen: not screen.is_second)
+        assert os.WIFSTOPPED(os.waitpid(terminal.process.pid, os.WUNTRACED)[1])
+        assert terminal.screen.cursor_shown
+        writer.step(step(121))
+        os.kill(terminal.process.pid, signal.SIGCONT)
+        terminal.until(lambda screen: "step 121" in screen.text)
+        assert terminal.screen.is_second
+        writer.close("finished", 0)
+        assert terminal.end() == 0
 
 
 def test_a_window_that_changes_its_size(tmp_path):
@@ -107,11 +148,46 @@ def test_a_window_that_changes_its_size(tmp_path):
         Terminal("watch", str(tmp_path / "run"), "--interval", "0.1", width=100, height=40) as terminal,
     ):
         terminal.until(lambda screen: "step 120" in screen.text)
-        for number, (width, height) in enumerate([(40, 10), (1, 1), (200, 60), (80, 24)], 121):
+        for number, (width, height) in enumerate([(40, 10), (1, 1), (200, 60), (80, 24), (50, 12)], 121):
             terminal.resize(width, height)
             writer.step(step(number))
+            if width > 1:
+                screen = terminal.until(lambda screen, wanted=f"step {number}": wanted in screen.text)
+                assert screen.text.count("step 12") == 1  # nothing is left of earlier pictures
+                assert len(screen.lines) <= height
             time.sleep(0.4)
-        terminal.until(lambda screen: "step 124" in screen.text)
+        writer.close("finished", 0)
+        assert terminal.end() == 0
+
+
+def test_trouble_has_a_line(tmp_path):
+    with growing(tmp_path / "run") as writer:
+        with (writer.folder / "layers.jsonl").open("ab") as file:
+            file.write(b"nonsense\n")
+        (writer.folder / "findings.json").unlink()
+        with Terminal("watch", str(tmp_path / "run"), "--interval", "0.2", width=120) as terminal:
+            screen = terminal.until(lambda screen: "step 120" in screen.text)
+            assert "layers.jsonl: 1 of 2 lines cannot be read" in screen.text
+            assert "(and 1 more)" in screen.text
+        with Terminal("watch", str(tmp_path / "run"), "--once", width=120) as terminal:
+            assert terminal.end() == 0
+            assert "layers.jsonl: 1 of 2 lines cannot be read" in terminal.screen.text
+
+
+def test_a_record_that_cannot_be_read_for_a_while_stays_on_the_screen(tmp_path):
+    with (
+        growing(tmp_path / "run") as writer,
+        Terminal("watch", str(tmp_path / "run"), "--interval", "0.2", width=120) as terminal,
+    ):
+        terminal.until(lambda screen: "step 120" in screen.text)
+        writer.folder.rename(tmp_path / "elsewhere")
+        screen = terminal.until(lambda screen: "cannot be read since " in screen.text)
+        assert "step 120" in screen.text  # what was seen is still there
+        assert "error[AMP101]" in screen.text
+        (tmp_path / "elsewhere").rename(writer.folder)
+        screen = terminal.until(lambda screen: "cannot be read" not in screen.text)
+        writer.step(step(121))
+        terminal.until(lambda screen: "step 121" in screen.text)
         writer.close("finished", 0)
         assert terminal.end() == 0
 
@@ -212,13 +288,103 @@ def test_an_end_that_is_written_between_the_look_and_the_question(tmp_path):
                 writer.close("finished", 0)
                 return run
 
-        assert [run.status for run in looks(Slow(writer.folder), 0.1)] == ["finished"]
+        assert [run.status for run in looks(Looking(Slow(writer.folder)), 0.1)] == ["finished"]
 
 
 def test_once_in_a_pipe(tmp_path, capsys):
     with growing(tmp_path / "run"):
         assert main(["watch", str(tmp_path / "run"), "--once"]) == 0
     assert capsys.readouterr().out == "step 120  loss 0.06667  scale 65536  norm 1.25  skipped 2  findings 1\n"
+
+
+def test_trouble_in_a_pipe(tmp_path, capsys):
+    with growing(tmp_path / "run") as writer:
+        (writer.folder / "findings.json").unlink()
+        assert main(["watch", str(tmp_path / "run"), "--once"]) == 0
+    assert capsys.readouterr().out.endswith("  findings 0  trouble: findings.json is missing.\n")
+
+
+# --- a record that is lost -----------------------------------------------------------------------------------------
+
+
+def test_a_record_that_does_not_come_back_ends_the_watch(tmp_path, monkeypatch, capsys):
+    """What was seen is told; whether the run has ended nobody knows, and that is an error."""
+    monkeypatch.setattr(terminal_module, "PATIENCE_S", 0.5)
+    with growing(tmp_path / "run") as writer:
+        threading.Timer(0.5, shutil.rmtree, [writer.folder]).start()
+        assert main(["watch", str(tmp_path / "run"), "--interval", "0.1"]) == 2
+    said = capsys.readouterr()
+    lines = said.out.splitlines()
+    assert lines[0].startswith("step 120 ")
+    assert " trouble: The record cannot be read since " in lines[1]
+    assert lines[2] == ""  # said once, though it was looked at several times
+    assert lines[3].startswith("1 error in 120 steps of train.py")
+    assert re.fullmatch(
+        rf"ampwise: error: {tmp_path / 'run'} cannot be read since \d\d:\d\d:\d\d: .* does not exist\. .* "
+        r"What was seen until then is above\.\n",
+        said.err,
+    )
+
+
+def test_a_process_that_ends_while_its_record_cannot_be_read_has_not_been_killed(tmp_path):
+    """Its end may be in the record, once that is there again."""
+    with growing(tmp_path / "run") as writer:
+        process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+        manifest = json.loads((writer.folder / "manifest.json").read_text())
+        (writer.folder / "manifest.json").write_text(json.dumps(manifest | {"pid": process.pid}))
+        seen = []
+        for run in looks(Looking(Follower(writer.folder)), 0.1):
+            seen.append((bool(run.trouble), run.status))
+            if len(seen) == 1:
+                writer.folder.rename(tmp_path / "elsewhere")
+            elif len(seen) == 3:
+                process.communicate(b"\n")
+            elif len(seen) == 6:
+                (tmp_path / "elsewhere").rename(writer.folder)
+                (writer.folder / "manifest.json").write_text(json.dumps(manifest | {"status": "finished"}))
+        going = (True, "running or killed")
+        assert seen == [(False, "running or killed"), *[going] * 5, (False, "finished")]
+
+
+def test_a_manifest_that_cannot_be_read_for_a_moment_is_no_end(tmp_path):
+    with growing(tmp_path / "run") as writer:
+        whole = (writer.folder / "manifest.json").read_bytes()
+        looking = Looking(Follower(writer.folder))
+        (writer.folder / "manifest.json").write_bytes(whole[:100])
+        looking.look()
+        assert "manifest.json, which says what ran and how it ended, cannot be read" in looking.lost
+        assert looking.run.manifest  # as it was
+        (writer.folder / "manifest.json").write_bytes(whole)
+        assert looking.look().trouble == []
+        assert (looking.lost, looking.lost_s) == ("", 0.0)
+
+
+# --- several ranks -------------------------------------------------------------------------------------------------
+
+
+def late_finding(folder):
+    data = json.loads((folder / "findings.json").read_text())
+    late = [clipped("what shows only in all ranks together", line=99)]
+    (folder / "findings.json").write_text(json.dumps(findings_data(late) | {"late": data["findings"]}))
+
+
+def test_what_the_launcher_of_ranks_finds_at_last_is_in_the_summary(tmp_path, capsys):
+    with growing(tmp_path / "run", world_size=2) as writer:
+        threading.Timer(0.5, writer.close, ["finished", 0]).start()
+        threading.Timer(1.5, late_finding, [writer.folder]).start()
+        assert main(["watch", str(tmp_path / "run"), "--interval", "0.1"]) == 0
+    assert "what shows only in all ranks together" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("world_size", "hours_ago"), [(2, 1), (1, 0)])
+def test_otherwise_nobody_waits_for_a_launcher(tmp_path, capsys, monkeypatch, world_size, hours_ago):
+    with growing(tmp_path / "run", world_size=world_size) as writer:
+        pass
+    then = time.time() - hours_ago * 3600
+    for file in writer.folder.iterdir():
+        os.utime(file, (then, then))
+    monkeypatch.setattr(terminal_module.time, "sleep", lambda seconds: pytest.fail("slept"))
+    assert main(["watch", str(tmp_path / "run")]) == 0
 
 
 # --- which record --------------------------------------------------------------------------------------------------
@@ -260,7 +426,29 @@ def test_what_will_never_be_a_record(tmp_path, capsys, words):
         error = capsys.readouterr().err
         assert error.startswith(f"ampwise: error: {tmp_path / name} {reason}")
         assert error.count("\n") == 1
-        assert "`ampwise run -o " in error  # the way out
+        assert reason == "is a file" or "`ampwise run -o " in error  # the way out
+
+
+@pytest.mark.parametrize("words", [[], ["--once"], ["--serve"]], ids=["watch", "once", "serve"])
+def test_what_it_is_instead_is_told(tmp_path, capsys, words):
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "events.out.tfevents.1.host").write_text("")
+    with growing(tmp_path / "run"):
+        pass
+    for name, hint in [
+        ("logs", "It looks like a log of TensorBoard"),
+        ("run/steps.jsonl", "The record is its folder, "),
+    ]:
+        assert main(["watch", str(tmp_path / name), *words]) == 2
+        error = capsys.readouterr().err
+        assert (error.count("\n"), hint in error) == (1, True)
+
+
+def test_no_name_is_no_record(capsys, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    assert main(["watch", ""]) == 2
+    said = "watch: the name of the record is empty. Name its folder; `.` is the one you are in."
+    assert capsys.readouterr().err == f"ampwise: error: {said}\n"
 
 
 def test_once_does_not_wait(tmp_path, capsys):

@@ -1,10 +1,13 @@
 """What may reach a terminal, and when it is coloured."""
 
+import ast
 import io
+from pathlib import Path
 
 import pytest
 
-from ampwise.printers.terminal import CannotWrite, console, flush, paint, printable, wants_colour, write
+import ampwise.printers.terminal
+from ampwise.printers.terminal import CannotWrite, console, encodable, flush, paint, printable, wants_colour, write
 
 
 class Terminal(io.StringIO):
@@ -98,3 +101,39 @@ def test_the_console_honours_no_color(monkeypatch):
     console(plain).print("[bold red]x[/]")
     assert "\x1b[" in coloured.getvalue()
     assert plain.getvalue() == "x\n"
+
+
+@pytest.mark.parametrize(
+    ("encoding", "shown"),
+    [
+        ("ascii", "loss 2 -> 1, -12%, ~3 x 2^-14 ... 10^5 - 30 us / -"),
+        ("latin-1", "loss 2 -> 1, -12%, ~3 × 2^-14 ... 10^5 · 30 µs ÷ -"),
+        ("utf-8", "loss 2 → 1, −12%, ≈3 × 2⁻¹⁴ … 10⁵ · 30 µs ÷ –"),
+    ],
+)
+def test_our_own_signs_where_the_stream_has_none(encoding, shown):
+    text = "loss 2 → 1, −12%, ≈3 × 2⁻¹⁴ … 10⁵ · 30 µs ÷ –"
+    assert encodable(text, encoding) == shown
+    stream = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
+    write(text, stream)
+    flush(stream)
+    assert stream.buffer.getvalue().decode(encoding) == shown
+
+
+def test_what_is_not_ours_stays_to_be_told_apart():
+    assert encodable("größe 日\udcff", "ascii") == r"gr\xf6\xdfe \u65e5\udcff"
+
+
+def test_every_sign_that_is_written_has_another_in_ascii():
+    """No report shows an escape in place of a character that we chose."""
+    folder = Path(ampwise.printers.terminal.__file__).parent.parent
+    files = [file for part in ("report", "live", "printers", "cli", "rules") for file in (folder / part).rglob("*.py")]
+    texts = [
+        node.value
+        for file in files
+        for node in ast.walk(ast.parse(file.read_text("utf-8")))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and file.stem != "spark"
+    ]
+    signs = sorted({char for text in texts for char in text if ord(char) > 127} - {"\N{BRAILLE PATTERN DOTS-12345678}"})
+    assert signs
+    assert encodable("".join(signs), "ascii").count("\\") == 0

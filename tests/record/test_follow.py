@@ -340,3 +340,28 @@ def test_while_it_is_written(tmp_path):
     thread.join()
     followed.agrees()
     assert sum(bucket.count for bucket in followed.run.steps) == 3000
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "findings.json"])
+def test_a_file_that_cannot_be_opened_for_a_moment_is_read_once_it_can(tmp_path, settled, monkeypatch, name):
+    """A shared disk that stumbles: afterwards nothing was written, and all is there again."""
+    writer = Writer.create(tmp_path / "run")
+    writer.step(row(1))
+    writer.findings([seen("something")])
+    writer.flush()
+    whole = Run.read(tmp_path / "run")
+    refused = []
+
+    def stumbling(path, *words, real=files.opened, **options):
+        if refused and path.name == name:
+            raise OSError(5, "Input/output error")
+        return real(path, *words, **options)
+
+    for module in (files, tail):
+        monkeypatch.setattr(module, "opened", stumbling)
+    follower = Follower(tmp_path / "run")
+    refused.append(name)
+    assert name in " ".join(follower.look().trouble)
+    refused.clear()
+    assert follower.look() == whole
+    writer.close("finished", 0)

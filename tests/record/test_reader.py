@@ -198,25 +198,75 @@ def test_what_is_no_record_says_how_to_get_one(tmp_path):
     with pytest.raises(BadInput, match=r"holds no record: it has no manifest\.json\. `ampwise run -o RUN train.py`"):
         Run.read(tmp_path)
     (tmp_path / "file").write_text("")
-    with pytest.raises(BadInput, match=r"file is a file, and a record is a folder\."):
+    with pytest.raises(BadInput, match=r"file is a file, and a record is a folder\.$"):  # and no way to make one there
         Run.read(tmp_path / "file")
     (tmp_path / "manifest.json").write_text('{"format": "web app"}')
     with pytest.raises(BadInput, match=r"is of another program: a record of ampwise has the format 'ampwise-run'\."):
         Run.read(tmp_path)
 
 
-@pytest.mark.parametrize("text", ["", "{", "[" * 100_000, "\xff"])
-def test_a_manifest_that_cannot_be_read(record, text):
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("", "it is cut off, or damaged"),
+        ("{", "it is cut off, or damaged"),
+        ("[" * 100_000, "it is nested too deeply"),
+        ("\xff", "it is cut off, or damaged"),
+    ],
+)
+def test_a_manifest_that_cannot_be_read_leaves_the_rest(record, text, why):
+    whole = Run.read(record)
     (record / "manifest.json").write_text(text, encoding="latin-1")
-    with pytest.raises(BadInput, match=r"manifest\.json cannot be read: .*\. Name another record, or run again\."):
+    run = Run.read(record)
+    assert (run.steps, run.layers, run.findings) == (whole.steps, whole.layers, whole.findings)
+    assert (run.manifest, run.status, run.findings_known) == ({}, "unknown", True)
+    assert run.trouble == [f"manifest.json, which says what ran and how it ended, cannot be read: {why}."]
+    for name in ("steps.jsonl", "layers.jsonl", "findings.json"):
+        (record / name).unlink()
+    with pytest.raises(BadInput) as refused:  # there is nothing to show, and perhaps it never was a record
         Run.read(record)
+    assert str(refused.value) == (
+        f"{record}: {run.trouble[0]} Nothing else is there to read. Name another record, or run again."
+    )
 
 
 def test_a_manifest_of_a_gigabyte_is_not_taken_in(record):
     with (record / "manifest.json").open("r+b") as file:
         file.truncate(10**9)
-    with pytest.raises(BadInput, match=r"it has more than 16,000,000 bytes"):
+    assert "cannot be read: it has more than 16,000,000 bytes." in Run.read(record).trouble[0]
+
+
+def test_a_link_that_leads_nowhere(tmp_path):
+    for name in ("loop", "gone"):
+        (tmp_path / name).symlink_to(tmp_path / ("loop" if name == "loop" else "nothing"))
+        with pytest.raises(BadInput, match=rf"{name} is a link that leads nowhere\.$"):
+            Run.read(tmp_path / name)
+
+
+def test_what_an_error_quotes_of_a_record_cannot_harm_a_terminal(record):
+    change_manifest(record, version=2, ampwise="3\x1b[2J\n")
+    with pytest.raises(BadInput, match=r"written by ampwise 3\\x1b\[2J\\n; this"):
         Run.read(record)
+
+
+@pytest.mark.parametrize("text", [None, "", "{}", '{"findings": [{}], "rules": {}}'])
+def test_findings_that_could_not_all_be_read_are_not_known(record, text):
+    assert Run.read(record).findings_known
+    (record / "findings.json").unlink()
+    if text is not None:
+        (record / "findings.json").write_text(text)
+    assert not Run.read(record).findings_known
+    assert "Expecting" not in " ".join(Run.read(record).trouble)  # the words of a JSON reader
+
+
+@pytest.mark.parametrize("broken", ["findings.json", "manifest.json", None])
+def test_those_of_every_rank_have_to_be_known(tmp_path, broken):
+    for rank in range(2):
+        Writer.create(tmp_path / "run", rank=rank, world_size=2).close("finished", 0)
+    assert Run.read(tmp_path / "run").findings_known
+    if broken:
+        (tmp_path / "run" / "rank1" / broken).unlink()
+    assert Run.read(tmp_path / "run").findings_known is (broken is None)
 
 
 def test_steps_of_terabytes_are_not_taken_in(record):

@@ -43,6 +43,8 @@ FINDING = {
         "last_step": STEP,
         "ranks": {"type": "array", "items": {"type": "integer", "minimum": 0}},
         "excerpt": {"type": "object"},
+        "diff": {"type": "string"},
+        "diff_is_safe": {"type": "boolean"},
     },
 }
 FINDING["required"] = list(FINDING["properties"])
@@ -110,6 +112,7 @@ SCHEMA = {
         "settings": {"type": "array", "items": SETTING},
         "environment": {"type": "object"},
         "trouble": {"type": "array", "items": {"type": "string"}},
+        "findings_known": {"type": "boolean"},
         "facts": {"type": "object"},
     },
 }

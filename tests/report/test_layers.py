@@ -133,7 +133,12 @@ def test_two_optimizers_keep_their_own_layers(make_run, make_sample):
 
 def test_what_the_table_is_about(make_run):
     assert about_layers(layers_of(make_run())) == (
-        "Gradients in true units, over 2 sampled steps; lost in FP16 at the last loss scale, 32,768"
+        "Gradients in true units, over 2 sampled steps; "
+        "lost and subnormal in FP16 in the last finite one, at the last loss scale, 32,768"
+    )
+    alone = make_run(layers=make_run().layers[:1])
+    assert about_layers(layers_of(alone)) == (
+        "Gradients in true units, over 1 sampled step; lost and subnormal in FP16 at the last loss scale, 32,768"
     )
     assert "at the last loss scale, 2^40" in about_layers(layers_of(make_run(steps=at_scale(2.0**40))))
 
@@ -151,7 +156,7 @@ def test_optimizers_have_scales_and_names_of_their_own(make_run, make_sample):
         (1.0, "w (AdamW of Generator)"),
         (2.0, "w (SGD)"),
     ]
-    assert about_layers(layers).endswith("lost in FP16 at each optimizer's last loss scale")
+    assert about_layers(layers).endswith("subnormal in FP16 at each optimizer's last loss scale")
     twins = [{"index": n, "name": "Adam", "model": "Net"} for n in (0, 1)]
     for facts, owners in [
         ({"optimizers": twins}, ["Adam of Net, optimizer 0", "Adam of Net, optimizer 1"]),

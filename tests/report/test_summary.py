@@ -32,7 +32,8 @@ Suggested for the GradScaler
   init_scale=32768: 65536 overflowed twice.
 
 Layers, worst first
-  Gradients in true units, over 2 sampled steps; lost in FP16 at the last loss scale, 32,768.
+  Gradients in true units, over 2 sampled steps; lost and subnormal in FP16 in the last finite one,
+      at the last loss scale, 32,768.
   layer            share   norm   largest  lost, est.  subnormal
   blocks.1.bias     8.8%      0         0           0          0  dead
   blocks.0.weight  73.7%  1e-05  1.35e-06       23.8%      69.9%

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from ampwise.finding import Place, Rule, Severity
 from ampwise.record.rows import Seen
-from ampwise.report.verdict import ending, happened, how_many, mood, opening, steps_of, verdict, worst_first
+from ampwise.report.verdict import ending, happened, how_many, mood, opening, skip_rate, steps_of, verdict, worst_first
 
 
 def rule(severity, code="AMP999", summary="Something is off."):
@@ -85,6 +85,40 @@ def test_steps_are_counted_where_the_manifest_does_not_say(make_run):
     assert steps_of(make_run(facts={"steps": None})) == 120
     assert steps_of(make_run(facts={"steps": True})) == 120
     assert steps_of(make_run(manifest={"facts": "broken"})) == 120
+
+
+def test_the_steps_of_a_run_are_those_of_the_optimizer_that_took_the_most(make_run, make_steps):
+    """As the manifest says it at the end: a run that was killed counts no other way."""
+    steps = [*make_steps(30), *make_steps(50, optimizer=1)]
+    assert steps_of(make_run(facts={"steps": None}, steps=steps)) == 50
+    assert skip_rate(steps) == 1 / 80
+    assert skip_rate([]) is None
+
+
+def test_findings_that_could_not_be_read_are_no_good_news(make_run):
+    run = make_run(findings=[], findings_known=False)
+    assert verdict(run) == "The findings of 120 steps of train.py (fp16, scaler) could not be read"
+    assert mood(run) == "warning"
+    assert verdict(make_run(findings=[], findings_known=False, ranks={1: make_run(findings=[])})).endswith(
+        "could not all be read"
+    )
+    part = make_run(findings=make_run().findings[:1], findings_known=False)
+    assert verdict(part).startswith("1 warning, and more that could not be read, in 120 steps of train.py")
+    assert mood(part) == "warning"
+    assert mood(make_run(findings_known=False)) == "error"
+    idle = make_run(findings=[], findings_known=False, steps=[], manifest={"facts": {}})
+    assert opening(idle) == ["The findings of train.py, which took no step, could not be read."]
+    assert mood(idle) == "warning"
+
+
+def test_a_record_without_its_manifest(make_run):
+    run = make_run(findings=[])
+    run.manifest.clear()
+    assert opening(run) == [
+        "No findings in 120 steps of an unknown script (scaler).",
+        "How the run ended is not known: its manifest could not be read.",
+    ]
+    assert mood(run) == "warning"
 
 
 @pytest.mark.parametrize(

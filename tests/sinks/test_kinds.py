@@ -13,6 +13,7 @@ import pytest
 
 from ampwise.record.rows import StepRow
 from ampwise.sinks import openings
+from ampwise.sinks.about import About
 from ampwise.strict_json import dumps
 
 from .sink_toys import LOSSES, all_sinks, steps
@@ -117,8 +118,9 @@ def test_json_lines_of_a_run_are_written_anew_and_a_file_of_the_users_is_added_t
     assert len(lines(tmp_path / "again.metrics.jsonl")) == 1
 
 
-def test_a_file_that_cannot_be_written(tmp_path):
-    sinks, found = all_sinks(*openings([f"jsonl:{tmp_path}"], base=tmp_path / "first"))
+def test_a_file_that_cannot_be_written_any_more(tmp_path):
+    sinks, found = all_sinks(*openings([f"jsonl:{tmp_path}/m"], base=tmp_path / "first"))
+    (tmp_path / "m").mkdir()
     sinks.tell(StepRow(step=1))
     sinks.close(60)
     assert found[0].message.startswith("the sink `jsonl` could not be opened: IsADirectoryError")
@@ -361,7 +363,12 @@ def test_mlflow_alone_and_in_a_run_of_the_scripts_own(tmp_path):
         (None, (None, "ampwise")),
         ("my experiment", (None, "my experiment")),
         ("http://localhost:5000", ("http://localhost:5000", "ampwise")),
-        ("file:store", ("file:store", "ampwise")),
+        ("file:store", ("file:///home/me/store", "ampwise")),
+        ("file:///store", ("file:///store", "ampwise")),
+        ("./store", ("file:///home/me/store", "ampwise")),
+        ("my/store", ("file:///home/me/my/store", "ampwise")),
+        ("/store", ("file:///store", "ampwise")),
+        ("sqlite:///my.db", ("sqlite:///my.db", "ampwise")),
         ("databricks", ("databricks", "ampwise")),
     ],
 )
@@ -369,7 +376,7 @@ def test_what_the_target_of_mlflow_means(target, place, monkeypatch):
     from ampwise.sinks.kinds.mlflow import _place
 
     monkeypatch.delenv("MLFLOW_EXPERIMENT_NAME", raising=False)
-    assert _place(target) == place
+    assert _place(About(base=Path("/home/me/run"), target=target, folder=Path("/home/me"))) == place
 
 
 # trackio
@@ -410,6 +417,79 @@ def test_trackio_alone_and_in_a_run_of_the_scripts_own(tmp_path):
         assert [row["step"] for row in ours] == list(range(first, first + 5))
         for name, values in SENT.items():
             assert same([row[name] for row in ours], values)
+
+
+# What a script draws by chance
+
+DRAWN = """
+import http.server, random, threading, time
+import numpy, torch
+from ampwise import Engine
+
+asked = []
+
+class Away(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        asked.append(self.path)
+        self.send_response(503)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+    do_POST = do_GET
+    def log_message(self, *words):
+        pass
+
+server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Away)
+threading.Thread(target=server.serve_forever, daemon=True).start()
+random.seed(7); numpy.random.seed(7); torch.manual_seed(7)
+
+def states():
+    return random.getstate(), str(numpy.random.get_state()), torch.get_rng_state().tolist()
+
+def same_after(sink):
+    before = states()
+    model = torch.nn.utils.skip_init(torch.nn.Linear, 4, 1)
+    engine = Engine(model, torch.optim.SGD(model.parameters(), lr=0.0), "fp32", sinks=[sink])
+    loaded = set(sys.modules)
+    for _ in range(3):
+        engine.step(lambda x: model(x).square().mean(), torch.ones(2, 4))
+    if "http" in sink:
+        while len(asked) < 4:  # the first try, and three more with a little chance in between
+            time.sleep(0.05)
+    else:
+        engine.close()
+    return states() == before
+"""
+
+
+@pytest.mark.parametrize(
+    ("kind", "target"),
+    [("tensorboard", "tb"), ("wandb", "p"), ("mlflow", "./store"), ("mlflow", "http"), ("trackio", "p")],
+)
+def test_a_sink_draws_nothing_from_the_scripts_generators(kind, target, tmp_path):
+    address = "http://127.0.0.1:{server.server_port}" if target == "http" else target
+    code = f"""
+    same = same_after(f"{kind}:{address}")
+    print(json.dumps(same), flush=True)
+    import os
+    os._exit(0)  # what is tried again is not waited for
+    """
+    places = {"TRACKIO_DIR": str(tmp_path / "trackio"), "HF_HUB_OFFLINE": "1", "WANDB_MODE": "offline"}
+    retries = {"MLFLOW_HTTP_REQUEST_BACKOFF_FACTOR": "1", "MLFLOW_HTTP_REQUEST_BACKOFF_JITTER": "0.5"}
+    assert run(kind, DRAWN + textwrap.dedent(code), tmp_path, **places, **retries) is True
+
+
+def test_a_folder_needs_no_leave_of_mlflow_and_gives_none_to_the_script(tmp_path):
+    code = """
+    import os
+    send("mlflow:./store", [1.0, 2.0])
+    left = os.environ.get("MLFLOW_ALLOW_FILE_STORE")
+    os.environ["MLFLOW_ALLOW_FILE_STORE"] = "true"
+    from mlflow import MlflowClient
+    client = MlflowClient(tracking_uri=Path("store").resolve().as_uri())
+    (found,) = client.search_runs([client.get_experiment_by_name("ampwise").experiment_id])
+    answer([left, found.data.metrics["ampwise/loss"]])
+    """
+    assert run("mlflow", code, tmp_path) == [None, 2.0]
 
 
 def test_dumps_is_what_the_answers_are_read_by():

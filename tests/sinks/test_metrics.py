@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from ampwise.census.algebra import Census
 from ampwise.evidence.underflow import underflow
 from ampwise.finding import Place
-from ampwise.record.rows import LayerSample, Seen, StepRow
+from ampwise.record.rows import SKIP_RATE_OVER, LayerSample, Seen, StepRow
 from ampwise.rules import find_rule
-from ampwise.sinks.metrics import METRICS, PREFIX, STEP, Metrics
+from ampwise.sinks.metrics import METRICS, PREFIX, STEP, Fact, Metrics, Skips
 
 FACTS = {"loss": "loss", "loss_scale": "scale", "grad_norm": "norm", "lr": "lr"}
 numbers = st.none() | st.floats()
@@ -42,10 +42,15 @@ def test_the_page_has_the_whole_table():
     assert not missing
 
 
+def row_of(metrics, told, skips=None):
+    rate = (skips or Skips()).rate(told) if isinstance(told, StepRow) else None
+    return metrics.row(Fact(1_700_000_000.0, told, rate))
+
+
 @given(numbers, numbers, numbers, numbers, st.booleans(), st.integers(0, 3))
 def test_a_row_has_what_the_step_knows_and_nothing_else(loss, scale, norm, lr, skipped, optimizer):
     step = StepRow(optimizer=optimizer, step=3, loss=loss, scale=scale, norm=norm, lr=lr, skipped=skipped)
-    row = Metrics().row(step)
+    row = row_of(Metrics(), step)
     prefix = PREFIX if optimizer == 0 else f"{PREFIX}optimizer{optimizer}/"
     known = {name: getattr(step, fact) for name, fact in FACTS.items() if getattr(step, fact) is not None}
     expected = {**known, "skipped": float(skipped), "skip_rate": float(skipped)}
@@ -57,17 +62,17 @@ def test_a_row_has_what_the_step_knows_and_nothing_else(loss, scale, norm, lr, s
 
 @given(st.lists(st.tuples(st.integers(0, 1), st.booleans()), max_size=3 * SKIP_RATE_OVER))
 def test_the_rate_of_skips_is_over_the_last_steps_of_each_optimizer(taken):
-    metrics, before = Metrics(), {0: [], 1: []}
+    metrics, skips, before = Metrics(), Skips(), {0: [], 1: []}
     for optimizer, skipped in taken:
         before[optimizer].append(skipped)
-        row = metrics.row(StepRow(optimizer=optimizer, step=len(before[optimizer]), skipped=skipped))
+        row = row_of(metrics, StepRow(optimizer=optimizer, step=len(before[optimizer]), skipped=skipped), skips)
         recent = before[optimizer][-SKIP_RATE_OVER:]
         prefix = PREFIX + ("optimizer1/" if optimizer else "")
         assert row.metrics[f"{prefix}skip_rate"] == pytest.approx(sum(recent) / len(recent))
 
 
 def test_underflow_is_the_share_over_all_layers():
-    row = Metrics().row(sample(256.0, a=FALLING, b=CLEAN))
+    row = row_of(Metrics(), sample(256.0, a=FALLING, b=CLEAN))
     lost = underflow(FALLING, 256.0)
     assert lost.lost > 100
     assert (row.step, dict(row.metrics)) == (7, {"ampwise/underflow_share": lost.lost / (lost.values + CLEAN.count)})
@@ -75,28 +80,30 @@ def test_underflow_is_the_share_over_all_layers():
 
 def test_underflow_is_unknown_without_a_scale_and_where_nothing_is_counted():
     metrics = Metrics()
-    assert metrics.row(sample(None, a=CLEAN)) is None  # nobody has said FP16
-    assert metrics.row(sample(256.0, a=CLEAN)).metrics == {"ampwise/underflow_share": 0.0}
-    assert metrics.row(sample(256.0, a=Census(binades={-60: 5}, amax=2**-60, amin=2**-60))) is None  # never was FP16
-    assert metrics.row(sample(256.0, a=Census(binades={0: 5}, nans=1, amax=1.0, amin=1.0))) is None
-    assert metrics.row(sample(256.0)) is None
+    assert row_of(metrics, sample(None, a=CLEAN)) is None  # nobody has said FP16
+    assert row_of(metrics, sample(256.0, a=CLEAN)).metrics == {"ampwise/underflow_share": 0.0}
+    assert (
+        row_of(metrics, sample(256.0, a=Census(binades={-60: 5}, amax=2**-60, amin=2**-60))) is None
+    )  # never was FP16
+    assert row_of(metrics, sample(256.0, a=Census(binades={0: 5}, nans=1, amax=1.0, amin=1.0))) is None
+    assert row_of(metrics, sample(256.0)) is None
 
 
 def test_findings_are_counted_by_severity_when_their_number_changes():
     metrics = Metrics()
-    metrics.row(StepRow(step=12))
-    metrics.row(StepRow(optimizer=1, step=99))
-    row = metrics.row(found("AMP101", "AMP103", "AMP801"))
+    row_of(metrics, StepRow(step=12))
+    row_of(metrics, StepRow(optimizer=1, step=99))
+    row = row_of(metrics, found("AMP101", "AMP103", "AMP801"))
     assert row.step == 12  # of the first optimizer
     assert dict(row.metrics) == {
         "ampwise/findings/errors": 2.0,
         "ampwise/findings/warnings": 1.0,
         "ampwise/findings/info": 0.0,
     }
-    assert metrics.row(found("AMP101", "AMP103", "AMP801")) is None
-    assert metrics.row([]).metrics["ampwise/findings/errors"] == 0.0
+    assert row_of(metrics, found("AMP101", "AMP103", "AMP801")) is None
+    assert row_of(metrics, []).metrics["ampwise/findings/errors"] == 0.0
 
 
 def test_numbers_are_floats():
-    row = Metrics().row(StepRow(step=1, loss=2, scale=1024, norm=math.inf, skipped=True))
+    row = row_of(Metrics(), StepRow(step=1, loss=2, scale=1024, norm=math.inf, skipped=True))
     assert {type(value) for value in row.metrics.values()} == {float}

@@ -1,16 +1,23 @@
 """A sink that cannot be had is refused before anything begins, in one line."""
 
 import json
+import os
+import random
 import sys
+import threading
+import types
 from pathlib import Path
 
 import pytest
 
 from ampwise.errors import BadInput, MissingDependency, UnknownName
-from ampwise.sinks import built_in_kinds, openings
+from ampwise.sinks import Asking, built_in_kinds, openings
 from ampwise.sinks.about import About
+from ampwise.sinks.apart import draw_apart
 
 from .sink_toys import all_sinks, steps
+
+IN_AN_ENGINE = Asking("Engine(sinks=[{}])", quoted=True, each="give each a string of its own")
 
 BASE = Path("runs") / "first"
 PACKAGED = [kind for kind in built_in_kinds() if kind != "jsonl"]
@@ -25,7 +32,8 @@ def refused(*asked, kind=BadInput, **options):
 
 def test_an_unknown_name_has_its_nearest():
     assert refused("tensorbord", kind=UnknownName) == (
-        "unknown sink 'tensorbord'. Did you mean tensorboard? The sinks are jsonl, mlflow, tensorboard, trackio, wandb."
+        "--sink tensorbord: unknown sink 'tensorbord'. Did you mean tensorboard? "
+        "The sinks are jsonl, mlflow, tensorboard, trackio, wandb."
     )
 
 
@@ -34,7 +42,7 @@ def test_a_package_that_is_missing(kind, monkeypatch):
     monkeypatch.setitem(sys.modules, kind, None)
     expected = f"{kind} is not installed. pip install 'ampwise[{kind}]'"
     assert refused(f"{kind}:x", kind=MissingDependency) == f"--sink {kind}: {expected}"
-    asked = refused(kind, kind=MissingDependency, prefix="Engine(sinks=['{}'])")
+    asked = refused(kind, kind=MissingDependency, asking=IN_AN_ENGINE)
     assert asked == f"Engine(sinks=['{kind}']): {expected}"
 
 
@@ -45,7 +53,117 @@ def test_json_lines_need_nothing():
 def test_what_is_neither_name_nor_function():
     assert refused(3) == "--sink 3: a sink's name is expected, or a function that takes a row."
     assert refused("jsonl:").startswith("--sink jsonl:: nothing follows the colon.")
-    assert refused("").startswith("--sink '': a sink's name is expected")
+    names = "jsonl, mlflow, tensorboard, trackio, wandb"
+    assert refused("") == f"--sink '': a sink's name is expected: {names}."
+    assert refused(":x") == f"--sink :x: a sink's name is expected before the colon: {names}."
+
+
+@pytest.mark.parametrize(
+    ("asked", "words"),
+    [
+        (["jsonl"], "Engine(sinks=[['jsonl']]): a sink's name is expected, or a function that takes a row."),
+        (None, "Engine(sinks=[None]): a sink's name is expected, or a function that takes a row."),
+        ("", "Engine(sinks=['']): a sink's name is expected: jsonl, mlflow, tensorboard, trackio, wandb."),
+        (
+            "jsonl,wandb:p",
+            "Engine(sinks=['jsonl,wandb:p']): this is more than one sink: give each a string of its own.",
+        ),
+    ],
+)
+def test_an_engine_quotes_as_python_does(asked, words):
+    assert refused(asked, asking=IN_AN_ENGINE) == words
+
+
+def test_an_unknown_name_says_who_asked():
+    assert refused("nowhere", kind=UnknownName, asking=IN_AN_ENGINE).startswith(
+        "Engine(sinks=['nowhere']): unknown sink 'nowhere'. The sinks are jsonl,"
+    )
+
+
+def test_several_in_one():
+    assert refused("jsonl,tensorboard") == (
+        "--sink jsonl,tensorboard: this is more than one sink: give --sink once for each."
+    )
+    assert openings(["jsonl:a,b.jsonl"], base=BASE)  # a comma may be part of a name
+
+
+def test_two_ways_to_name_a_place_are_one(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    same = ["jsonl:two", "jsonl:./two", "jsonl:x/../two", f"jsonl:{tmp_path / 'two'}"]
+    assert len(openings(same, base=BASE)) == 1
+    assert len(openings(["jsonl", "jsonl:runs/first.metrics.jsonl"], base=BASE)) == 1
+    assert len(openings(["jsonl:two", "jsonl:three", "tensorboard:two"], base=BASE)) == 3
+    assert len(openings([print, print, repr], base=BASE)) == 2
+
+
+# Targets
+
+
+def test_targets_that_cannot_be_written_are_refused_and_nothing_is_made(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").write_text("")
+    folder, file = tmp_path, tmp_path / "file"
+    assert refused("jsonl:.") == f"--sink jsonl:.: {folder} is a folder, and a file is expected."
+    taken = f"{file} is a file, and a folder is expected."
+    assert refused("jsonl:file/m.jsonl") == f"--sink jsonl:file/m.jsonl: {taken}"
+    assert refused("tensorboard:file/deep/logs") == f"--sink tensorboard:file/deep/logs: {taken}"
+    assert refused("mlflow:./file") == f"--sink mlflow:./file: {taken}"
+    assert openings(["jsonl:new/m.jsonl", "tensorboard:new", "mlflow:./new", "tensorboard:gs://b/logs"], base=BASE)
+    assert openings(["jsonl:file/m.jsonl"], base=BASE, sends=False)  # on this machine; the one that sends will tell
+    assert [each.name for each in tmp_path.iterdir()] == ["file"]
+
+
+@pytest.mark.skipif(os.name != "posix" or os.geteuid() == 0, reason="all may be written")
+def test_a_folder_that_may_not_be_written(tmp_path):
+    closed = tmp_path / "closed"
+    closed.mkdir(mode=0o500)
+    assert refused(f"jsonl:{closed}/m.jsonl").endswith(f"nothing may be written in {closed}.")
+
+
+@pytest.mark.parametrize("seconds", ["soon", "-1", "nan", "inf"])
+def test_a_patience_that_is_no_number(seconds, monkeypatch):
+    monkeypatch.setenv("AMPWISE_SINK_WAIT", seconds)
+    assert refused("jsonl") == f"AMPWISE_SINK_WAIT={seconds}: a number of seconds is expected, from 0 to 86400."
+
+
+# What is drawn by chance
+
+
+def test_a_module_draws_apart_in_threads_and_as_ever_in_the_main_one(monkeypatch):
+    drawing = types.ModuleType("drawing")
+    drawing.random = random
+    monkeypatch.setitem(sys.modules, "drawing", drawing)
+    draw_apart(["drawing", "not_loaded"])
+    random.seed(5)
+    thread = threading.Thread(target=lambda: [drawing.random.random() for _ in range(9)])
+    thread.start()
+    thread.join()
+    assert drawing.random.random() == random.Random(5).random()
+
+
+# MLflow without a database
+
+
+@pytest.fixture
+def without_sqlalchemy(monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "sqlalchemy", None)
+    monkeypatch.delitem(sys.modules, "mlflow", raising=False)
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.mark.parametrize("asked", ["mlflow", "mlflow:my-experiment", "mlflow:sqlite:///my.db"])
+def test_mlflow_needs_more_for_a_database(asked, without_sqlalchemy):
+    assert refused(asked) == (
+        f"--sink {asked}: MLflow would write to a database (sqlite:), which mlflow-skinny alone cannot: "
+        "pip install mlflow, or name a server (mlflow:http://…) or a folder (mlflow:./mlruns)."
+    )
+
+
+def test_mlflow_with_a_server_or_a_folder_needs_no_more(without_sqlalchemy, monkeypatch):
+    assert len(openings(["mlflow:http://localhost:5000", "mlflow:./runs", "mlflow:file:runs"], base=BASE)) == 3
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://localhost:5000")
+    assert openings(["mlflow"], base=BASE)
 
 
 def test_a_target_may_have_colons_and_a_sink_named_twice_is_one():
@@ -63,7 +181,8 @@ def test_checking_loads_no_package():
         " base=Path('x'))\n"
         "print([name for name in ('torch', 'wandb', 'mlflow', 'trackio', 'tensorboard') if name in sys.modules])"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    environment = {**os.environ, "MLFLOW_TRACKING_URI": "http://localhost:5000"}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n"
 
 

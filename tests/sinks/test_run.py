@@ -104,6 +104,9 @@ def open_sink(about):
     def hang(rows):
         time.sleep(60)
     yield hang
+
+def broken(about):
+    raise OSError("no room")
 """
 
 
@@ -115,25 +118,32 @@ def plugin(tmp_path):
     info.mkdir(parents=True)
     (folder / "hanging.py").write_text(HANGING)
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: hanging\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text("[ampwise.sinks]\nslow = hanging:open_sink\n")
+    (info / "entry_points.txt").write_text("[ampwise.sinks]\nslow = hanging:open_sink\nbroken = hanging:broken\n")
     return folder
 
 
 def test_sinks_that_fail_and_hang_are_findings_of_the_run_and_nothing_else(script, plugin, tmp_path):
-    (tmp_path / "taken").write_text("a file where a folder is wanted")
     path = os.pathsep.join([str(ROOT / "src"), str(plugin)])
-    sinks = ("--sink", "jsonl:taken/m.jsonl", "--sink", "slow", "--sink", "jsonl:m.jsonl")
+    sinks = ("--sink", "broken", "--sink", "slow", "--sink", "jsonl:m.jsonl")
     started = time.monotonic()
     done = ampwise("run", "-o", "first", *sinks, script, folder=tmp_path, PYTHONPATH=path)
     assert time.monotonic() - started < 55
     assert (done.returncode, done.stdout) == (3, PRINTED)
-    assert done.stderr.count("sink-failed: the sink `jsonl` could not be opened: ") == 1
+    assert done.stderr.count("sink-failed: the sink `broken` could not be opened: OSError: no room") == 1
     assert done.stderr.count("sink-failed: the sink `slow` was still busy when the run was over") == 1
     run = Run.read(tmp_path / "first")
     assert codes(run).count("AMP801") == 2
     assert codes(run)[0] == "AMP101"  # errors come first
     assert (run.manifest["status"], run.manifest["exit_code"]) == ("finished", 3)
     assert len([row for row in lines(tmp_path / "m.jsonl") if "ampwise/skipped" in row]) == 12
+
+
+def test_who_wants_to_hear_nothing_hears_of_a_sink_that_failed(script, plugin, tmp_path):
+    path = os.pathsep.join([str(ROOT / "src"), str(plugin)])
+    done = ampwise("run", "-q", "-o", "first", "--sink", "broken", script, folder=tmp_path, PYTHONPATH=path)
+    assert (done.returncode, done.stdout) == (3, PRINTED)
+    said = "ampwise: warning: AMP801 sink-failed: the sink `broken` could not be opened: OSError: no room\n"
+    assert done.stderr == said
 
 
 @pytest.mark.parametrize(
@@ -143,6 +153,7 @@ def test_sinks_that_fail_and_hang_are_findings_of_the_run_and_nothing_else(scrip
     ("sink", "said"),
     [
         ("tensorbord", "unknown sink 'tensorbord'. Did you mean tensorboard?"),
+        ("jsonl:.", "is a folder, and a file is expected."),
         ("wandb:p", "--sink wandb: wandb is not installed. pip install 'ampwise[wandb]'"),
     ],
 )
@@ -197,6 +208,24 @@ def test_a_script_with_wandb_of_its_own_under_the_watch(tmp_path):
     assert len(list((tmp_path / "wandb").glob("offline-run-*"))) == 1
     run = Run.read(tmp_path / "first")
     assert (run.manifest["status"], codes(run).count("AMP801")) == ("failed", 0)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("trackio") is None, reason="trackio is not installed")
+def test_a_package_is_loaded_once_the_script_has_begun_and_draws_nothing(tmp_path):
+    """Not before: what a script sets in its environment for such packages must count. Nor in a thread of its own."""
+    (tmp_path / "train.py").write_text(
+        "import os, random, sys\nrandom.seed(3)\nprint('trackio' in sys.modules)\n"
+        "os.environ['HF_HOME'] = 'mine'\n"
+        + TRAINING.replace("torch.manual_seed(0)", "print('trackio' in sys.modules)\ntorch.manual_seed(0)").replace(
+            "sys.exit(3)",
+            "from huggingface_hub import constants\nprint(constants.HF_HOME)\nimport time\ntime.sleep(1)\n"
+            "print(random.random() == random.Random(3).random())",
+        )
+    )
+    places = {"TRACKIO_DIR": str(tmp_path / "trackio"), "HF_HUB_OFFLINE": "1", "HOME": str(tmp_path)}
+    done = ampwise("run", "-q", "-o", "first", "--sink", "trackio", "train.py", folder=tmp_path, **places)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout == f"False\nTrue\n{PRINTED}mine\nTrue\n"
 
 
 # The record's side of it

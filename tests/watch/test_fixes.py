@@ -120,11 +120,14 @@ def applied(diff, text):
 @pytest.mark.parametrize(
     ("code", "script"), [("AMP101", CLIP), ("AMP108", BACKWARD), ("AMP205", ACCUMULATED), ("AMP105", UPDATE)]
 )
-def test_a_fix_mends_its_finding(code, script, tmp_path):
+def test_a_fix_mends_its_finding(code, script, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     path = tmp_path / "train.py"
     path.write_text(script)
     (seen,) = [each for each in run_watched(path, tmp_path) if each.finding.rule.code == code]
-    assert seen.diff.startswith(f"--- {seen.finding.place.file}\n+++ {seen.finding.place.file}\n@@ ")
+    name = Path(seen.finding.place.file).name  # as seen from the folder it ran in
+    assert seen.diff.startswith(f"--- {name}\n+++ {name}\n@@ ")
+    assert seen.diff_is_safe == (code != "AMP205")  # as the linter says
     assert linted(script, code)
     assert not linted(applied(seen.diff, script), code)
     context = [row for row in seen.diff.splitlines()[3:] if row.startswith(" ")]

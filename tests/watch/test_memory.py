@@ -127,7 +127,7 @@ def test_the_rest_is_what_the_peak_has_besides():
     counter = Block("optimizer", "fp32", "cpu", 4, is_counter=True)
     blocks = [*on("cuda:0", 20, 5), *on("cuda:0", 25, kind="gradients"), counter]
     (row,) = memory_facts(blocks, {"cuda:0": PEAK}, 7)["devices"].values()
-    assert row == {**PEAK, "parameters": 25, "gradients": 25, "optimizer": 0, "rest": 50}
+    assert row == {**PEAK, "parameters": 25, "buffers": 0, "gradients": 25, "optimizer": 0, "rest": 50}
 
 
 @pytest.mark.parametrize(
@@ -217,3 +217,17 @@ def test_a_tensor_that_cannot_be_counted_costs_the_count_and_no_step(monkeypatch
             step(model, optimizer)
     assert len(watch.failures) == 1
     assert (watch.steps, watch._tracker.steps) == (4, 4)
+
+
+def test_frozen_weights_and_buffers_of_the_model_count_too():
+    frozen, trained = nn.BatchNorm1d(4), nn.Linear(4, 3)
+    frozen.requires_grad_(False)
+    model = nn.Sequential(frozen, trained)
+    optimizer = torch.optim.SGD(trained.parameters(), lr=0.1)
+    with Watch() as watch:
+        watch.adopt([model, optimizer])
+        step(model, optimizer)
+    facts = watch.facts()["memory"]
+    assert facts["parameters"] == {"fp32": (8 + 15) * 4}
+    assert facts["gradients"] == {"fp32": 15 * 4}
+    assert facts["buffers"] == {"fp32": 8 * 4, "int64": 8}

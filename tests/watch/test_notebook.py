@@ -1,6 +1,10 @@
 """``%%ampwise`` in a real IPython."""
 
 import atexit
+import re
+import sys
+from tempfile import gettempdir
+from traceback import walk_tb
 
 import pytest
 
@@ -26,6 +30,10 @@ for _ in range(5):
     scaler.step(optimizer)
     scaler.update()
 """
+
+
+def without_colour(text):
+    return re.sub(r"\x1b\[[0-9;]*m", "", text)
 
 
 @pytest.fixture
@@ -60,12 +68,60 @@ def test_a_cell_is_watched_with_what_earlier_cells_have_made(shell, capsys, tmp_
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_an_error_in_a_cell_is_shown_once_and_told(shell, capsys):
+@pytest.mark.parametrize(
+    ("last", "shown"),
+    [
+        ("1 / 0", "ZeroDivisionError: division by zero"),
+        ("raise ExceptionGroup('all of them', [ValueError('one')])", "ExceptionGroup: all of them"),
+        ("raise SystemExit(3)", "SystemExit: 3"),
+        ("exec('a b')", "SyntaxError: invalid syntax"),
+    ],
+)
+def test_an_error_in_a_cell_is_shown_once_and_stops_what_comes_after(shell, capsys, last, shown):
     shell.run_cell(SETUP)
-    shell.run_cell(f"%%ampwise\n{TRAIN}1 / 0")
-    out = capsys.readouterr().out
-    assert out.count("ZeroDivisionError: division by zero") == 1
-    assert "AMP101" in out
+    result = shell.run_cell(f"%%ampwise\n{TRAIN}{last}")
+    told = without_colour("".join(capsys.readouterr()))
+    assert told.count(f"The script failed with {shown}") == 1
+    assert told.count(shown) == 2  # once by IPython, and in that sentence
+    assert "CellFailed" not in told
+    assert "AMP101" in told
+    assert not result.success  # which "Run All" asks
+    assert f"{type(result.error_in_exec.__cause__).__name__}: {result.error_in_exec.__cause__}".startswith(
+        str(result.error_in_exec)
+    )
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_debugger_finds_the_line_that_failed(shell, capsys):
+    shell.run_cell(SETUP)
+    shell.run_cell("%%ampwise\ndef fails():\n    culprit = 3\n    1 / 0\nfails()")
+    capsys.readouterr()
+    *_, (frame, _) = walk_tb(sys.last_traceback)
+    assert frame.f_locals["culprit"] == 3
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_cell_that_is_no_python_has_failed_too(shell, capsys, tmp_path):
+    result = shell.run_cell(f"%%ampwise -o {tmp_path / 'run'}\nfor in:")
+    assert not result.success
+    told = without_colour(capsys.readouterr().out)
+    assert (told.count("SyntaxError: "), told.count("failed with SyntaxError: ")) == (2, 1)
+    assert Run.read(tmp_path / "run").status == "failed"
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_record_that_is_gone_is_not_named(shell, capsys, tmp_path):
+    shell.run_cell(SETUP)
+    for cell in (TRAIN, "pass"):
+        shell.run_cell(f"%%ampwise\n{cell}")
+        out = capsys.readouterr().out
+        assert "`%%ampwise -o RUN` keeps the record, for `ampwise report RUN`.\n" in out
+        assert "The record is in" not in out
+        assert f"ampwise report {gettempdir()}" not in out
+        shell.run_cell(f"%%ampwise -f -o {tmp_path / 'run'}\n{cell}")
+        out = capsys.readouterr().out
+        assert f"The record is in {tmp_path / 'run'}\n" in out
+        assert "keeps the record" not in out
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from ampwise.record.reader import Run
+from ampwise.report.verdict import setup
 
 ROOT = Path(__file__).parents[2]
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "COLUMNS": "110"}
@@ -272,3 +273,40 @@ def test_what_is_not_text_is_not_python(tmp_path):
     run = ampwise("run", "-q", "-o", "run", "train.py", folder=tmp_path)
     assert run.returncode == 1
     assert "train.py is not Python" in run.stderr
+
+
+# While it runs
+
+
+def test_a_record_says_what_runs_before_the_end(write, tmp_path):
+    """Whoever looks meanwhile reads the same words as at the end."""
+    told = """
+        import time, pathlib
+        for _ in range(3):
+            step()
+        while not pathlib.Path("go-on").exists():
+            time.sleep(0.1)
+            step()
+    """
+    write(TRAINING + textwrap.dedent(told))
+    command = [sys.executable, "-m", "ampwise", "run", "-q", "-o", "run", "train.py"]
+    with subprocess.Popen(command, cwd=tmp_path, env=ENVIRONMENT) as process:
+        try:
+            run = _read_until(tmp_path / "run", lambda run: run.facts.keys() >= {"precision", "optimizers"})
+            assert (run.status, run.alive) == ("running or killed", True)
+        finally:
+            (tmp_path / "go-on").touch()
+        assert process.wait(timeout=60) == 0
+    end = Run.read(tmp_path / "run")
+    assert run.facts["precision"] == end.facts["precision"] == "fp16"
+    assert run.facts["optimizers"] == end.facts["optimizers"] == [{"index": 0, "name": "SGD", "model": "Linear"}]
+    assert setup(run) == setup(end) == " (fp16, scaler)"
+
+
+def _read_until(folder, holds, seconds=60.0):
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        if (folder / "manifest.json").exists() and holds(run := Run.read(folder)):
+            return run
+        time.sleep(0.1)
+    raise AssertionError(Run.read(folder).manifest)

@@ -30,16 +30,6 @@ __all__ = ["add_arguments", "run"]
 OWN_PAGE = "report.html"  # in the record's folder, for --open without -o
 OWN_COMPARISON = "comparison.html"  # likewise, in the folder of the later of two
 HEAD = 2000  # characters of a file in which an earlier page of ours says what it is
-MOST_NAMES = 10_000  # in a folder that is no record: enough to see what it is
-
-# How the files of other tools are called, and what one does about it.
-LOOKS = {
-    "a log of TensorBoard; ampwise may write one, and reads its own records only": ("events.out.tfevents",),
-    "a log of Weights & Biases; ampwise may write one, and reads its own records only": ("wandb", ".wandb"),
-    "a log of MLflow; ampwise may write one, and reads its own records only": ("mlruns", "meta.yaml"),
-    "an archive; unpack it, and name the folder": (".zip", ".tar", ".tar.gz", ".tgz", ".tar.zst"),
-    "a checkpoint, which says nothing of how it was trained": (".pt", ".pth", ".ckpt", ".safetensors", ".bin"),
-}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -176,7 +166,7 @@ def _show(paper: Path) -> None:
         raise BadInput(f"--open: no browser was found here. Open {paper} yourself.")
 
 
-# --- records, and what was taken for one ---------------------------------------------------------------------------
+# --- records -------------------------------------------------------------------------------------------------------
 
 
 def _read(name: str, other: str | None = None) -> Run:
@@ -185,53 +175,15 @@ def _read(name: str, other: str | None = None) -> Run:
 
     from ampwise.errors import BadInput
     from ampwise.printers.terminal import printable
+    from ampwise.record.hints import why_not_a_record
     from ampwise.record.reader import Run
 
+    if not name:
+        raise BadInput("report: the name of the record is empty. Name its folder; `.` is the one you are in.")
     try:
         return Run.read(Path(name))
     except BadInput as error:
-        alone = "" if other is None else f" `ampwise report {other}` shows the other one."
-        # Printable, since the error of a record that is too new quotes it.
-        raise BadInput(printable(f"{error}{_what_it_is(Path(name))}{alone}")) from error
-
-
-def _what_it_is(path: Path) -> str:
-    """A sentence more about a path that holds no record; empty where nobody can tell."""
-    from ampwise.record.files import ASIDE
-    from ampwise.record.layout import MANIFEST, is_record
-
-    if is_record(path):
-        return ""  # one that cannot be read, and the error has said why
-    if path.is_file():
-        if is_record(path.parent):
-            return f" The record is its folder, {path.parent}."
-        return _named_like([path.name])
-    names = _names(path)
-    records = [name for name in names if is_record(path / name)]
-    if records:
-        newest = max(records, key=lambda name: (path / name / MANIFEST).stat().st_mtime)
-        many = f"{len(records)} records are" if len(records) > 1 else "A record is"
-        return f" {many} in it: `ampwise report {path / newest}` shows the newest."
-    if MANIFEST + ASIDE in names and MANIFEST not in names:
-        return " A run is about to write one here: ask again in a moment."
-    return _named_like([path.resolve().name, *names])
-
-
-def _names(folder: Path) -> list[str]:
-    import itertools
-
-    try:
-        return [path.name for path in itertools.islice(folder.iterdir(), MOST_NAMES)]
-    except OSError:
-        return []
-
-
-def _named_like(names: list[str]) -> str:
-    for what, marks in LOOKS.items():
-        if any(_has_mark(name.lower(), mark) for name in names for mark in marks):
-            return f" It looks like {what}."
-    return ""
-
-
-def _has_mark(name: str, mark: str) -> bool:
-    return name.endswith(mark) if mark.startswith(".") else name == mark or name.startswith(f"{mark}.")
+        alone = "" if other is None else f"`ampwise report {other}` shows the other one."
+        told = [str(error), why_not_a_record(Path(name)), alone]
+        # Printable, since names of files may be anybody's.
+        raise BadInput(printable(" ".join(part for part in told if part))) from error

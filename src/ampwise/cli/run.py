@@ -41,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
     parser.add_argument("-o", "--output", metavar="RUN", help=f"the record's folder (default: a new one in {HOME}/)")
     parser.add_argument("-f", "--force", action="store_true", help="write over a record that is there")
-    parser.add_argument("-q", "--quiet", action="store_true", help="say nothing at the end")
+    parser.add_argument("-q", "--quiet", action="store_true", help="say nothing at the end, but of sinks that failed")
     parser.add_argument("--every", metavar="N", type=_count, help="count gradients by powers of two at each N-th step")
     parser.add_argument("--activations", action="store_true", help="look at what modules put out, too")
     parser.add_argument("--no-timing", action="store_true", help="do not look at where the time goes")
@@ -86,8 +86,8 @@ def _watched(script: Script, folder: Path, args: argparse.Namespace) -> int:
         print(f"ampwise: warning: this process runs unwatched: {error}", file=sys.stderr)
         return script.run().exit_code
     ended = running.run()
-    if not args.quiet and not args.part and rank_here()[0] == 0:
-        _show(folder)
+    if not args.part and rank_here()[0] == 0:
+        _say_of_sinks(folder, args) if args.quiet else _show(folder)
     return ended.exit_code
 
 
@@ -106,9 +106,25 @@ def _launched(script: Script, folder: Path, args: argparse.Namespace) -> int:
     options += [f"--sink={sink}" for sink in args.sinks]
     ended = launch(script, folder, options)
     _judge_ranks(folder)
-    if not args.quiet:
-        _show(folder)
+    _say_of_sinks(folder, args) if args.quiet else _show(folder)
     return ended.exit_code
+
+
+def _say_of_sinks(folder: Path, args: argparse.Namespace) -> None:
+    """Those that failed, in a line each, also to who wants to hear nothing: they are where nobody looks."""
+    from ampwise.printers.terminal import printable
+    from ampwise.record.reader import Run
+    from ampwise.rules.run.sink_failed import RULE
+
+    if not args.sinks:
+        return
+    try:
+        found = [seen.finding for seen in Run.read(folder).findings]
+    except BadInput:
+        return
+    for finding in found:
+        if finding.rule.code == RULE.code:
+            print(printable(f"ampwise: warning: {RULE.code} {RULE.name}: {finding.message}"), file=sys.stderr)
 
 
 def _show(folder: Path) -> None:

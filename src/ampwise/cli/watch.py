@@ -12,10 +12,10 @@ Examples:
 
 On a terminal the picture changes in place; elsewhere there is a line whenever something changed.
 --serve gives a page that updates itself, to browsers on this machine alone, until Ctrl-C. Its address
-is secret. From elsewhere: `ssh -L PORT:127.0.0.1:PORT machine`, and the same address.
+is secret. From elsewhere: `ssh -L 9000:127.0.0.1:PORT machine`, and the same address with 9000 in it.
 
 Ctrl-C leaves the watcher (exit code 130), never the run. 0: the run has ended, however that was; or
---once has told how it stands. 2: there is no such record.
+--once has told how it stands. 2: there is no such record, or it could not be read for three minutes.
 """
 
 from __future__ import annotations
@@ -36,7 +36,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("record", metavar="RUN", help="the folder of a record, or of several")
     parser.add_argument("--once", action="store_true", help="tell how it stands, and end")
     parser.add_argument(
-        "--interval", metavar="SECONDS", type=_seconds, help="between two looks (default: 1, in a pipe 5)"
+        "--interval",
+        metavar="SECONDS",
+        type=_seconds,
+        help="between two looks (default: 1; in a pipe 5, with --serve 2)",
     )
     parser.add_argument(
         "--serve", metavar="PORT", type=_port, nargs="?", const=0, help="a page for browsers on this machine"
@@ -48,13 +51,15 @@ def run(args: argparse.Namespace) -> int:
     from ampwise.errors import BadInput
     from ampwise.live.terminal import show_once, watch
 
+    if not args.record:
+        raise BadInput("watch: the name of the record is empty. Name its folder; `.` is the one you are in.")
     if args.open and args.serve is None:
         raise BadInput("--open: there is a page only with --serve; `ampwise report RUN --open` makes one of its own.")
     if args.once and (args.serve is not None or args.interval is not None):
         raise BadInput("--once: it looks once, and goes with neither --serve nor --interval.")
     follower = _follower(args.record, wait=not args.once)
     if args.serve is not None:
-        _serve(follower, args.serve, show=args.open, interval_s=args.interval or 1.0)
+        _serve(follower, args.serve, show=args.open, interval_s=args.interval)
     elif args.once:
         show_once(follower, sys.stdout)
     else:
@@ -75,18 +80,20 @@ def _follower(record: str, *, wait: bool) -> Follower:
     return Follower(found)
 
 
-def _serve(follower: Follower, port: int, *, show: bool, interval_s: float) -> None:
+def _serve(follower: Follower, port: int, *, show: bool, interval_s: float | None) -> None:
     """Until Ctrl-C: a run that has ended is looked at, too."""
     import time
     from functools import partial
 
-    from ampwise.live.server import serve
+    from ampwise.live.server import LOOK_S, serve
     from ampwise.live.terminal import has_ended
     from ampwise.printers.terminal import flush, write
     from ampwise.report.page import page, update
     from ampwise.report.verdict import verdict
 
-    server = serve(follower, page=partial(page, live=True), update=update, port=port)
+    interval_s = interval_s or LOOK_S
+    live_page = partial(page, live=True, every=interval_s)
+    server = serve(follower, page=live_page, update=update, port=port, interval_s=interval_s)
     try:
         write(f"{server.address}\n", sys.stdout)
         flush(sys.stdout)

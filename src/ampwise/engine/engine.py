@@ -130,7 +130,8 @@ class Engine:
         self._stepping = False  # optimizers, by the engine itself
         self._stock: Any = None  # of gradients, where they must not change
         self._telling = telling(sinks)
-        self._close_sinks = None if self._telling is None else weakref.finalize(self, self._telling.close)
+        if self._telling is not None:
+            weakref.finalize(self, self._telling.end).atexit = False  # of which it knows by itself
         # Last, as nothing that is refused may leave a trace.
         self.policy.apply(self._model)
         self._trained.before_saving(self._schedules.settle)
@@ -319,12 +320,13 @@ class Engine:
             return tuple(None if each is None else each * there(inverse, each.device) for each in gradients)
 
     def close(self) -> None:
-        """Send the sinks what they have not got yet, and close them: at most some seconds. Training may go on without.
+        """Send the sinks what they have not got yet, and close them. Training may go on without.
 
-        It happens by itself when the engine is gone, or the program ends. Waits for the last step.
+        Waits for the last step, and for sinks: seconds, or up to a minute while they get on. It happens by itself when
+        the program ends. The sinks of an engine that is gone are closed, too, and nobody waits for them.
         """
-        if self._close_sinks is not None:
-            self._close_sinks()
+        if self._telling is not None:
+            self._telling.close()
             self._telling = None
 
     # What happened

@@ -27,3 +27,4 @@ class SinkTrouble:
     error: str | None = None  # what it raised, in words
     sent: int = 0  # rows
     lost: int = 0  # rows, as far as is known by then
+    in_hand: int = 0  # of the lost: were being sent, and some of them may have come through

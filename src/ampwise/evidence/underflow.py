@@ -12,11 +12,12 @@ import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from ampwise.census.algebra import Census
 from ampwise.formats import find_scalar_format
 
-__all__ = ["Underflow", "scale_exponent", "underflow"]
+__all__ = ["Underflow", "lost_share", "scale_exponent", "underflow"]
 
 WINDOW = 6  # powers of two above the limit that the fit looks at: beyond them another part of the tensor may rule
 LEAST = 8  # values in the lowest three of them: with fewer, what lies below is few too, and noise would decide
@@ -27,6 +28,7 @@ MOST = 2.0  # times what is left: beyond two thirds lost, the part that is seen 
 DEPTH = 60  # powers of two below the limit, where nothing is left of any distribution
 HOLE = 0.8  # of halving: so fast must the lowest counts fall, wide as their powers of two are, to show a hole at zero
 HALF = 0.5  # of a power of two: the stride of the sum below the limit
+HIGHEST = 60.0  # logarithm of a density: far more than there are values
 
 LN2 = math.log(2)
 FP16 = find_scalar_format("fp16")
@@ -89,10 +91,32 @@ def underflow(census: Census, scale: float | None) -> Underflow:
         return NOTHING  # values below FP16's smallest: they never were in FP16, and none was lost
     if lowest + k >= NORMAL:
         return Underflow(nonzero, 0, 0.0, _margin(census, nonzero, 0.0, k))
-    counts = [census.binades.get(LIMIT - k + place, 0) for place in range(WINDOW)]
-    lost = min(_below(counts, nonzero), float(census.zeros), MOST * nonzero) if census.zeros else 0.0
+    lost = _lost(census, nonzero, k)
     # The largest subnormal and the smallest normal share a power of two: in doubt, no bits were lost.
     return Underflow(nonzero, census.subnormal("fp16", k).low, lost, _margin(census, nonzero, lost, k))
+
+
+def lost_share(census: Census, scale: float | None) -> float:
+    """``underflow(census, scale).lost_share``, without what else it counts: for maps of very many censuses.
+
+    >>> lost_share(Census(binades={-41: 60, -40: 60, -39: 60}, zeros=120, amax=2**-38.5, amin=2**-40.5), 65536.0) > 0.1
+    True
+    """
+    if not census.binades or not census.finite:
+        return 0.0
+    k, nonzero = scale_exponent(scale), census.nonzeros
+    if not LIMIT <= min(census.binades) + k < NORMAL:
+        return 0.0
+    lost = _lost(census, nonzero, k)
+    return lost / (nonzero + lost)
+
+
+def _lost(census: Census, nonzero: int, k: int) -> float:
+    """An estimate, for a census whose lowest power of two is a subnormal one in FP16."""
+    if not census.zeros:
+        return 0.0
+    counts = [census.binades.get(LIMIT - k + place, 0) for place in range(WINDOW)]
+    return min(_below(counts, nonzero), float(census.zeros), MOST * nonzero)
 
 
 def _margin(census: Census, nonzero: int, lost: float, k: int) -> float:
@@ -106,47 +130,19 @@ def _margin(census: Census, nonzero: int, lost: float, k: int) -> float:
     return 0.0
 
 
-# The fit. Positions are in powers of two above the smallest subnormal, so that the limit is at -1.
+# The fit, for every layer at every sampled step: shapes are known beforehand wherever they are asked for, and the sums
+# are written out. Positions are in powers of two above the smallest subnormal, so that the limit is at -1.
 
 
-@dataclass(frozen=True, slots=True)
-class _Seen:
-    """How dense values are at a position: the logarithm of their number in a power of two."""
+class _Seen(NamedTuple):
+    """How dense values are in one of the powers of two above the limit."""
 
-    at: float
-    density: float
+    place: int  # which, from the limit on
+    excess: float  # the logarithm of their density over that of twice as many for each power of two
     weight: float
 
 
-_Curve = Callable[[float], float]
-
-
-def _even_at_zero(power: float) -> _Curve:
-    """Small values as likely as smaller ones, and a tail like exp(-x**power): 2 is normal, 1 is Laplace."""
-    return lambda at: -(2.0 ** (power * at))
-
-
-def _heavy_tail(at: float) -> float:
-    return -math.log1p(2.0**at)
-
-
-# Where small values are as likely as smaller ones, each power of two has half as many as the one above; how that
-# bends further up is a shape with a factor to be fitted. Besides these there is the log-normal.
-_SHAPES: tuple[_Curve, ...] = (*map(_even_at_zero, (0.25, 0.5, 1.0, 2.0)), _heavy_tail)
-
-
-def _below(counts: Sequence[int], nonzero: int) -> float:
-    """How many values lay below the limit, by the counts of the powers of two just above it."""
-    near = sum(counts[:3])
-    if near < LEAST:
-        return 0.0
-    if near < FEW * nonzero:
-        return counts[0] / 2  # as if even at zero: the limit is at half of what is rounded to 1
-    seen = _densities(counts)
-    curve = _best_curve(seen)
-    if curve is None:  # denser and denser towards the limit at a growing pace: as even as at the limit, at least
-        return math.exp(seen[0].density) / LN2
-    return _sum_below(curve, _steepest(seen, curve))
+_Curve = Callable[[int], float]  # the logarithm of the density, at one of _STOPS
 
 
 def _edges() -> tuple[float, ...]:
@@ -156,59 +152,127 @@ def _edges() -> tuple[float, ...]:
 
 _EDGES = _edges()
 _MIDDLES = [(lower + upper) / 2 for lower, upper in itertools.pairwise(_EDGES)]
-_SHAPES_AT = {shape: {at: shape(at) for at in _MIDDLES} for shape in _SHAPES}  # looked at for every layer of a run
+_WIDTHS = [upper - lower for lower, upper in itertools.pairwise(_EDGES)]
+_STOPS = [-1.0 - HALF * number for number in range(int(DEPTH / HALF) + 1)]  # from the limit downwards
 
 
-def _densities(counts: Sequence[int]) -> list[_Seen]:
-    return [
-        _Seen(at, math.log(count / (upper - lower)), min(count, TRUST))
-        for at, lower, upper, count in zip(_MIDDLES, _EDGES, _EDGES[1:], counts, strict=False)
+class _Shape(NamedTuple):
+    """What a function is where values are seen, and below the limit."""
+
+    seen: Sequence[float]  # at _MIDDLES
+    below: Sequence[float]  # at _STOPS
+
+    @classmethod
+    def of(cls, function: Callable[[float], float]) -> _Shape:
+        return cls([function(at) for at in _MIDDLES], [function(at) for at in _STOPS])
+
+
+def _even_at_zero(power: float) -> _Shape:
+    """Small values as likely as smaller ones, and a tail like exp(-x**power): 2 is normal, 1 is Laplace."""
+    return _Shape.of(lambda at: -(2.0 ** (power * at)))
+
+
+# Where small values are as likely as smaller ones, each power of two has half as many as the one above; how that
+# bends further up is a shape with a factor to be fitted. Besides these there is the log-normal.
+_HEAVY_TAIL = _Shape.of(lambda at: -math.log1p(2.0**at))
+_SHAPES = (*map(_even_at_zero, (0.25, 0.5, 1.0, 2.0)), _HEAVY_TAIL)
+_DOUBLING = _Shape.of(lambda at: LN2 * at)
+_SLOPE, _BEND = _Shape.of(lambda at: at), _Shape.of(lambda at: -at * at)
+
+
+def _below(counts: Sequence[int], nonzero: int) -> float:
+    """How many values lay below the limit, by the counts of the powers of two just above it."""
+    near = sum(counts[:3])
+    if near < LEAST:
+        return 0.0
+    if near < FEW * nonzero:
+        return counts[0] / 2  # as if even at zero: the limit is at half of what is rounded to 1
+    seen = [
+        _Seen(place, math.log(count / _WIDTHS[place]) - _DOUBLING.seen[place], min(count, TRUST))
+        for place, count in enumerate(counts)
         if count
     ]
+    curve = _best_curve(seen)
+    if curve is None:  # denser and denser towards the limit at a growing pace: as even as at the limit, at least
+        return math.exp(_density(seen[0])) / LN2
+    return _sum_below(curve, _steepest(seen, curve))
+
+
+def _density(one: _Seen) -> float:
+    return one.excess + _DOUBLING.seen[one.place]
 
 
 def _best_curve(seen: Sequence[_Seen]) -> _Curve | None:
     """The shape that fits best, each parameter of it counted as two in the sum of squares (Akaike's measure)."""
+    if len(seen) <= 2:
+        return None
+    points = _Points.of(seen)
     best: tuple[float, _Curve] | None = None
-    for misfit, curve in (_fitted_lognormal(seen), *(_fitted(seen, shape) for shape in _SHAPES)):
-        if curve is not None and (best is None or misfit < best[0]):
-            best = misfit, curve
+    for fit in (points.fitted_lognormal(), *[points.fitted(shape) for shape in _SHAPES]):
+        if fit is not None and (best is None or fit[0] < best[0]):
+            best = fit
     return best and best[1]
 
 
-_NO_FIT = math.inf, None  # it would grow without end, or the points do not decide
+class _Points(NamedTuple):
+    """What a fit asks of the points that are seen. At least three of them, each with a weight of at least 1: they
+    decide any shape."""
 
+    points: Sequence[tuple[int, float, float]]  # the place, the weight, and the weight times what is above the mean
+    weight: float  # of all
+    mean: float  # of the excess
+    scatter: float  # sum of weighted squares around the mean
 
-def _fitted(seen: Sequence[_Seen], shape: _Curve) -> tuple[float, _Curve | None]:
-    """How badly a line of twice as many for each power of two, bent by the shape, fits; and the line."""
-    if len(seen) <= 2:
-        return _NO_FIT
-    known = _SHAPES_AT[shape]
-    points = [(known[one.at], one.density - LN2 * one.at, one.weight) for one in seen]
-    total = sum(weight for _, _, weight in points)
-    mean_x = sum(x * weight for x, _, weight in points) / total
-    mean_y = sum(y * weight for _, y, weight in points) / total
-    spread = sum(weight * (x - mean_x) ** 2 for x, _, weight in points)
-    if spread < 1e-12:
-        return _NO_FIT
-    factor = sum(weight * (x - mean_x) * (y - mean_y) for x, y, weight in points) / spread
-    if factor < 0:
-        return _NO_FIT
-    start = mean_y - factor * mean_x
-    misfit = sum(weight * (y - start - factor * x) ** 2 for x, y, weight in points) + 2 * 2
-    return misfit, lambda at: LN2 * at + start + factor * shape(at)
+    @classmethod
+    def of(cls, seen: Sequence[_Seen]) -> _Points:
+        weight = sum([one.weight for one in seen])
+        mean = sum([one.weight * one.excess for one in seen]) / weight
+        points = [(one.place, one.weight, one.weight * (one.excess - mean)) for one in seen]
+        return cls(points, weight, mean, sum([pull * pull / weight for _, weight, pull in points]))
 
+    def fitted(self, shape: _Shape) -> tuple[float, _Curve] | None:
+        """How badly a line of twice as many for each power of two, bent by the shape, fits; and the line.
 
-def _fitted_lognormal(seen: Sequence[_Seen]) -> tuple[float, _Curve | None]:
-    if len(seen) <= 3:
-        return _NO_FIT
-    rows = [(1.0, one.at, -one.at * one.at) for one in seen]
-    factors = _least_squares(rows, [one.density for one in seen], [one.weight for one in seen])
-    if factors is None or factors[2] < 0:
-        return _NO_FIT
-    start, slope, bend = factors
-    misfit = sum(one.weight * (one.density - start - slope * one.at + bend * one.at**2) ** 2 for one in seen) + 2 * 3
-    return misfit, lambda at: start + slope * at - bend * at * at
+        None where it would grow without end.
+        """
+        x_sum = xx = xy = 0.0
+        for place, weight, pull in self.points:
+            x = shape.seen[place]
+            x_sum += weight * x
+            xx += weight * x * x
+            xy += pull * x
+        factor = xy / (xx - x_sum * x_sum / self.weight)
+        if factor < 0:
+            return None
+        start, below = self.mean - factor * x_sum / self.weight, shape.below
+        return self.scatter - factor * xy + 2 * 2, lambda stop: start + _DOUBLING.below[stop] + factor * below[stop]
+
+    def fitted_lognormal(self) -> tuple[float, _Curve] | None:
+        """The same for a parabola: two unknowns besides the start."""
+        if len(self.points) <= 3:
+            return None
+        x_sum = z_sum = xx = xz = zz = xy = zy = 0.0
+        for place, weight, pull in self.points:
+            x, z = _SLOPE.seen[place], _BEND.seen[place]
+            x_sum += weight * x
+            z_sum += weight * z
+            xx += weight * x * x
+            xz += weight * x * z
+            zz += weight * z * z
+            xy += pull * x
+            zy += pull * z
+        xx, xz, zz = (
+            xx - x_sum * x_sum / self.weight,
+            xz - x_sum * z_sum / self.weight,
+            zz - z_sum * z_sum / self.weight,
+        )
+        determinant = xx * zz - xz * xz
+        slope, bend = (xy * zz - zy * xz) / determinant, (zy * xx - xy * xz) / determinant
+        if bend < 0:
+            return None
+        start, slope_here = self.mean - (slope * x_sum + bend * z_sum) / self.weight, slope + LN2
+        misfit = self.scatter - slope * xy - bend * zy + 2 * 3
+        return misfit, lambda stop: start + slope_here * _STOPS[stop] + bend * _BEND.below[stop]
 
 
 def _steepest(seen: Sequence[_Seen], curve: _Curve) -> float:
@@ -216,44 +280,26 @@ def _steepest(seen: Sequence[_Seen], curve: _Curve) -> float:
 
     A distribution with its peak at zero never falls faster; one that has a hole there, as the log-normal, shows it.
     """
-    shown = (seen[1].density - seen[0].density) / (seen[1].at - seen[0].at)
-    at_limit = (curve(-1.0) - curve(-1.0 - HALF)) / HALF
+    lowest, next_ = seen[:2]
+    shown = (_density(next_) - _density(lowest)) / (_MIDDLES[next_.place] - _MIDDLES[lowest.place])
+    at_limit = (curve(0) - curve(1)) / HALF
     return math.inf if shown > HOLE * LN2 and at_limit > 1.5 * LN2 else max(LN2, shown)
 
 
 def _sum_below(curve: _Curve, steepest: float) -> float:
-    total, at, here = 0.0, -1.0, curve(-1.0)
+    steepest_fall = steepest * HALF
+    total, here = 0.0, curve(0)
     density = here
-    while at > -1.0 - DEPTH:
-        at -= HALF
-        below = curve(at)
-        slope = min((here - below) / HALF, steepest)
-        part = HALF * math.exp(min(density - slope * HALF / 2, 60.0))
+    for stop in range(1, len(_STOPS)):
+        below = curve(stop)
+        fall = here - below
+        if fall > steepest_fall:
+            fall = steepest_fall
+        height = density - fall / 2
+        part = HALF * math.exp(height if height < HIGHEST else HIGHEST)
         total += part
         if part < NEGLIGIBLE * total:
             break
-        density -= slope * HALF
+        density -= fall
         here = below
     return total
-
-
-def _least_squares(
-    rows: Sequence[Sequence[float]], targets: Sequence[float], weights: Sequence[float]
-) -> list[float] | None:
-    """The factors of a weighted fit, by elimination; None where the points do not decide them."""
-    size = len(rows[0])
-    matrix = [
-        [sum(w * row[i] * row[j] for row, w in zip(rows, weights, strict=True)) for j in range(size)]
-        + [sum(w * row[i] * y for row, y, w in zip(rows, targets, weights, strict=True))]
-        for i in range(size)
-    ]
-    for i in range(size):
-        pivot = max(range(i, size), key=lambda r: abs(matrix[r][i]))
-        matrix[i], matrix[pivot] = matrix[pivot], matrix[i]
-        if abs(matrix[i][i]) < 1e-12:
-            return None
-        for r in range(size):
-            if r != i:
-                share = matrix[r][i] / matrix[i][i]
-                matrix[r] = [a - share * b for a, b in zip(matrix[r], matrix[i], strict=True)]
-    return [matrix[i][size] / matrix[i][i] for i in range(size)]

@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from ampwise.live.spark import BAD, axis_of, columns_in, drawn
-from ampwise.live.state import lasting, number_words
-from ampwise.printers.terminal import paint, printable
+from ampwise.live.state import lasting, number_words, trouble_words
+from ampwise.printers.terminal import encodable, paint, printable
 from ampwise.record.bucket import NOTHING, Spread
 from ampwise.report.curves import spread_of, thinned
 from ampwise.report.layers import layers_of
@@ -36,7 +36,6 @@ TALL = 22  # lines, from which on each curve has two,
 AIRY = 14  # and from which on there is a blank one between the parts
 LABEL, VALUE, ENDS, GAP = 7, 10, 20, 2  # characters
 WIDE = 64  # characters, from which on the ends of an axis have room
-INSTEAD = str.maketrans({"·": "-", "…": "...", "×": "x"})  # of our own, where the terminal has no such characters
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,14 +69,13 @@ class Paper:
 
     def _shown(self, text: str) -> str:
         harmless = printable(text)
-        if self.braille:
-            return harmless
-        return harmless.translate(INSTEAD).encode("ascii", "backslashreplace").decode()
+        return harmless if self.braille else encodable(harmless, "ascii")
 
 
 def frame(run: Run, now: Now, paper: Paper) -> list[Text]:
     """The verdict, the numbers, the findings, the layers that lose most; what has no room is counted."""
-    head = [*_verdict(run, paper), paper.line(_standing(now), "bold")]
+    trouble = [paper.line(trouble_words(now.trouble), "warning")] if now.trouble else []
+    head = [*_verdict(run, paper), paper.line(_standing(now), "bold"), *trouble]
     pictures = curves(now, paper)
     found = [_finding(seen, paper) for seen in now.findings]
     layers = _layers(run, paper)

@@ -7,8 +7,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ampwise.errors import BadInput, nearest
-from ampwise.record.files import ASIDE, read_json
-from ampwise.record.layout import LARGEST_MANIFEST, MANIFEST, is_record, rank_folders
+from ampwise.record.files import ASIDE
+from ampwise.record.hints import newest_record, records_in
+from ampwise.record.layout import MANIFEST, rank_folders
 
 __all__ = ["find_record", "wait_for_record"]
 
@@ -25,8 +26,7 @@ def find_record(path: Path) -> Path | None:
         return None
     if (path / MANIFEST).exists() or not path.is_dir():
         return path
-    records = [one for one in path.iterdir() if is_record(one)]
-    return max(records, key=_age, default=path)
+    return newest_record(path) or path
 
 
 def wait_for_record(path: Path, say: Callable[[str], None], *, patience_s: float = PATIENCE_S) -> Path:
@@ -55,17 +55,8 @@ def _may_come(path: Path) -> bool:
     return all(one.name in early for one in path.iterdir())
 
 
-def _age(folder: Path) -> tuple[str, str]:
-    """When it began: all are written in the same form, in UTC."""
-    try:
-        created = read_json(folder / MANIFEST, LARGEST_MANIFEST).get("created")
-    except (OSError, ValueError):  # it was there a moment ago
-        created = None
-    return (created if isinstance(created, str) else "", folder.name)
-
-
 def _guess(path: Path) -> str:
     if path.exists():
         return ", which has none yet"
-    near = nearest(path.name, [one.name for one in path.absolute().parent.iterdir() if is_record(one)])
+    near = nearest(path.name, [one.name for one in records_in(path.absolute().parent)])
     return f", which does not exist yet{f' (there is {near[0]})' if near else ''}"

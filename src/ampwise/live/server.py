@@ -1,24 +1,26 @@
 """A page on this machine's loopback, for who knows its address: what it shows comes from the record as it grows.
 
 Nothing is served but the page and its updates. The address holds a random token, so that no other user of the machine
-guesses it; the Host header has to be ours, so that no page from elsewhere reads it through a name that it points here.
+guesses it; the Host header has to be a name that only this machine has, so that no page from elsewhere reads it through
+a name of its own that it points here. The port may be any: ssh forwards one to another.
 """
 
 from __future__ import annotations
 
 import hmac
 import os
+import re
 import secrets
 import socketserver
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import TYPE_CHECKING, Any
 
 from ampwise.errors import BadInput
+from ampwise.live.looking import REST, Looking
 from ampwise.strict_json import dumps
 
 if TYPE_CHECKING:
@@ -28,9 +30,10 @@ if TYPE_CHECKING:
 __all__ = ["HOST", "Present", "Server", "serve"]
 
 HOST = "127.0.0.1"  # and nothing else, ever
-LOOK_S = 1.0  # at most so often is the record looked at, however many ask
-WEB = 80  # the port that browsers leave out
-CLIENT_S = 20.0  # that a client may take for a line
+LOOK_S = 2.0  # at most so often is the record looked at, however many ask; the page asks as often
+PATIENCE_S = 0.5  # in which most runs are made anew; who asks for a larger one gets what was made before
+CLIENT_S = 20.0  # that a client may be silent while it asks, or take nothing of its answer
+OURS = re.compile(r"(127\.0\.0\.1|localhost|\[::1\])(:\d{1,5})?", re.IGNORECASE)
 KINDS = {"": "text/html; charset=utf-8", "update": "application/json; charset=utf-8"}  # by the last part of a path
 
 HEADERS = {
@@ -53,9 +56,10 @@ def serve(
     page: Callable[[Run], str],
     update: Callable[[Run], dict[str, Any]],
     port: int = 0,
+    interval_s: float = LOOK_S,
 ) -> Server:
     """A server that answers already, in threads of its own; ``port`` 0 takes a free one."""
-    present = Present(follower, {"": page, "update": lambda run: dumps(update(run), indent=None)})
+    present = Present(follower, {"": page, "update": lambda run: dumps(update(run), indent=None)}, interval_s)
     try:
         server = Server(present, port)
     except (OSError, OverflowError) as error:
@@ -68,58 +72,85 @@ def serve(
 
 
 class Present:
-    """The run as it stands, for many who ask at the same time: one looks, one makes, all get the same."""
+    """The run as it stands, for many who ask at the same time: one looks, one makes, all get the same.
 
-    def __init__(self, follower: Follower, makers: dict[str, Callable[[Run], str]]) -> None:
-        run = follower.look()
-        assert run is not None  # the first look has all
-        self._follower, self._makers = follower, makers
-        self._lock = threading.Lock()
-        self._looked_at = time.monotonic()
-        self._seen = self._shown = run
-        self._state = ("", run.alive)  # what the record does not say: that it is gone, and that its process is
+    Only the first waits until what was asked for is made. To make it anew takes seconds for a large run: that is done
+    beside, and until then the one before is given; and after that it rests, for the sake of whoever trains here.
+    """
+
+    def __init__(self, follower: Follower, makers: dict[str, Callable[[Run], str]], interval_s: float = LOOK_S) -> None:
+        self._looking = Looking(follower)
+        self._makers, self._interval_s = makers, interval_s
+        self._work = threading.Lock()  # one looks or makes at a time
+        self._look_due = time.monotonic() + interval_s
+        self._make_due = 0.0
+        self._alive = self._looking.run.alive  # which the record does not say
         self._version = 1
-        self._made: dict[str, tuple[int, bytes]] = {}
+        self._made: dict[str, tuple[int, bytes | Exception]] = {}
+        self._starting = threading.Lock()
+        self._renewal: threading.Thread | None = None
 
     @property
     def run(self) -> Run:
-        """As of a second ago, or now."""
-        with self._lock:
+        """As of an interval ago, or now."""
+        with self._work:
             self._look()
-            return self._shown
+            return self._looking.run
 
     @property
     def version(self) -> int:
         """Another number whenever there is something new."""
-        with self._lock:
+        with self._work:
             self._look()
             return self._version
 
     def made(self, what: str) -> tuple[int, bytes]:
-        """The page, or its update, with the version it shows."""
-        with self._lock:
-            self._look()
-            version, text = self._made.get(what, (0, b""))
-            if version != self._version:
-                text = self._makers[what](self._shown).encode("utf-8", "backslashreplace")
-                self._made[what] = self._version, text
-            return self._version, text
+        """The page, or its update, with the version it shows; what making it has raised."""
+        if what not in self._made:
+            self._renew(what)
+        elif self._may_renew(what):
+            self._renewed_beside(what).join(PATIENCE_S)
+        version, text = self._made[what]
+        if isinstance(text, Exception):
+            raise text
+        return version, text
+
+    def _may_renew(self, what: str) -> bool:
+        now = time.monotonic()
+        return now >= self._look_due or (self._made[what][0] != self._version and now >= self._make_due)
+
+    def _renewed_beside(self, what: str) -> threading.Thread:
+        with self._starting:
+            if self._renewal is None or not self._renewal.is_alive():
+                self._renewal = threading.Thread(target=self._renew, args=(what,), daemon=True)
+                self._renewal.start()
+            return self._renewal
+
+    def _renew(self, what: str) -> None:
+        with self._work:
+            try:
+                self._look()
+                is_due = what not in self._made or time.monotonic() >= self._make_due
+                if is_due and self._made.get(what, (0,))[0] != self._version:
+                    self._made[what] = self._version, self._make(what)
+            except Exception as error:  # whatever a record holds: it is told, and tried again
+                self._made[what] = 0, error
+
+    def _make(self, what: str) -> bytes:
+        began = time.perf_counter()
+        try:
+            return self._makers[what](self._looking.run).encode("utf-8", "backslashreplace")
+        finally:
+            self._make_due = time.monotonic() + REST * (time.perf_counter() - began)
 
     def _look(self) -> None:
-        now = time.monotonic()
-        if now - self._looked_at < LOOK_S:
+        if time.monotonic() < self._look_due:
             return
-        self._looked_at = now
-        fresh, gone = None, ""
-        try:
-            fresh = self._follower.look()
-        except BadInput as error:  # what was seen of it is still worth something
-            gone = str(error)
-        self._seen = fresh or self._seen
-        state = (gone, self._seen.alive)
-        if fresh is not None or state != self._state:
-            self._state, self._version = state, self._version + 1
-            self._shown = replace(self._seen, trouble=[*self._seen.trouble, gone]) if gone else self._seen
+        began, before = time.perf_counter(), self._looking.run
+        run = self._looking.look()
+        if run is not before or run.alive != self._alive:
+            self._alive, self._version = run.alive, self._version + 1
+        self._look_due = time.monotonic() + max(self._interval_s, REST * (time.perf_counter() - began))
 
 
 class Server(ThreadingHTTPServer):
@@ -162,7 +193,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _refuse_method(self) -> None:
         if self._is_for_us() and self._asked() is not None:
-            self.send_error(HTTPStatus.METHOD_NOT_ALLOWED)
+            self._refuse(HTTPStatus.METHOD_NOT_ALLOWED, "this is only read", Allow="GET, HEAD")
 
     do_POST = do_PUT = do_PATCH = do_DELETE = do_OPTIONS = _refuse_method  # noqa: N815 (names that http.server asks for)
 
@@ -171,35 +202,37 @@ class _Handler(BaseHTTPRequestHandler):
         if asked is None:
             return
         try:
-            tag = f'"{self.server.present.version}"'
-            if self.headers.get("If-None-Match") == tag:
-                self._say_unchanged(tag)
-                return
             version, text = self.server.present.made(asked)
         except Exception as error:  # whatever a record holds: the next version of it may do
-            self.send_error(HTTPStatus.INTERNAL_SERVER_ERROR, f"this record cannot be shown: {type(error).__name__}")
+            self._refuse(HTTPStatus.INTERNAL_SERVER_ERROR, f"this record cannot be shown: {type(error).__name__}")
             return
-        self.send_response(HTTPStatus.OK)
-        self.send_header("Content-Type", KINDS[asked])
-        self.send_header("Content-Length", str(len(text)))
-        self.send_header("ETag", f'"{version}"')
-        self.end_headers()
+        tag = f'"{version}"'
+        if self.headers.get("If-None-Match") == tag:
+            self._send(HTTPStatus.NOT_MODIFIED, ETag=tag)
+            return
+        length = str(len(text))
+        self._send(HTTPStatus.OK, **{"Content-Type": KINDS[asked], "Content-Length": length, "ETag": tag})
         if with_body:
             self.wfile.write(text)
 
-    def _say_unchanged(self, tag: str) -> None:
-        self.send_response(HTTPStatus.NOT_MODIFIED)
-        self.send_header("ETag", tag)
+    def _refuse(self, status: HTTPStatus, why: str, **headers: str) -> None:
+        text = f"{status.value} {why}\n".encode()
+        self._send(status, **headers, **{"Content-Type": self.error_content_type, "Content-Length": str(len(text))})
+        if self.command != "HEAD":
+            self.wfile.write(text)
+
+    def _send(self, status: HTTPStatus, **headers: str) -> None:
+        self.send_response(status)
+        for name, value in headers.items():
+            self.send_header(name, value)
         self.end_headers()
 
     def _is_for_us(self) -> bool:
-        """Whether it was asked for under our own name; else it is answered already."""
-        port = self.server.server_port
-        hosts = [host.strip().lower() for host in self.headers.get_all("Host") or []]
-        ours = [f"{name}{'' if port == WEB else f':{port}'}" for name in (HOST, "localhost")]
-        if len(hosts) == 1 and hosts[0] in ours:
+        """Whether it was asked for under a name of this machine; else it is answered already."""
+        hosts = [host.strip() for host in self.headers.get_all("Host") or []]
+        if len(hosts) == 1 and OURS.fullmatch(hosts[0]):
             return True
-        self.send_error(HTTPStatus.FORBIDDEN, f"only under {HOST}:{port} or localhost:{port}")
+        self._refuse(HTTPStatus.FORBIDDEN, f"only under {HOST} or localhost")
         return False
 
     def _asked(self) -> str | None:
@@ -208,7 +241,10 @@ class _Handler(BaseHTTPRequestHandler):
         known = hmac.compare_digest(token.encode("utf-8", "replace"), self.server.token.encode())
         if known and slash and what in KINDS:
             return what
-        self.send_error(HTTPStatus.NOT_FOUND)
+        if known and not slash:  # the last sign is easily lost when an address is copied
+            self._send(HTTPStatus.PERMANENT_REDIRECT, Location=f"/{token}/", **{"Content-Length": "0"})
+        else:
+            self._refuse(HTTPStatus.NOT_FOUND, "not here: copy the whole address that `ampwise watch` printed")
         return None
 
     def end_headers(self) -> None:

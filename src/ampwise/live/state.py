@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from ampwise.record.reader import Run
     from ampwise.record.rows import Seen
 
-__all__ = ["Now", "lasting", "number_words", "one_line", "state_of"]
+__all__ = ["Now", "lasting", "number_words", "one_line", "state_of", "trouble_words"]
 
 RECENT_S = 30.0  # over which steps a second are counted
 QUIET_S = 60.0  # after which it is said that nothing was written
@@ -34,6 +34,7 @@ class Now:
     line: Sequence[Bucket]  # the steps of the optimizer, in their order
     owner: str
     findings: Sequence[Seen]  # worst first
+    trouble: Sequence[str] = ()  # what could not be read of the record
 
     @property
     def step(self) -> int:
@@ -80,6 +81,7 @@ def state_of(run: Run, *, written: float | None = None, clock: float | None = No
         line=line,
         owner=owner,
         findings=worst_first(run.merged_findings()),
+        trouble=run.trouble,
     )
 
 
@@ -93,8 +95,19 @@ def one_line(now: Now) -> str:
         f"findings {len(now.findings):,}",
         *([f"nothing written for {lasting(now.quiet_s)}"] if now.quiet_s is not None else []),
         *([now.status] if now.status != "running" else []),
+        *([f"trouble: {trouble_words(now.trouble)}"] if now.trouble else []),
     ]
     return "  ".join(told)
+
+
+def trouble_words(trouble: Sequence[str]) -> str:
+    """The first in a line; the others are counted.
+
+    >>> trouble_words(["steps.jsonl is missing.", "findings.json is missing."])
+    'steps.jsonl is missing. (and 1 more)'
+    """
+    more = f" (and {len(trouble) - 1:,} more)" if len(trouble) > 1 else ""
+    return f"{' '.join(trouble[0].split())}{more}"
 
 
 def number_words(value: float) -> str:

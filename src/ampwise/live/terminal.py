@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import os
+import signal
+import threading
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, TextIO
 
+from ampwise.errors import BadInput
 from ampwise.live.frame import Paper, curves, frame
-from ampwise.live.state import one_line, state_of
+from ampwise.live.looking import REST, Looking
+from ampwise.live.state import Now, one_line, state_of
 from ampwise.printers.terminal import PIPE_WIDTH, flush, printable, wants_colour, write, writing
 from ampwise.report.summary import summary
 
 if TYPE_CHECKING:
+    from types import FrameType
+
     from rich.console import Console
+    from rich.live import Live
     from rich.text import Text
 
     from ampwise.record.follow import Follower
@@ -23,48 +31,50 @@ __all__ = ["has_ended", "looks", "show_once", "watch"]
 
 ON_A_TERMINAL_S = 1.0  # between two looks
 ELSEWHERE_S = 5.0
-REST = 9.0  # times as long as looking took: a watcher takes no more than a tenth of a core from the run,
-LONGEST_REST_S = 5.0  # except from the longest, of which one wants to see something, too
+LONGEST_REST_S = 5.0  # of the longest records one wants to see something, too
+PATIENCE_S = 180.0  # with a record that cannot be read: a disk comes back, one that was removed does not
+LATE_S = 5.0  # after the first of several ranks has ended, within which their launcher adds what it found in them
+PAUSE_S = 0.5  # between two looks for that
 
 
 def watch(follower: Follower, stream: TextIO, *, interval_s: float | None = None) -> None:
-    """Show the run until it has ended, then its summary."""
+    """Show the run until it has ended, then its summary; BadInput after that, where the record was lost instead."""
+    looking = Looking(follower)
     if _is_screen(stream):
-        run = _on_screen(follower, stream, interval_s or ON_A_TERMINAL_S)
+        _on_screen(looking, stream, interval_s or ON_A_TERMINAL_S)
     else:
-        run = _in_lines(follower, stream, interval_s or ELSEWHERE_S)
+        _in_lines(looking, stream, interval_s or ELSEWHERE_S)
     width = _console(stream).width if stream.isatty() else PIPE_WIDTH
-    write(f"\n{summary(run, colour=wants_colour(stream), width=width)}", stream)
+    write(f"\n{summary(looking.run, colour=wants_colour(stream), width=width)}", stream)
+    if looking.lost:
+        flush(stream)
+        raise BadInput(f"{follower.folder} {looking.lost} What was seen until then is above.")
 
 
 def show_once(follower: Follower, stream: TextIO) -> None:
     """The run as it stands."""
-    run = follower.look()
-    assert run is not None  # the first look has all
+    looking = Looking(follower)
     if not _is_screen(stream):
-        _write_line(f"{one_line(state_of(run, written=follower.written))}", stream)
+        _write_line(f"{one_line(_now(looking))}", stream)
         return
     console = _console(stream)
-    now = state_of(run, written=follower.written)
     with writing():
-        _print(console, frame(run, now, _paper(console)))
+        _print(console, frame(looking.run, _now(looking), _paper(console)))
 
 
-def looks(follower: Follower, interval_s: float) -> Iterator[Run]:
-    """The run as it stands, again and again; at last as it ended."""
-    run: Run | None = None
+def looks(looking: Looking, interval_s: float) -> Iterator[Run]:
+    """The run as it stands, again and again; at last as it ended, or was when it was lost for good."""
+    began = time.perf_counter()
     while True:
-        began = time.perf_counter()
-        run = follower.look() or run
-        assert run is not None  # the first look has all
-        ended = has_ended(run)
-        if ended:  # and may have written its end after the look, and gone before it was asked whether it lives
-            run = follower.look() or run
-        yield run
-        if ended:
+        if has_ended(looking.run) and not looking.lost:
+            _look_at_last(looking)
+        yield looking.run
+        if looking.lost_s > PATIENCE_S or (has_ended(looking.run) and not looking.lost):
             return
         took = time.perf_counter() - began
         time.sleep(max(interval_s, min(took * REST, LONGEST_REST_S)))
+        began = time.perf_counter()
+        looking.look()
 
 
 def has_ended(run: Run) -> bool:
@@ -72,29 +82,74 @@ def has_ended(run: Run) -> bool:
     return run.alive is False
 
 
-def _on_screen(follower: Follower, stream: TextIO, interval_s: float) -> Run:
+def _look_at_last(looking: Looking) -> None:
+    """It may have written its end after the look, and gone before it was asked whether it lives.
+
+    Of several ranks the launcher writes last: what shows only when all of them are seen together.
+    """
+    looking.look()
+    size = looking.run.manifest.get("world_size")
+    end = time.monotonic() + LATE_S
+    while isinstance(size, int) and size > 1 and time.monotonic() < end and _was_just_written(looking):
+        time.sleep(PAUSE_S)
+        looking.look()
+
+
+def _was_just_written(looking: Looking) -> bool:
+    written = looking.follower.written
+    return written is not None and time.time() - written < LATE_S
+
+
+def _on_screen(looking: Looking, stream: TextIO, interval_s: float) -> None:
+    """On a screen of its own, as an editor has: windows are resized, and what scrolls away cannot be taken back."""
     from rich.console import Group
     from rich.live import Live
 
     console = _console(stream)
-    with Live(console=console, auto_refresh=False, vertical_overflow="crop") as live:
-        for run in looks(follower, interval_s):
-            now, paper = state_of(run, written=follower.written), _paper(console)
-            # What was found is in the summary that follows, but the curves are not.
-            lines = curves(now, paper) if has_ended(run) else frame(run, now, paper)
+    with Live(console=console, screen=True, auto_refresh=False) as live, _leaving_in_order(live):
+        for run in looks(looking, interval_s):
+            lines = frame(run, _now(looking), _paper(console))
             with writing():
                 live.update(Group(*lines), refresh=True)
-    return run
+    # What was found is in the summary that follows, but the curves are not.
+    with writing():
+        _print(console, curves(_now(looking), _paper(console)))
 
 
-def _in_lines(follower: Follower, stream: TextIO, interval_s: float) -> Run:
+@contextmanager
+def _leaving_in_order(live: Live) -> Iterator[None]:
+    """`kill` ends us as Ctrl-C does, and Ctrl-Z gives the screen back until we go on: by themselves both would leave
+    the shell without a cursor, on a screen that is not its own."""
+
+    def leave(number: int, _: FrameType | None) -> None:
+        raise SystemExit(128 + number)  # what a shell reports for a program that the signal ended
+
+    def pause(_: int, __: FrameType | None) -> None:
+        live.stop()
+        os.kill(os.getpid(), signal.SIGSTOP)
+        live.start(refresh=True)
+
+    handlers = {"SIGTERM": leave, "SIGTSTP": pause} if threading.current_thread() is threading.main_thread() else {}
+    numbers = {getattr(signal, name): handler for name, handler in handlers.items() if hasattr(signal, name)}
+    before = {number: signal.signal(number, handler) for number, handler in numbers.items()}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _in_lines(looking: Looking, stream: TextIO, interval_s: float) -> None:
     told = ""
-    for run in looks(follower, interval_s):
-        line = one_line(state_of(run, written=follower.written))
+    for _ in looks(looking, interval_s):
+        line = one_line(_now(looking))
         if line != told:
             _write_line(line, stream)
             told = line
-    return run
+
+
+def _now(looking: Looking) -> Now:
+    return state_of(looking.run, written=looking.follower.written)
 
 
 def _write_line(line: str, stream: TextIO) -> None:

@@ -53,7 +53,7 @@ def text(words: object) -> str:
 
 
 def prose(words: str) -> str:
-    """Sentences in which `names` stand between backquotes; what is indented below them stays so."""
+    """Sentences in which `names` stand between backquotes; what is indented below them is code."""
     return "<br>".join(_line(line) for line in words.split("\n"))
 
 
@@ -138,9 +138,9 @@ def finding_html(finding: Finding, *, lines: Mapping[int, str] | None = None, to
 
 
 def _line(line: str) -> str:
-    words = line.lstrip(" ")
-    marked = re.sub("`([^`]+)`", lambda name: f'<code style="{MONO}">{name[1]}</code>', text(words))
-    return "&nbsp;" * (len(line) - len(words)) + marked
+    if line.startswith(" "):
+        return f'<code style="{MONO};white-space:pre-wrap">{text(line)}</code>'
+    return re.sub("`([^`]+)`", lambda name: f'<code style="{MONO}">{name[1]}</code>', text(line))
 
 
 def _cell(tag: str, markup: str, side: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 __all__ = [
     "CannotWrite",
     "console",
+    "encodable",
     "flush",
     "paint",
     "print_tables",
@@ -29,6 +31,10 @@ __all__ = [
 
 PIPE_WIDTH = 110  # where nobody told us the width: a file, a pipe, a CI log
 NARROWEST = 80  # a terminal that wraps a table shows all of it; a table squeezed into less does not
+
+# Our own signs, where the stream has none such: as one types them.
+INSTEAD = {"→": "->", "−": "-", "–": "-", "·": "-", "…": "...", "×": "x", "÷": "/", "≈": "~", "µ": "u"}
+RAISED = str.maketrans("⁻⁰¹²³⁴⁵⁶⁷⁸⁹", "-0123456789")
 
 STYLES = {
     "error": "1;31",
@@ -116,11 +122,26 @@ def printable(text: str) -> str:
     return "".join(char if _is_harmless(char) else _escaped(char) for char in text)
 
 
+def encodable(text: str, encoding: str) -> str:
+    r"""``text`` in characters that ``encoding`` has: our own signs as one types them, the rest as escapes.
+
+    >>> print(encodable("2⁻¹⁴ → 0 of caf\xe9, 40 × …", "ascii"))
+    2^-14 -> 0 of caf\xe9, 40 x ...
+    """
+    try:
+        text.encode(encoding)
+    except UnicodeEncodeError:
+        import re  # which few terminals need
+
+        flat = re.sub("[⁻⁰¹²³⁴-⁹]+", lambda raised: f"^{raised[0].translate(RAISED)}", text)
+        return flat.encode(encoding, _INSTEAD).decode(encoding)
+    return text
+
+
 def write(text: str, stream: TextIO) -> None:
-    """Write ``text``, with escapes for what the stream's encoding has no bytes for; CannotWrite if that fails."""
-    encoding = getattr(stream, "encoding", None) or "utf-8"
+    """Write ``text``, made ``encodable`` for the stream; CannotWrite if that fails."""
     with writing():
-        stream.write(text.encode(encoding, "backslashreplace").decode(encoding))
+        stream.write(encodable(text, getattr(stream, "encoding", None) or "utf-8"))
 
 
 def flush(stream: TextIO) -> None:
@@ -151,3 +172,16 @@ def _is_harmless(char: str) -> bool:
 
 def _escaped(char: str) -> str:
     return char.encode("unicode_escape").decode("ascii")
+
+
+def _instead(error: UnicodeError) -> tuple[str, int]:
+    if not isinstance(error, UnicodeEncodeError):
+        raise error
+    missing = error.object[error.start : error.end]
+    return "".join(
+        INSTEAD.get(char) or char.encode("ascii", "backslashreplace").decode() for char in missing
+    ), error.end
+
+
+_INSTEAD = "ampwise-instead"
+codecs.register_error(_INSTEAD, _instead)

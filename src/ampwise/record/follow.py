@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ampwise.record.layout import LAYERS, MANIFEST, STEPS
+from ampwise.record.layout import FINDINGS, LAYERS, MANIFEST, STEPS
 from ampwise.record.reader import Part, Run, with_ranks
 
 __all__ = ["Follower"]
@@ -32,7 +32,7 @@ class Follower:
     def written(self) -> float | None:
         """When the first rank last wrote something, in seconds since 1970; None where it has nothing."""
         times = []
-        for name in (MANIFEST, STEPS, LAYERS):
+        for name in (MANIFEST, STEPS, LAYERS, FINDINGS):
             try:
                 times.append((self.folder / name).stat().st_mtime)
             except OSError:

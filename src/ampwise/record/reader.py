@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 from collections import defaultdict
@@ -52,6 +53,7 @@ class Run:
     findings: list[Seen] = field(default_factory=list)  # of this rank
     ranks: dict[int, Run] = field(default_factory=dict)  # the others, by rank
     trouble: list[str] = field(default_factory=list)
+    findings_known: bool = True  # whether all that were written could be read, of every rank
 
     @classmethod
     def read(cls, folder: str | Path) -> Run:
@@ -60,8 +62,8 @@ class Run:
 
     @property
     def status(self) -> str:
-        """How it ended: finished, failed, interrupted; or "running or killed", where the record has no end."""
-        status = str(self.manifest.get("status"))
+        """How it ended: finished, failed, interrupted; "running or killed", where the record has no end; or unknown."""
+        status = str(self.manifest.get("status", "unknown"))
         return "running or killed" if status == "running" else status
 
     @property
@@ -145,14 +147,17 @@ class Part:
     def look(self) -> bool:
         """Whether it says something else now; BadInput where it is no record, or one that is too new."""
         news = [file.look() for file in (self._manifest, self._steps, self._layers, self._findings)]
+        manifest, said = self._manifest.value
+        if not manifest and not (self._steps.values or self._layers.values or self._findings.value[0]):
+            raise BadInput(f"{self.folder}: {said} Nothing else is there to read. Name another record, or run again.")
         return any(news)
 
     @property
     def run(self) -> Run:
         """As of the last look, without the other ranks."""
         found, said = self._findings.value
-        manifest = self._manifest.value
-        told = [str(one) for one in _listed(manifest.get("trouble"))]
+        manifest, torn = self._manifest.value
+        told = [*([torn] if torn else []), *(str(one) for one in _listed(manifest.get("trouble")))]
         return Run(
             folder=self.folder,
             manifest=manifest,
@@ -160,6 +165,7 @@ class Part:
             layers=self._layers.values,
             findings=list(found),
             trouble=[*told, *self._steps.trouble, *self._layers.trouble, *said],
+            findings_known=not said,
         )
 
 
@@ -170,6 +176,7 @@ def with_ranks(run: Run, read: Callable[[Path], Run]) -> Run:
     except OSError as error:
         run.trouble.append(f"The parts of other ranks cannot be listed: {error.strerror or error}.")
         return run
+    known = run.findings_known
     for rank, path in folders.items():
         try:
             if path.is_symlink():
@@ -177,9 +184,11 @@ def with_ranks(run: Run, read: Callable[[Path], Run]) -> Run:
             run.ranks[rank] = read(path)
         except BadInput as error:
             run.trouble.append(str(error))
+            known = False
         else:
             run.trouble.extend(f"{path.name}: {said}" for said in run.ranks[rank].trouble)
-    return run
+            known &= run.ranks[rank].findings_known
+    return replace(run, findings_known=known)
 
 
 def _read_part(folder: Path) -> Run:
@@ -191,10 +200,10 @@ def _read_part(folder: Path) -> Run:
 # --- files ---------------------------------------------------------------------------------------------------------
 
 
-def _read_manifest(folder: Path) -> Manifest:
+def _read_manifest(folder: Path) -> tuple[Manifest, str]:
+    """The manifest; or none, and what is to be said of one that is there and cannot be read."""
     if not folder.is_dir():
-        what = "is a file, and a record is a folder" if folder.exists() else "does not exist"
-        raise BadInput(f"{folder} {what}. `ampwise run -o {folder} train.py` makes a record.")
+        raise BadInput(f"{folder} {_instead_of_a_folder(folder)}")
     try:
         manifest = read_json(folder / MANIFEST, LARGEST_MANIFEST)
     except FileNotFoundError:
@@ -202,10 +211,24 @@ def _read_manifest(folder: Path) -> Manifest:
             f"{folder} holds no record: it has no {MANIFEST}. `ampwise run -o RUN train.py` makes one in RUN."
         ) from None
     except (OSError, ValueError) as error:
-        raise BadInput(f"{folder / MANIFEST} cannot be read: {error}. Name another record, or run again.") from error
+        return {}, f"{MANIFEST}, which says what ran and how it ended, cannot be read: {_why(error)}."
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
         raise BadInput(f"{folder / MANIFEST} is of another program: a record of ampwise has the format {FORMAT!r}.")
-    return _migrated(manifest, folder)
+    return _migrated(manifest, folder), ""
+
+
+def _instead_of_a_folder(path: Path) -> str:
+    if path.exists():
+        return "is a file, and a record is a folder."
+    if path.is_symlink():
+        return "is a link that leads nowhere."
+    return f"does not exist. `ampwise run -o {path} train.py` makes a record."
+
+
+def _why(error: OSError | ValueError) -> str:
+    if isinstance(error, (json.JSONDecodeError, UnicodeDecodeError)):
+        return "it is cut off, or damaged"
+    return getattr(error, "strerror", None) or str(error)
 
 
 def _migrated(manifest: Manifest, folder: Path) -> Manifest:
@@ -214,8 +237,9 @@ def _migrated(manifest: Manifest, folder: Path) -> Manifest:
         return MIGRATIONS[version](manifest)
     if type(version) is int and version > VERSION:
         import ampwise
+        from ampwise.printers.terminal import printable
 
-        wrote = manifest.get("ampwise", "unknown")
+        wrote = printable(str(manifest.get("ampwise", "unknown")))
         raise BadInput(
             f"{folder} is a record of version {version}, written by ampwise {wrote}; this is ampwise "
             f"{ampwise.__version__}, which reads up to version {VERSION}. Read it with ampwise {wrote} or later."
@@ -231,7 +255,7 @@ def _read_findings(path: Path) -> tuple[list[Seen], list[str]]:
     except FileNotFoundError:
         return [], [f"{path.name} is missing."]
     except (OSError, ValueError) as error:
-        return [], [f"{path.name} cannot be read: {error}."]
+        return [], [f"{path.name} cannot be read: {_why(error)}."]
 
 
 def _listed(value: Any) -> list[Any]:

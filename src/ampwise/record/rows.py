@@ -70,3 +70,4 @@ class Seen:
     ranks: list[int] = field(default_factory=list)
     excerpt: dict[str, Any] = field(default_factory=dict)  # {"first_line": 12, "lines": ["...", ...]}
     diff: str = ""  # what mends it in the script as it ran, as a unified diff; empty where nobody knows
+    diff_is_safe: bool = True  # it changes nothing but the mistake

@@ -34,6 +34,7 @@ def _seen_data(seen: Seen) -> dict[str, Any]:
         "ranks": list(seen.ranks),
         "excerpt": plain(seen.excerpt),
         "diff": seen.diff,
+        "diff_is_safe": seen.diff_is_safe,
     }
 
 
@@ -72,6 +73,7 @@ def _read_seen(data: Mapping[str, Any], rules: Mapping[str, Any]) -> Seen:
         ranks=[int(rank) for rank in data.get("ranks", [])],
         excerpt=dict(data.get("excerpt") or {}),
         diff=diff if isinstance(diff, str) else "",
+        diff_is_safe=data.get("diff_is_safe") is not False,
     )
 
 

@@ -138,7 +138,7 @@ class Whole(Generic[Read]):
         """Read it if it is another; whether it says something else now. What reading raises comes through."""
         if self._values and self._stamp is not None and self._stamp.holds_for(self.path):
             return False
-        stamp = _Stamp.at(self.path)  # before it is read: what comes meanwhile is seen the next time
+        stamp = _Stamp.of_opened(self.path)  # before it is read: what comes meanwhile is seen the next time
         values = [self._read()]
         self._stamp, before, self._values = stamp, self._values, values
         return before != values
@@ -161,6 +161,15 @@ class _Stamp(NamedTuple):
     @classmethod
     def of(cls, stat: os.stat_result) -> _Stamp:
         return cls(stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, time.time())
+
+    @classmethod
+    def of_opened(cls, path: Path) -> _Stamp | None:
+        """None for one that cannot be opened now: it may be read later without being another."""
+        try:
+            with opened(path, os.O_RDONLY, "rb") as file:
+                return cls.of(os.fstat(file.fileno()))
+        except (OSError, ValueError):
+            return None
 
     @classmethod
     def at(cls, path: Path) -> _Stamp | None:

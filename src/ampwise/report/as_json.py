@@ -41,6 +41,7 @@ def as_json(run: Run) -> str:
             "settings": [{"name": one.name, "value": one.value, "reason": one.reason} for one in settings(run)],
             "environment": environment(run),
             "trouble": list(run.trouble),
+            "findings_known": run.findings_known,
             "facts": {name: fact for name, fact in run.facts.items() if name != "settings"},
         }
     )
@@ -62,4 +63,5 @@ def _finding(seen: Seen) -> dict[str, Any]:
         "ranks": list(seen.ranks),
         "excerpt": seen.excerpt,
         "diff": seen.diff,
+        "diff_is_safe": seen.diff_is_safe,
     }

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ampwise.evidence.underflow import scale_exponent, underflow
+from ampwise.evidence.underflow import lost_share, scale_exponent
 from ampwise.printers.terminal import printable
 from ampwise.report.facts import optimizer_names
 from ampwise.report.layers import Layer
@@ -16,99 +16,165 @@ if TYPE_CHECKING:
     from ampwise.record.reader import Run
     from ampwise.record.rows import LayerSample
 
-__all__ = ["COLUMNS", "heat_maps"]
+__all__ = ["COLUMNS", "PER_MILLION", "PER_POWER", "heat_maps"]
 
 COLUMNS = 160  # of samples; more are put together
 PER_MILLION = 10**6  # lost shares are whole numbers of these: as text they are short, and a small one is not zero
-PER_POWER = 16  # logarithms are whole numbers of sixteenths of a power of two
+PER_POWER = 256  # logarithms are whole numbers of these parts of a power of two: three digits of the number
 NONE, ZERO, BAD = None, "zero", "bad"  # not sampled; no value but zero; inf or NaN among the values
 
-Cell = int | str | None
-Measure = Callable[["Census", "LayerSample"], Cell]
+Value = int | str | None
+
+
+class Cell(NamedTuple):
+    """A layer in a sample."""
+
+    lost: Value
+    norm: Value
+    largest: Value
 
 
 def heat_maps(run: Run, layers: Sequence[Layer]) -> list[dict[str, Any]]:
     """One for each optimizer: rows in the order of the model, columns in the order of steps.
 
     ``rows`` are places in ``layers``. ``lost`` is the share that FP16 turned to zero (of a run in another format: would
-    turn to zero without a loss scale); ``lost_low`` is there where samples were put together.
+    turn to zero without a loss scale); ``lost_low`` is there where samples were put together. ``exponent`` is that of
+    the lowest loss scale in a column, at which most is lost, and ``exponent_high`` that of the highest. ``samples`` and
+    ``steps``: how many are behind all columns; ``merged``: some column has more than one of them.
     """
     names = optimizer_names(run)
     optimizers = dict.fromkeys(layer.optimizer for layer in sorted(layers, key=lambda layer: layer.optimizer))
+    was_fp16 = any(layer.underflow is not None for layer in layers)
+    known = _KNOWN.of(run.layers, was_fp16=was_fp16)
     return [
-        {"name": printable(names.get(optimizer, f"optimizer {optimizer}")), **_map(run, layers, optimizer)}
+        {
+            "name": printable(names.get(optimizer, f"optimizer {optimizer}")),
+            "was_fp16": was_fp16,
+            "per_power": PER_POWER,
+            "per_million": PER_MILLION,
+            **_map([one for one in known if one.sample.optimizer == optimizer], _rows(layers, optimizer)),
+        }
         for optimizer in optimizers
     ]
 
 
-def _map(run: Run, layers: Sequence[Layer], optimizer: int) -> dict[str, Any]:
-    samples = [sample for sample in run.layers if sample.optimizer == optimizer]
-    shown = {layer.name: place for place, layer in enumerate(layers) if layer.optimizer == optimizer}
-    ordered = [name for name in dict.fromkeys(name for one in samples for name in one.layers) if name in shown]
-    was_fp16 = any(layer.underflow is not None for layer in layers)
+# --- cells ---------------------------------------------------------------------------------------------------------
+
+
+class _Sample:
+    """A sample with the cells that were asked of it: making one takes much longer than any use of it."""
+
+    def __init__(self, sample: LayerSample, *, was_fp16: bool) -> None:
+        self.sample, self.was_fp16 = sample, was_fp16
+        self._cells: dict[str, Cell] = {}
+
+    def cell(self, name: str) -> Cell | None:
+        """None where it lacks the layer."""
+        known = self._cells.get(name)
+        if known is None and name in self.sample.layers:
+            known = self._cells[name] = _cell(self.sample.layers[name], self.sample, self.was_fp16)
+        return known
+
+
+class _Known:
+    """The samples of the run that was drawn last, with their cells.
+
+    A live page is drawn again for every sample that comes, and all others are the very same objects as before: they
+    are known by that. The sample is kept with its cells, or another one could take its place in memory.
+    """
+
+    def __init__(self) -> None:
+        self._samples: dict[int, _Sample] = {}
+
+    def of(self, samples: Iterable[LayerSample], *, was_fp16: bool) -> list[_Sample]:
+        """All others are forgotten."""
+        found = []
+        for sample in samples:
+            known = self._samples.get(id(sample))
+            if known is None or known.was_fp16 != was_fp16:
+                known = _Sample(sample, was_fp16=was_fp16)
+            found.append(known)
+        self._samples = {id(one.sample): one for one in found}
+        return found
+
+
+_KNOWN = _Known()
+
+
+def _cell(census: Census, sample: LayerSample, was_fp16: bool) -> Cell:
+    if not census.finite:
+        return Cell(BAD, BAD, BAD)
+    norm = census.norm / math.sqrt(max(1, sample.steps))
+    return Cell(_lost(census, sample, was_fp16), _logarithm(norm), _logarithm(census.amax))
+
+
+def _lost(census: Census, sample: LayerSample, was_fp16: bool) -> Value:
+    if not census.nonzeros:
+        return ZERO
+    lost = lost_share(census, sample.scale) if was_fp16 else census.flushed("fp16").low / census.nonzeros
+    return math.ceil(lost * PER_MILLION)
+
+
+def _logarithm(value: float) -> Value:
+    return round(math.log2(value) * PER_POWER) if 0 < value < math.inf else ZERO
+
+
+# --- maps ----------------------------------------------------------------------------------------------------------
+
+
+def _rows(layers: Sequence[Layer], optimizer: int) -> dict[str, int]:
+    """Places in ``layers``, by name."""
+    return {layer.name: place for place, layer in enumerate(layers) if layer.optimizer == optimizer}
+
+
+def _map(samples: Sequence[_Sample], shown: dict[str, int]) -> dict[str, Any]:
+    names = [name for name in dict.fromkeys(name for one in samples for name in one.sample.layers) if name in shown]
     groups = _grouped(samples)
-    lost = [[_cells(group, name, _lost(was_fp16)) for group in groups] for name in ordered]
-    high, low = ([[_extreme(cells, extreme) for cells in row] for row in lost] for extreme in (max, min))
+    columns = [[one.sample for one in group] for group in groups]
+    cells = [[_cells(group, name) for group in groups] for name in names]
+    lost, lost_low = (_extremes(cells, "lost", extreme) for extreme in (max, min))
     return {
-        "rows": [shown[name] for name in ordered],
-        "first": [group[0].first for group in groups],
-        "last": [group[-1].last for group in groups],
-        "exponent": [None if group[-1].scale is None else scale_exponent(group[-1].scale) for group in groups],
-        "was_fp16": was_fp16,
-        "lost": high,
-        **({} if low == high else {"lost_low": low}),
-        **{name: _largest_of(groups, ordered, measure) for name, measure in (("norm", _norm), ("largest", _largest))},
+        "rows": [shown[name] for name in names],
+        "first": [column[0].first for column in columns],
+        "last": [column[-1].last for column in columns],
+        "exponent": [min(_exponents(column), default=None) for column in columns],
+        "exponent_high": [max(_exponents(column), default=None) for column in columns],
+        "samples": len(samples),
+        "steps": sum(one.sample.steps for one in samples),
+        "merged": any(len(column) > 1 or column[0].steps > 1 for column in columns),
+        "lost": lost,
+        **({} if lost_low == lost else {"lost_low": lost_low}),
+        "norm": _extremes(cells, "norm", max),
+        "largest": _extremes(cells, "largest", max),
     }
 
 
-def _largest_of(groups: Sequence[Sequence[LayerSample]], ordered: Sequence[str], measure: Measure) -> list[list[Cell]]:
-    return [[_extreme(_cells(group, name, measure), max) for group in groups] for name in ordered]
-
-
-def _grouped(samples: Sequence[LayerSample]) -> list[list[LayerSample]]:
+def _grouped(samples: Sequence[_Sample]) -> list[Sequence[_Sample]]:
     """Neighbours, so that at most COLUMNS are left."""
     size = max(1, -(-len(samples) // COLUMNS))
-    return [list(samples[start : start + size]) for start in range(0, len(samples), size)]
+    return [samples[start : start + size] for start in range(0, len(samples), size)]
 
 
-def _cells(group: Sequence[LayerSample], name: str, measure: Measure) -> list[Cell]:
+def _exponents(column: Sequence[LayerSample]) -> list[int]:
+    """Of the loss scales, where there are any."""
+    return [scale_exponent(sample.scale) for sample in column if sample.scale is not None]
+
+
+def _cells(group: Sequence[_Sample], name: str) -> list[Cell]:
     """Of the samples that have the layer."""
-    return [measure(sample.layers[name], sample) for sample in group if name in sample.layers]
+    return [cell for one in group if (cell := one.cell(name)) is not None]
 
 
-def _extreme(cells: Sequence[Cell], extreme: Callable[..., int]) -> Cell:
+def _extremes(rows: Sequence[Sequence[list[Cell]]], what: str, extreme: Callable[..., int]) -> list[list[Value]]:
+    place = Cell._fields.index(what)
+    return [[_extreme([cell[place] for cell in cells], extreme) for cells in row] for row in rows]
+
+
+def _extreme(values: Sequence[Value], extreme: Callable[..., int]) -> Value:
     """An inf or NaN in any of them is what one has to know."""
-    if BAD in cells:
+    if len(values) == 1:
+        return values[0]
+    if BAD in values:
         return BAD
-    numbers = [cell for cell in cells if isinstance(cell, int)]
-    return extreme(numbers) if numbers else ZERO if ZERO in cells else NONE
-
-
-def _lost(was_fp16: bool) -> Measure:
-    def measure(census: Census, sample: LayerSample) -> Cell:
-        if not census.finite:
-            return BAD
-        if not census.nonzeros:
-            return ZERO
-        lost = underflow(census, sample.scale).lost_share if was_fp16 else _flushed_share(census)
-        return math.ceil(lost * PER_MILLION)
-
-    return measure
-
-
-def _flushed_share(census: Census) -> float:
-    return census.flushed("fp16").low / census.nonzeros
-
-
-def _largest(census: Census, sample: LayerSample) -> Cell:
-    return _logarithm(census, census.amax)
-
-
-def _norm(census: Census, sample: LayerSample) -> Cell:
-    return _logarithm(census, census.norm / math.sqrt(max(1, sample.steps)))
-
-
-def _logarithm(census: Census, value: float) -> Cell:
-    if not census.finite:
-        return BAD
-    return round(math.log2(value) * PER_POWER) if 0 < value < math.inf else ZERO
+    numbers = [value for value in values if isinstance(value, int)]
+    return extreme(numbers) if numbers else ZERO if ZERO in values else NONE

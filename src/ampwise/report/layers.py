@@ -13,6 +13,7 @@ from ampwise.errors import UnknownName
 from ampwise.evidence.underflow import Underflow, scale_exponent, underflow
 from ampwise.formats import Format, find_scalar_format
 from ampwise.report.facts import optimizer_names
+from ampwise.report.wording import scale_words
 
 if TYPE_CHECKING:
     from ampwise.record.reader import Run
@@ -145,7 +146,7 @@ def headings(layers: Sequence[Layer]) -> list[str]:
 
 
 def about_layers(layers: Sequence[Layer]) -> str:
-    """What the numbers of the table are about.
+    """What the numbers of the table are about, and of which steps.
 
     The share lost is of values that are not zero: exact zeros of rows that were not used lose nothing.
     """
@@ -153,20 +154,17 @@ def about_layers(layers: Sequence[Layer]) -> str:
     over = f"Gradients in true units, over {steps:,} sampled step{'' if steps == 1 else 's'}"
     if layers[0].underflow is None:
         return over
+    # What is lost now: an average over scales that are gone would say nothing of what is to be done.
+    which = "" if steps == 1 else "in the last finite one, "
+    return f"{over}; lost and subnormal in FP16 {which}{_at_scale(layers)}"
+
+
+def _at_scale(layers: Sequence[Layer]) -> str:
     scales = {layer.scale for layer in layers}
     if len(scales) > 1:
-        return f"{over}; lost in FP16 at each optimizer's last loss scale"
-    scale = layers[0].scale
-    at = "without a loss scale" if scale is None else f"at the last loss scale, {_written(scale)}"
-    return f"{over}; lost in FP16 {at}"
-
-
-def _written(scale: float) -> str:
-    """A scale as one thinks of it: 65,536, but 2^40."""
-    mantissa, exponent = math.frexp(scale)
-    if scale >= 2**20 and mantissa == 0.5:
-        return f"2^{exponent - 1}"
-    return f"{scale:,.0f}" if scale.is_integer() and scale < 1e9 else f"{scale:.6g}"
+        return "at each optimizer's last loss scale"
+    (scale,) = scales
+    return "without a loss scale" if scale is None else f"at the last loss scale, {scale_words(scale)}"
 
 
 def _badness(layer: Layer) -> tuple[object, ...]:

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 from ampwise.report.curves import by_optimizer
 from ampwise.report.facts import optimizer_names
 from ampwise.report.usage import memory
-from ampwise.report.verdict import steps_of
-from ampwise.report.wording import duration, number, percent
+from ampwise.report.verdict import skip_rate, steps_of
+from ampwise.report.wording import duration, number, percent, scale_words
 
 if TYPE_CHECKING:
-    from ampwise.record.bucket import Bucket
+    from ampwise.record.bucket import Bucket, Spread
     from ampwise.record.reader import Run
 
 __all__ = ["Number", "numbers_of"]
@@ -39,7 +39,7 @@ def _numbers(run: Run) -> Iterator[Number]:
         return
     yield Number(name="steps", value=f"{steps:,}")
     skipped = sum(bucket.skipped for bucket in run.steps)
-    yield Number(name="skipped", value=f"{skipped:,}", note=percent(skipped / steps) if skipped else "")
+    yield Number(name="skipped", value=f"{skipped:,}", note=_share_skipped(run) if skipped else "")
     (optimizer, first), *others = by_optimizer(run.steps).items() or [(0, [])]
     owner = optimizer_names(run).get(optimizer, "") if others else ""
     yield from _of_line(first, owner)
@@ -53,12 +53,26 @@ def _numbers(run: Run) -> Iterator[Number]:
 
 
 def _of_line(line: list[Bucket], owner: str) -> Iterator[Number]:
-    losses = [bucket.loss.mean for bucket in line if bucket.loss.mean is not None]
+    losses = [bucket.loss for bucket in line if bucket.loss.known]
     if losses:
-        yield Number(name="loss", value=f"{losses[0]:.4g} → {losses[-1]:.4g}", note=owner)
+        ends = losses if len(losses) == 1 else (losses[0], losses[-1])
+        yield Number(name="loss", value=" → ".join(map(_loss, ends)), note=owner)
     scales = [bucket.scale.mean for bucket in line if bucket.scale.mean is not None]
     if scales:
-        yield Number(name="loss scale", value=f"{scales[-1]:,.6g}", note=owner)
+        yield Number(name="loss scale", value=scale_words(scales[-1]), note=owner)
+
+
+def _share_skipped(run: Run) -> str:
+    """Of several optimizers, of the steps of all: more may be skipped than the run has steps."""
+    several = len({bucket.optimizer for bucket in run.steps}) > 1
+    return f"{percent(skip_rate(run.steps) or 0.0)}{' over all optimizers' if several else ''}"
+
+
+def _loss(spread: Spread) -> str:
+    """The mean; of merged steps of which most were not finite, that."""
+    if spread.mean is not None and spread.finite >= spread.bad:
+        return f"{spread.mean:.4g}"
+    return "NaN" if spread.nans else "inf" if spread.infs else "-inf"
 
 
 def _of_time(timing: Mapping[str, object]) -> Iterator[Number]:

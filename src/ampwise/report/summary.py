@@ -29,11 +29,12 @@ GAP = "  "
 INDENT = "  "
 
 
-def summary(run: Run, *, colour: bool, width: int) -> str:
-    """The whole text, ending in a newline."""
+def summary(run: Run, *, colour: bool, width: int, not_kept: str = "") -> str:
+    """The whole text, ending in a newline. not_kept: of a record that is gone, how one keeps it, instead of where."""
     width = max(width, NARROWEST)
+    where = not_kept or f"The record is in {printable(str(run.folder))}"
     if nothing_seen(run):
-        return _short_of_steps(run, colour, width)
+        return _short_of_steps(run, where, colour, width)
     seen = worst_first(run.merged_findings())
     parts = [
         _opening(run, colour, width),
@@ -46,14 +47,14 @@ def summary(run: Run, *, colour: bool, width: int) -> str:
         _list("Fine", sentences(run, "what_was_fine"), "ok", colour, width),
         _list("Not measured", sentences(run, "not_measured"), "bold", colour, width),
         _list("Trouble with this record", run.trouble, "warning", colour, width),
-        _next(run, seen, colour),
+        _next(run, seen, where, colour, kept=not not_kept),
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
-def _short_of_steps(run: Run, colour: bool, width: int) -> str:
+def _short_of_steps(run: Run, where: str, colour: bool, width: int) -> str:
     """Of a run that took no step, there is little to say."""
-    told = f"{_opening(run, colour, width)}\n{_where(run)}"
+    told = f"{_opening(run, colour, width)}\n{where}"
     trouble = _list("Trouble with this record", run.trouble, "warning", colour, width)
     return f"{told}\n\n{trouble}\n" if trouble else f"{told}\n"
 
@@ -165,20 +166,16 @@ def _list(title: str, lines: Sequence[str], style: str, colour: bool, width: int
     return "\n".join([paint(title, style, colour), *[wrapped(f"- {line}", width, INDENT, hang=2) for line in lines]])
 
 
-def _where(run: Run) -> str:
-    return f"The record is in {printable(str(run.folder))}"
-
-
-def _next(run: Run, seen: Sequence[Seen], colour: bool) -> str:
+def _next(run: Run, seen: Sequence[Seen], where: str, colour: bool, *, kept: bool) -> str:
     folder = printable(shlex.quote(str(run.folder)))
     commands = {}
-    if steps_of(run):
+    if steps_of(run) and kept:
         commands[f"ampwise report {folder} -o page.html"] = "the curves and every layer, on one page"
     if seen:
         commands[f"ampwise explain {printable(seen[0].finding.rule.code)}"] = "why it matters, with an example"
     longest = max(map(len, commands), default=0)
     lines = [f"{INDENT}{command:{longest}}{GAP}{paint(what, 'dim', colour)}" for command, what in commands.items()]
-    return "\n".join([_where(run), *lines])
+    return "\n".join([where, *lines])
 
 
 def _more(number: int, what: str) -> str:

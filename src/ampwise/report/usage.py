@@ -23,7 +23,12 @@ KINDS = {  # what the watch calls them → what a person does
     "copies": "copies",
     "other": "other",
 }
-OWNERS = {"parameters": "parameters", "gradients": "gradients", "optimizer": "optimizer state"}
+OWNERS = {
+    "parameters": "parameters",
+    "buffers": "buffers",
+    "gradients": "gradients",
+    "optimizer": "optimizer state",
+}
 REST = "activations and the rest"
 MOST_PRODUCTS = 12
 MOST_LINES = 8

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -9,10 +10,12 @@ from ampwise.finding import Finding, Severity
 from ampwise.report.facts import sentences
 
 if TYPE_CHECKING:
+    from ampwise.record.bucket import Bucket
     from ampwise.record.reader import Run
     from ampwise.record.rows import Seen
 
 __all__ = [
+    "UNKNOWN",
     "ending",
     "happened",
     "how_many",
@@ -20,12 +23,14 @@ __all__ = [
     "nothing_seen",
     "opening",
     "setup",
+    "skip_rate",
     "steps_of",
     "verdict",
     "worst_first",
 ]
 
 REASONS = ("Nothing was watched", "Some calls could not be followed")  # of all that was not measured, why nothing was
+UNKNOWN = "unknown"  # the status of a record that does not say
 RANKS_NAMED = 8  # of a thousand ranks nobody reads the list
 
 
@@ -52,25 +57,31 @@ def opening(run: Run) -> list[str]:
 
 def nothing_seen(run: Run) -> bool:
     """No step, and nothing found."""
-    return not steps_of(run) and not run.merged_findings()
+    return not steps_of(run) and not run.merged_findings() and run.findings_known
 
 
 def mood(run: Run) -> str:
-    """How bad it is: a severity, or "ok"."""
+    """How bad it is: a severity, or "ok"; what could not be read may have been bad."""
     if _ended_badly(run):
         return str(Severity.ERROR)
     seen = worst_first(run.merged_findings())
-    return str(seen[0].finding.severity) if seen else str(Severity.INFO) if nothing_seen(run) else "ok"
+    worst = seen[0].finding.severity if seen else None
+    if (not run.findings_known or run.status == UNKNOWN) and worst is not Severity.ERROR:
+        return str(Severity.WARNING)
+    return str(worst) if worst is not None else str(Severity.INFO) if nothing_seen(run) else "ok"
 
 
 def _judged(run: Run) -> str:
     seen = worst_first(run.merged_findings())
     steps = steps_of(run)
     where = f"{_counted(steps, 'step')} of {script_of(run)}" if steps else f"{script_of(run)}, which took no step"
-    about = f"in {where}{setup(run)}"
+    about = f"{where}{setup(run)}"
+    if not seen and not run.findings_known:
+        return f"The findings of {about}{'' if steps else ','} could not {'all ' if run.ranks else ''}be read"
     if not seen:
-        return f"{'No findings' if steps else 'Nothing to judge'} {about}"
-    return f"{how_many([one.finding for one in seen])} {about}: {_headline(seen[0].finding)}"
+        return f"{'No findings' if steps else 'Nothing to judge'} in {about}"
+    more = "" if run.findings_known else ", and more that could not be read,"
+    return f"{how_many([one.finding for one in seen])}{more} in {about}: {_headline(seen[0].finding)}"
 
 
 def _ended_badly(run: Run) -> bool:
@@ -108,16 +119,26 @@ def happened(seen: Seen) -> str:
 
 
 def steps_of(run: Run) -> int:
-    """The steps of all optimizers, skipped ones too."""
+    """The steps of the optimizer that took the most, skipped ones too: what a person calls the steps of a run."""
     said = run.facts.get("steps")
     if isinstance(said, int) and not isinstance(said, bool) and said >= 0:
         return said
-    return sum(bucket.count for bucket in run.steps)
+    taken: Counter[int] = Counter()  # a run that is not over has not said it
+    for bucket in run.steps:
+        taken[bucket.optimizer] += bucket.count
+    return max(taken.values(), default=0)
+
+
+def skip_rate(steps: Sequence[Bucket]) -> float | None:
+    """The share skipped of all steps of all optimizers; None where there is none."""
+    taken = sum(bucket.count for bucket in steps)
+    return sum(bucket.skipped for bucket in steps) / taken if taken else None
 
 
 def script_of(run: Run) -> str:
     """The script that ran."""
-    return str(run.manifest.get("script") or "a script without a name")
+    nameless = "a script without a name" if run.manifest else "an unknown script"
+    return str(run.manifest.get("script") or nameless)
 
 
 def setup(run: Run) -> str:
@@ -141,6 +162,8 @@ def ending(run: Run) -> str:
         return "The run was interrupted; this is what it had seen until then."
     if status.startswith("running"):
         return _unfinished(run.alive)
+    if status == UNKNOWN:
+        return f"How the run ended is not known{'' if run.manifest else ': its manifest could not be read'}."
     return f"The run ended as {status!r}."
 
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Any
 
-__all__ = ["duration", "moment", "number", "one_line", "percent", "short", "size"]
+__all__ = ["duration", "moment", "number", "one_line", "percent", "scale_words", "short", "size"]
 
 LONGEST = 200  # characters of a value of evidence: a line is for reading
 NAMED = 4  # of a list
@@ -89,6 +89,18 @@ def size(amount: float) -> str:
             return f"{amount:.3g} {unit}"
         amount /= 1024
     return f"{amount:.3g} TiB"
+
+
+def scale_words(scale: float) -> str:
+    """A loss scale as one thinks of it: a power of two, once it is too long to read.
+
+    >>> scale_words(65536.0), scale_words(2.0**20), scale_words(3000.5)
+    ('65,536', '2^20', '3000.5')
+    """
+    mantissa, exponent = math.frexp(scale)
+    if scale >= 2**20 and mantissa == 0.5:
+        return f"2^{exponent - 1}"
+    return f"{scale:,.0f}" if scale.is_integer() and scale < 1e9 else f"{scale:.6g}"
 
 
 def moment(text: str) -> str:

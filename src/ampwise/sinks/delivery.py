@@ -8,23 +8,27 @@ import os
 import queue
 import threading
 import time
+import weakref
+from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from ampwise.evidence.delivery import SinkTrouble, When
-from ampwise.sinks.metrics import Metrics, Told
+from ampwise.record.rows import LayerSample, StepRow
+from ampwise.sinks.metrics import Fact, Metrics
 
 if TYPE_CHECKING:
     from ampwise.sinks import Opening
     from ampwise.sinks.metrics import Row
+    from ampwise.sinks.patience import Patience
 
-__all__ = ["Delivery", "Fact"]
-
-Fact = tuple[float, Told]  # with the time it became known, in seconds since 1970
+__all__ = ["Delivery"]
 
 MOST_WAITING = 10_000  # facts: a sink so far behind gets the newest, and is told of at the end
+MOST_SAMPLES = 16  # of all layers, among them: a large model's takes megabytes
 BATCH = 500  # that a sink gets at a time, where so many wait
 LONGEST_ERROR = 500  # characters
+LONGEST_BEFORE_FORKS = 2.0  # seconds, all forks together
 
 
 class Delivery:
@@ -34,7 +38,7 @@ class Delivery:
 
     Each sink has a thread of its own, so that one that hangs holds up no other. The threads are daemons: they keep no
     interpreter alive. A forked process has the delivery too, and sends nothing. failed: told once, of the first
-    trouble. at_exit: called when the interpreter ends; known to it only after the first rows were sent, so that it
+    trouble. at_exit: called when the interpreter ends; registered again after the first rows were sent, so that it
     comes before what the sink's own package does then.
     """
 
@@ -51,6 +55,11 @@ class Delivery:
         self._done = threading.Event()  # not join(), which may take an interrupted wait for the thread's end
         self._lock = threading.Lock()
         self._pid, self._off = os.getpid(), False
+        self._samples: deque[None] = deque()  # one for each that waits: what has no lock, a signal's handler may change
+        self._settled = threading.Event()  # it is open and has taken rows: it imports no more
+        self._before_forks = LONGEST_BEFORE_FORKS
+        self._in_hand = 0  # rows that are being sent
+        self._moved = 0.0  # when something was done last
         self.sent = self.lost = 0
 
     def put(self, fact: Fact) -> None:
@@ -58,6 +67,11 @@ class Delivery:
         if self._off or os.getpid() != self._pid:
             return
         try:
+            if isinstance(fact.told, LayerSample):
+                if len(self._samples) >= MOST_SAMPLES:
+                    self.lost += _makes_a_row(fact)
+                    return
+                self._samples.append(None)
             if self._facts.qsize() >= MOST_WAITING:
                 self._drop_oldest()
             self._facts.put(fact)
@@ -71,18 +85,32 @@ class Delivery:
         if self._thread is not None and os.getpid() == self._pid:
             self._facts.put(None)
 
-    def wait(self, until: float) -> None:
-        """Until all is sent and the sink closed, or ``time.monotonic()`` has come to this."""
-        if self._thread is None or os.getpid() != self._pid:
+    def wait(self, began: float, patience: Patience) -> None:
+        """Until all is sent and the sink closed, or it has tried our patience. began: a time of ``time.monotonic``."""
+        if self._thread is None or os.getpid() != self._pid or self._is_here():
             return
-        done = self._done.wait(max(0.0, until - time.monotonic()))
+        while not self._done.is_set():
+            until = min(began + patience.in_all, max(began, self._moved) + patience.still)
+            left = until - time.monotonic()
+            if left <= 0.0:
+                break
+            self._done.wait(left)
         if self._at_exit is not None:
             atexit.unregister(self._at_exit)
-        if not done:
-            self.lost += sum(fact is not None for fact in self._waiting())
+        if not self._done.is_set():
             self._give_up(When.WAITING)
-        elif self.lost:
-            self._give_up(When.KEEPING_UP)
+            self._facts.put(None)  # it may still close what it has opened
+
+    def let_settle(self) -> None:
+        """Wait, a little, until it imports no more: a process forked now would never come by those modules."""
+        if os.getpid() != self._pid or self._is_here() or self._before_forks <= 0.0:
+            return
+        began = time.monotonic()
+        self._settled.wait(self._before_forks)
+        self._before_forks -= time.monotonic() - began
+
+    def _is_here(self) -> bool:
+        return threading.current_thread() is self._thread
 
     def _start(self) -> None:
         # In the script's context, as some packages keep there which run of theirs is the present one.
@@ -90,7 +118,15 @@ class Delivery:
         self._thread = threading.Thread(
             target=work, args=(self._work,), name=f"ampwise-sink-{self._opening.label}", daemon=True
         )
+        self._call_at_exit()
+        _STARTED.add(self)
         self._thread.start()
+
+    def _call_at_exit(self) -> None:
+        """What was registered last is called first."""
+        if self._at_exit is not None:
+            atexit.unregister(self._at_exit)
+            atexit.register(self._at_exit)
 
     def _work(self) -> None:
         when = When.OPENING
@@ -102,30 +138,39 @@ class Delivery:
                 when = When.SENDING
                 while rows:
                     send(rows)
-                    if self._at_exit is not None and not self.sent:
-                        atexit.register(self._at_exit)
-                    self.sent += len(rows)
+                    self._has_sent(rows)
                     rows = self._next()
                 when = When.CLOSING
+            if self.lost:
+                self._give_up(When.KEEPING_UP)
         except BaseException as error:  # SystemExit too: whatever a sink does, it is the end of the sink alone
             self._give_up(when, error)
         finally:
+            self._settled.set()
             self._done.set()
+
+    def _has_sent(self, rows: list[Row]) -> None:
+        if not self.sent:
+            self._settled.set()
+            self._call_at_exit()
+        self.sent += len(rows)
+        self._in_hand, self._moved = 0, time.monotonic()
 
     def _next(self) -> list[Row]:
         """Rows in order, as soon as there are any; none at the end."""
         rows: list[Row] = []
         while not rows and (facts := self._next_facts()):
-            every = (self._metrics.row(told, at) for at, told in facts)
-            rows = [row for row in every if row is not None]
+            self._in_hand = sum(map(_makes_a_row, facts))
+            rows = [row for row in map(self._metrics.row, facts) if row is not None]
+            self._in_hand = len(rows)
         return rows
 
     def _next_facts(self) -> list[Fact]:
         fact = self._facts.get()
         if fact is None:
             return []
-        facts = [fact]
-        while len(facts) < BATCH:
+        facts = [self._taken(fact)]
+        while len(facts) < (self._opening.at_a_time or BATCH):
             try:
                 fact = self._facts.get_nowait()
             except queue.Empty:
@@ -133,23 +178,23 @@ class Delivery:
             if fact is None:
                 self._facts.put(None)  # for the next time
                 break
-            facts.append(fact)
+            facts.append(self._taken(fact))
         return facts
 
-    def _waiting(self) -> list[Fact | None]:
-        facts: list[Fact | None] = []
-        try:
-            while True:
-                facts.append(self._facts.get_nowait())
-        except queue.Empty:
-            return facts
+    def _taken(self, fact: Fact) -> Fact:
+        if isinstance(fact.told, LayerSample):
+            self._samples.pop()
+        return fact
 
-    def _drop_oldest(self) -> None:
+    def _drop_oldest(self) -> bool:
+        """Whether there was one: it may have caught up in this moment."""
         try:
-            self._facts.get_nowait()
-        except queue.Empty:  # it has caught up in this moment
-            return
-        self.lost += 1
+            fact = self._facts.get_nowait()
+        except queue.Empty:
+            return False
+        if fact is not None:
+            self.lost += _makes_a_row(self._taken(fact))
+        return True
 
     def _give_up(self, when: When, error: BaseException | None = None) -> None:
         """Nothing is sent any more, and one trouble is told: the first."""
@@ -157,12 +202,38 @@ class Delivery:
             if self._off:
                 return
             self._off = True
-        self._waiting()
-        told = SinkTrouble(sink=self._opening.label, when=when, error=_in_words(error), sent=self.sent, lost=self.lost)
+        while self._drop_oldest():
+            pass
+        told = SinkTrouble(
+            sink=self._opening.label,
+            when=when,
+            error=_in_words(error),
+            sent=self.sent,
+            lost=self.lost + self._in_hand,
+            in_hand=self._in_hand,
+        )
         try:
             self._failed(told)
         except Exception:  # whoever wanted to know cannot be told; the training goes on
             return
+
+
+_STARTED: weakref.WeakSet[Delivery] = weakref.WeakSet()
+
+
+def _before_fork() -> None:
+    for delivery in list(_STARTED):
+        delivery.let_settle()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(before=_before_fork)
+
+
+def _makes_a_row(fact: Fact) -> bool:
+    """As far as can be told without making it."""
+    told = fact.told
+    return isinstance(told, StepRow) or (isinstance(told, LayerSample) and told.scale is not None)
 
 
 def _in_words(error: BaseException | None) -> str | None:

@@ -8,16 +8,17 @@ from typing import TYPE_CHECKING
 
 from ampwise.evidence.delivery import SinkTrouble
 from ampwise.finding import Finding
+from ampwise.record.rows import StepRow
 from ampwise.rules.run.sink_failed import check
 from ampwise.sinks.delivery import Delivery
+from ampwise.sinks.metrics import Fact, Skips
+from ampwise.sinks.patience import Patience, patience
 
 if TYPE_CHECKING:
     from ampwise.sinks import Opening
     from ampwise.sinks.metrics import Told
 
 __all__ = ["Sinks"]
-
-PATIENCE = 5.0  # seconds that the end of a run waits for all sinks together
 
 
 class Sinks:
@@ -34,29 +35,38 @@ class Sinks:
     ) -> None:
         self._found = found
         self._deliveries = [Delivery(opening, self._failed, at_exit) for opening in openings]
-        self._closed = False
+        self._skips = Skips()
+        self._patience = patience()
+        self._ended = self._closed = False
 
     def tell(self, told: Told) -> None:
         """A fact of the run; costs microseconds."""
-        if not self._closed:
-            fact = time.time(), told
+        if not self._ended:
+            fact = Fact(time.time(), told, self._skips.rate(told) if isinstance(told, StepRow) else None)
             for delivery in self._deliveries:
                 delivery.put(fact)
 
-    def close(self, patience: float = PATIENCE) -> None:
-        """Send what waits and close them; what takes longer than ``patience`` seconds is given up."""
+    def end(self) -> None:
+        """No more facts; what waits is sent, and then they are closed. Returns at once."""
+        if not self._ended:
+            self._ended = True
+            for delivery in self._deliveries:
+                delivery.end()
+
+    def close(self, seconds: float | None = None) -> None:
+        """Send what waits and close them. What takes longer than the user's patience, or ``seconds``, is given up."""
+        self.end()
         if self._closed:
             return
         self._closed = True
-        until = time.monotonic() + patience
-        for delivery in self._deliveries:
-            delivery.end()
+        began = time.monotonic()
+        have = self._patience if seconds is None else Patience(seconds, seconds)
         try:
             for delivery in self._deliveries:
-                delivery.wait(until)
+                delivery.wait(began, have)
         except KeyboardInterrupt:  # enough of waiting
             for delivery in self._deliveries:
-                delivery.wait(0.0)
+                delivery.wait(began, Patience(0.0, 0.0))
 
     def _failed(self, trouble: SinkTrouble) -> None:
         for finding in check(trouble):

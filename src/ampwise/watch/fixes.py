@@ -34,8 +34,8 @@ def add_diffs(found: Sequence[Seen], folder: str, since: float) -> None:
     for seen, finding in _pairs(mendable, linted, scripts):
         if time.monotonic() > deadline:
             return
-        diff = _diff(finding, scripts)
-        seen.diff = diff if len(diff) <= LONGEST_DIFF else ""
+        diff = _diff(finding, scripts, folder)
+        seen.diff, seen.diff_is_safe = (diff, finding.safe) if len(diff) <= LONGEST_DIFF else ("", True)
 
 
 def _scripts(files: Iterable[str], folder: str, since: float) -> dict[str, Script]:
@@ -118,8 +118,11 @@ class _Nearby:
         return self._spans[file]
 
 
-def _diff(finding: Finding, scripts: Mapping[str, Script]) -> str:
+def _diff(finding: Finding, scripts: Mapping[str, Script], folder: str) -> str:
+    """Its file is named as seen from where the script ran: there, `patch -p0` takes it."""
     from ampwise.lint.fix import mend, unified_diff
 
     script = scripts[finding.place.file or ""]
-    return unified_diff(script, mend(script, [finding], unsafe=True).text)
+    before, after, *rest = [*unified_diff(script, mend(script, [finding], unsafe=True).text).split("\n"), "", ""]
+    near = [line.replace(f" {folder}/", " ", 1) for line in (before, after)]
+    return "\n".join([*near, *rest]).removesuffix("\n\n")

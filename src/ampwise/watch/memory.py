@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Collection, Hashable, Iterator, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 from weakref import ref
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ampwise.watch.asking import dtype_name, parameters_of, tensors_in
 
 __all__ = ["Block", "Memory", "memory_facts"]
 
-KINDS = ("parameters", "gradients", "optimizer")
+KINDS = ("parameters", "buffers", "gradients", "optimizer")
 
 
 class Block(NamedTuple):
@@ -34,13 +34,15 @@ class Memory:
     def __init__(self) -> None:
         self._held: dict[int, tuple[Any, dict[Hashable, Block]]] = {}
 
-    def take(self, index: int, optimizer: Any) -> None:
-        """Its gradients are still there, and by now its state is."""
+    def take(self, index: int, optimizer: Any, models: Callable[[], Iterable[nn.Module]] = tuple) -> None:
+        """Its gradients are still there, and by now its state is. models: those it trains, frozen parts and all."""
         if index not in self._held:
             # Those that are gone have given their memory back.
             self._held = {key: held for key, held in self._held.items() if held[0]() is not None}
             self._held[index] = (ref(optimizer), {})  # first: where it fails, it fails once
             self._held[index][1].update(_blocks(index, optimizer))
+            for model in models():
+                self._held[index][1].update(_parts_of(model))
 
     def facts(self) -> dict[str, Any]:
         """At the end of a run. It leaves the peaks of the script's own counting as they are."""
@@ -88,6 +90,13 @@ def _blocks(index: int, optimizer: Any) -> Iterator[tuple[Hashable, Block]]:
             yield from _in_memory(each.grad, "gradients", id(each))
     for tensor in tensors_in(dict(getattr(optimizer, "state", {}))):
         yield from _in_memory(tensor, "optimizer", index)
+
+
+def _parts_of(model: nn.Module) -> Iterator[tuple[Hashable, Block]]:
+    for parameter in model.parameters():
+        yield from _in_memory(parameter, "parameters")
+    for buffer in model.buffers():
+        yield from _in_memory(buffer, "buffers")
 
 
 def _in_memory(tensor: Tensor, kind: str, owner: int = 0) -> Iterator[tuple[Hashable, Block]]:

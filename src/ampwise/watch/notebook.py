@@ -22,7 +22,15 @@ from ampwise.watch.watch import Watch
 __all__ = ["load_ipython_extension"]
 
 WIDTH = 110
+NOT_KEPT = "`%%ampwise -o RUN` keeps the record, for `ampwise report RUN`."
 HELP = "%%ampwise [-o RUN] [-f] [--every N] [--activations]: run this cell, watched, and say what was found"
+
+
+class CellFailed(Exception):
+    """A watched cell has failed. IPython has shown its error, the cause of this one, and does not show it again."""
+
+    def _render_traceback_(self) -> list[str]:
+        return []  # what IPython prints in place of a traceback
 
 
 class _Refusing(argparse.ArgumentParser):
@@ -51,7 +59,7 @@ def load_ipython_extension(shell: Any) -> None:
 
 def _run_cell(shell: Any, args: argparse.Namespace, cell: str) -> None:
     with tempfile.TemporaryDirectory() as aside:
-        folder = Path(args.output or f"{aside}/run")
+        folder = Path(f"{aside}/run" if args.output is None else args.output)
         record = Writer.create(folder, force=args.force, script="this cell")
         watch = Watch(record, every=args.every, activations=args.activations).install()
         try:
@@ -59,16 +67,18 @@ def _run_cell(shell: Any, args: argparse.Namespace, cell: str) -> None:
                 result = shell.run_cell(cell)  # which shows an error by itself
         finally:
             error = sys.exc_info()[1]
-            failed = error if error is not None else result.error_in_exec
+            failed = error if error is not None else result.error_before_exec or result.error_in_exec
             if isinstance(failed, Exception):
                 watch.died(failed)
             watch.close("finished" if failed is None else "failed", None, failed)
-        _show(shell, Run.read(folder))
+        _show(shell, Run.read(folder), kept=args.output is not None)
+    if failed is not None:  # for "Run All" to stop here; with its traceback, for %debug
+        raise CellFailed(f"{type(failed).__name__}: {failed}").with_traceback(failed.__traceback__) from failed
 
 
-def _show(shell: Any, run: Run) -> None:
+def _show(shell: Any, run: Run, *, kept: bool) -> None:
     """As HTML where the shell can, with the text for whoever cannot; in a terminal the text alone."""
-    told = summary(run, colour=wants_colour(sys.stdout), width=WIDTH)
+    told = summary(run, colour=wants_colour(sys.stdout), width=WIDTH, not_kept="" if kept else NOT_KEPT)
     if "text/html" in shell.display_formatter.active_types:
         shell.display_pub.publish({"text/html": run_html(run), "text/plain": told}, metadata={})
     else:

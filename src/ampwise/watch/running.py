@@ -38,7 +38,8 @@ class Running:
     def __init__(self, script: Script, folder: Path, options: Options, *, force: bool = False) -> None:
         self.script, self.options = script, options
         rank, world_size = rank_here()
-        wanted = openings(options.sinks, base=folder)  # before anything is made that would have to go
+        sends = rank == 0  # a rank's numbers are like another's
+        wanted = openings(options.sinks, base=folder, sends=sends)  # before anything is made that would have to go
         self.record = Writer.create(
             folder,
             force=force,
@@ -48,8 +49,9 @@ class Running:
             script=script.name,
             environment=_environment(),
         )
-        if wanted and rank == 0:  # a rank's numbers are like another's
-            self._begin_sending(wanted)
+        self._wanted = wanted if sends else []
+        if self._wanted:
+            self._begin_sending(self._wanted)
         self.watch: Watch | None = None
         self.trouble: str | None = None
 
@@ -80,6 +82,8 @@ class Running:
             self.watch = Watch(
                 self.record, every=options.every, activations=options.activations, timing=options.timing
             ).install()
+            for opening in self._wanted:  # not earlier: what a script sets for packages, it sets before it imports
+                opening.load()
         except Exception as error:  # an unusual torch: the script runs all the same
             self.trouble = f"{type(error).__name__}: {error}"
             if os.environ.get("AMPWISE_DEBUG"):

@@ -84,6 +84,7 @@ class Watch:
         self._memory = Memory()
         self._names: dict[int, list[str]] = {}
         self._described: dict[int, tuple[str, list[str]]] = {}  # optimizers: class, and the models' classes
+        self._told_early: object = None  # what stands in the record of the run as a whole, before it ends
         self._armed = 0
         self._bad_module: str | None = None
         self._poisoned: set[int] = set()  # optimizers whose weights got gradients that were not finite
@@ -263,12 +264,13 @@ class Watch:
             for health in self.healths.values():
                 self.findings.judge_whole(health, "gradient")
         self._write_findings()
+        self._write_early_facts()
 
     def _look_early(self, optimizer: Any, state: OptimizerState, *, ran: bool) -> None:
         """What is looked at once, in the first steps. If that fails, the step counts all the same."""
         try:
             if ran:
-                self._memory.take(state.index, unwrapped(optimizer))
+                self._memory.take(state.index, unwrapped(optimizer), lambda: self._models.of(optimizer))
             self._flow.step_over(state.index, optimizer, self._models, free=not self._profiled_soon())
         except Exception as error:
             self.failed(error)
@@ -377,6 +379,14 @@ class Watch:
             self.findings.changed = False
             self._record.findings(self.seen())
 
+    def _write_early_facts(self) -> None:
+        """Whoever looks at the record before the end wants to know what it is that runs."""
+        if self._record is None or self._told_early == (self._precision(), self._described):
+            return
+        self._told_early = (self._precision(), dict(self._described))
+        for name, value in self._early_facts().items():
+            self._record.fact(name, value)
+
     def seen(self) -> list[Seen]:
         """The findings so far, worst first, each with the lines around its place."""
         found = list(self.findings)
@@ -389,8 +399,7 @@ class Watch:
         settings = [each for health in self.healths.values() if (each := suggested_settings(health)) is not None]
         return {
             "steps": self._tracker.steps,
-            "optimizers": self._optimizers(),
-            "precision": next((health.precision for health in self.healths.values()), None),
+            **self._early_facts(),
             "what_was_fine": what_was_fine(self._tracker.conduct, self._kinds, self.seen(), self.healths),
             "not_measured": self.not_measured(),
             "timing": None if self.time_use is None else self.time_use.as_dict(),
@@ -403,6 +412,13 @@ class Watch:
             "memory": self._memory.facts(),
             "activations": {name: {"dtype": dtype, "largest": value} for name, (dtype, value) in self.largest.items()},
         }
+
+    def _early_facts(self) -> dict[str, Any]:
+        """What is known after the first steps, and seldom changes."""
+        return {"precision": self._precision(), "optimizers": self._optimizers()}
+
+    def _precision(self) -> str | None:
+        return next((health.precision for health in self.healths.values()), None)
 
     def _optimizers(self) -> list[dict[str, Any]]:
         """Which they were, in words."""

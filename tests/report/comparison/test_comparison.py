@@ -1,5 +1,6 @@
 """Two runs beside each other: which findings are the same, which differences are ones."""
 
+import itertools
 import json
 import math
 import random
@@ -13,7 +14,7 @@ from ampwise.census.algebra import Census
 from ampwise.finding import Place
 from ampwise.record.bucket import Bucket, together
 from ampwise.record.reader import Run
-from ampwise.record.rows import Seen, StepRow
+from ampwise.record.rows import LayerSample, Seen, StepRow
 from ampwise.report.comparison.comparison import Comparison
 from ampwise.report.comparison.numbers import TOO_FEW, UNCLEAR, ComparedNumber
 from ampwise.strict_json import dumps
@@ -227,6 +228,92 @@ def test_a_loss_that_is_no_number_is_worse_than_any(compare):
     assert numbers(compare([], [], {"steps": nan}, {"steps": nan}))["loss_at_end"].judged == "same"
 
 
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("last", [1, 8])
+def test_a_run_that_ended_in_nan_is_never_the_better_one(compare, bad, last):
+    healthy, diverged = noisy(2.0), losses([2.0 - step / 250 for step in range(400 - last)] + [bad] * last)
+    compared = compare([], [], {"steps": healthy}, {"steps": diverged})
+    found = numbers(compared)
+    assert math.isnan(found["loss_at_end"].after)
+    assert found["loss_at_end"].judged == "worse"
+    assert found["lowest_loss"].after < found["lowest_loss"].before
+    assert found["lowest_loss"].judged == ""  # it was lower once, and is of no use
+    assert found["losses_not_finite"].judged == "worse"
+    assert "steps NaN against 1.97" in compared.verdict
+    assert compared.mood == "warning"
+    assert compared.caution == ""  # no seed makes that
+    assert numbers(compare([], [], {"steps": diverged}, {"steps": healthy}))["loss_at_end"].judged == "better"
+
+
+def test_a_loss_that_came_back_is_a_number_again(compare):
+    recovered = losses([2.0, 2.01] * 100 + [math.nan] + [1.0, 1.01] * 100)
+    found = numbers(compare([], [], {"steps": noisy(2.0, 401)}, {"steps": recovered}))
+    assert found["loss_at_end"].judged == "better"
+    assert found["losses_not_finite"].judged == "worse"
+
+
+def test_what_came_after_the_shared_steps_is_shown_and_not_judged(compare):
+    """The same run, once stopped early: skips and NaNs come at the beginning, and are no rarer in the longer one."""
+
+    def steps(count):
+        rows = [(math.nan if step % 40 == 0 else 2.0, step <= 24) for step in range(1, count + 1)]
+        return [Bucket.of(StepRow(step=n, loss=loss, skipped=skip)) for n, (loss, skip) in enumerate(rows, 1)]
+
+    found = numbers(compare([], [], {"steps": steps(60)}, {"steps": steps(900)}))
+    assert (found["skip_rate"].before, found["skip_rate"].after) == (0.4, 0.4)
+    assert found["skip_rate"].judged == found["losses_not_finite"].judged == "same"
+    assert (found["losses_not_finite"].before, found["losses_not_finite"].after) == (1, 1)
+    whole = found["losses_not_finite_in_all"]
+    assert (whole.before, whole.after, whole.judged) == (1, 22, "")
+    assert (found["skipped"].before, found["skipped"].after) == (24, 24)
+    assert "losses_not_finite_in_all" not in numbers(compare([], [], {"steps": steps(60)}, {"steps": steps(60)}))
+
+
+def test_a_skip_rate_is_of_the_steps_of_all_optimizers(compare):
+    def steps(skips):
+        return [Bucket.of(StepRow(optimizer=o, step=n, skipped=n <= skips)) for o in (0, 1) for n in range(1, 41)]
+
+    found = numbers(compare([], [], {"steps": steps(16), "facts": {"steps": 40}}, {"steps": steps(0)}))
+    assert (found["steps"].before, found["skipped"].before, found["skip_rate"].before) == (40, 32, 0.4)
+    assert found["skip_rate"].judged == "better"
+
+
+def timed(seconds, seed=0, noise=0.0):
+    draw, at, rows = random.Random(seed), 0.0, []
+    for step in range(1, 201):
+        at += seconds + (noise if (step // 20) % 2 else 0.0) + draw.random() * seconds / 50
+        rows.append(Bucket.of(StepRow(step=step, seconds=at, loss=2.0)))
+    return {"steps": rows, "facts": {"timing": {"seconds_per_step": at / 200}}}
+
+
+def test_a_busy_machine_is_no_slower_run(compare):
+    quiet, slower, busy = timed(0.1), timed(0.13, 1), timed(0.08, 2, noise=0.1)
+    assert numbers(compare([], [], quiet, slower))["seconds_per_step"].judged == "worse"
+    assert numbers(compare([], [], slower, quiet))["seconds_per_step"].judged == "better"
+    assert numbers(compare([], [], quiet, busy))["seconds_per_step"].judged == UNCLEAR
+    assert numbers(compare([], [], quiet, timed(0.104, 3)))["seconds_per_step"].judged == UNCLEAR  # within 5%
+    few = {"steps": quiet["steps"][:3], "facts": quiet["facts"]}
+    assert numbers(compare([], [], few, slower))["seconds_per_step"].judged == TOO_FEW
+
+
+def test_time_does_not_colour_the_verdict(compare):
+    compared = compare([], [], timed(0.1), timed(0.2))
+    assert numbers(compared)["seconds_per_step"].judged == "worse"
+    assert compared.mood == "ok"
+
+
+def test_few_pairs_of_seeds_are_judged(compare):
+    """Losses that wander as those of seeds do: each around a level of its own, which is no difference of the runs."""
+    draw = random.Random(5)
+    runs = [noisy(0.09 + draw.gauss(0, 0.025), spread=0.03, seed=seed) for seed in range(12)]
+    judged = [
+        numbers(compare([], [], {"steps": one}, {"steps": other}))["loss_at_end"].judged
+        for one, other in itertools.combinations(runs, 2)
+    ]
+    clear = sum(one in ("better", "worse") for one in judged)
+    assert clear / len(judged) < 0.15
+
+
 def test_what_is_not_known_is_none_and_never_judged(compare):
     empty = {"steps": [], "layers": [], "manifest": {"facts": {}}}
     compared = compare([], [], {}, empty)
@@ -294,7 +381,9 @@ def test_each_optimizer_has_its_own(compare):
     [
         ("", 100.0, 88.0, "−12%"),
         ("", 100.0, 100.4, "+0.4%"),
-        ("", 1.0, 1.0001, "+<0.1%"),
+        ("", 1.0, 1.0001, "up by less than 0.1%"),
+        ("", 1.0, 0.9999, "down by less than 0.1%"),
+        ("share", 0.5, 0.5001, "up by less than 0.1 points"),
         ("", 2.0, 90.0, "×45"),
         ("", 90.0, 2.0, "÷45"),
         ("", -1.0, 1.5, "+2.5"),
@@ -372,7 +461,7 @@ def test_what_is_lost_comes_before_norms(make_run, make_sample, compare):
     from dataclasses import replace
 
     lossy = make_run().layers[0].layers["blocks.0.weight"]
-    calm = replace(lossy, binades={-20: 300}, zeros=0)
+    calm = replace(lossy, binades={-20: lossy.count}, zeros=0)
     louder = replace(calm, sum_squares=1.0)
     compared = compare(
         [],
@@ -384,6 +473,50 @@ def test_what_is_lost_comes_before_norms(make_run, make_sample, compare):
     assert compared.layers[0].more_lost > 0.2
 
 
+def sized(**sizes):
+    """Layers of so many values, at two samples."""
+    censuses = {name: Census(binades={-8: size}, amax=2**-7.5, amin=2**-7.5) for name, size in sizes.items()}
+    return [LayerSample(first=n, last=n, scale=65536.0, layers=censuses) for n in (1, 50)]
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "alike", "note"),
+    [
+        ({"a": 64, "b": 8}, {"a": 64, "b": 8}, True, ""),
+        ({"a": 64, "b": 8}, {"a": 64, "c": 8}, True, ""),  # half of them
+        ({"a": 64, "b": 8}, {"c": 64, "d": 8}, False, "no layer in common"),
+        ({"a": 64, "b": 8}, {"a": 128, "b": 16}, False, "no layer in common"),  # a wider model with the same names
+        ({"a": 5025700, "b": 8}, {"a": 5030400, "b": 16}, True, ""),  # a vocabulary filled up
+        ({"a": 64}, {"a": 64, "b": 8, "c": 8}, False, "only 1 of 3 layers in common"),
+    ],
+)
+def test_two_models_are_alike_by_half_of_their_layers(compare, old, new, alike, note):
+    """Both scripts are called train.py, as most are."""
+    compared = compare([], [], {"layers": sized(**old)}, {"layers": sized(**new), "steps": noisy(99.0)})
+    assert compared.alike is alike
+    assert compared.notes == ((f"The two have {note}: no number is judged.",) if note else ())
+    assert ("worse" in {one.judged for one in compared.numbers}) is alike
+    back = compare([], [], {"layers": sized(**new)}, {"layers": sized(**old)})
+    assert back.alike is alike
+
+
+def test_a_layer_of_another_size_is_another_layer(compare):
+    compared = compare([], [], {"layers": sized(a=64, b=8)}, {"layers": sized(a=128, b=8)})
+    assert [layer.name for layer in compared.layers] == ["b"]
+    assert (compared.only_before, compared.only_after) == (("a (64 values)",), ("a (128 values)",))
+
+
+@pytest.mark.parametrize(("script", "alike"), [("train.py", True), ("gan.py", False)])
+def test_a_run_without_layers_is_known_by_its_script(compare, script, alike):
+    compared = compare([], [], {}, {"layers": [], "manifest": {"script": script}})
+    assert compared.alike is alike
+    assert compared.notes == (
+        ()
+        if alike
+        else ("The two ran different scripts and do not both say which layers they have: no number is judged.",)
+    )
+
+
 def test_different_models_are_shown_and_not_judged(compare, make_sample):
     others = {"layers": [make_sample(1, {"other": Census(zeros=1)})], "manifest": {"script": "gan.py"}}
     compared = compare([], [], {}, {**others, "steps": noisy(0.1)})
@@ -392,6 +525,15 @@ def test_different_models_are_shown_and_not_judged(compare, make_sample):
     assert {one.judged for one in compared.numbers} <= {"", "same"}
     assert "loss" not in compared.verdict
     assert numbers(compared)["loss_at_end"].after == pytest.approx(0.1, abs=0.1)
+
+
+def test_the_verdict_says_whose_loss(compare):
+    two = {"steps": [*losses([2.0] * 20), *losses([1.0] * 20, optimizer=1)]}
+    names = {"facts": {"optimizers": [{"index": 0, "name": "Adam", "model": "Critic"}]}}
+    compared = compare([], [], two | names, two | names)
+    assert compared.verdict.endswith("; loss of Adam of Critic after 20 steps 2 against 2")
+    told = next(one for one in compared.as_dict()["numbers"] if one["key"] == "loss_at_end")
+    assert told["owner"] == "Adam of Critic"
 
 
 def test_verdicts(compare, found):
@@ -425,6 +567,7 @@ def test_a_run_that_failed_says_so_first(compare, found):
         ({"status": "running"}, "runs/a is still going, or was killed, after 120 steps; "),
         ({"exit_code": 3}, "runs/a ended with exit code 3 after 120 steps; "),
         ({"status": "odd"}, "runs/a ended as 'odd' after 120 steps; "),
+        ({"status": "unknown"}, "runs/a has no known end after 120 steps; "),
     ],
 )
 def test_endings(compare, manifest, told):
@@ -451,6 +594,7 @@ def test_json(compare, found):
     nan = {"steps": losses([math.nan] * 20)}
     data = json.loads(dumps(compare([found(31, "x", count=120)], [found(33, "x", count=3)], nan, nan).as_dict()))
     assert data["version"] == 1
+    assert (data["mood"], data["statuses"], data["endings"]) == ("ok", ["finished"] * 2, ["", ""])
     assert [one["code"] for one in data["still"]] == ["AMP101"]
     assert data["still"][0]["before"]["per_step"] == 1.0
     assert data["still"][0]["after"] | {"count": 3, "per_step": 0.025} == data["still"][0]["after"]

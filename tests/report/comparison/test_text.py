@@ -44,8 +44,8 @@ Numbers
   median gradient norm               1.4      1.4  same
   last loss scale                 32,768   32,768  same
   losses not finite                    1        1  same
-  skipped steps                        2        2  same
-  skip rate                         1.7%     2.0%  no clear difference
+  skipped steps, whole run             2        2  same
+  skip rate                         2.0%     2.0%  same
   lost in FP16, worst layer        23.8%        –
   lost in FP16, all layers         18.1%        –
   matrix work in half precision    87.3%    95.0%  +7.7 points, better
@@ -94,6 +94,54 @@ def test_two_clean_runs_are_calm(make_run):
     assert text.startswith("Neither runs/one nor b has findings; ")
     for title in ("New", "Gone", "Still", "different", "Layers"):
         assert title not in text
+
+
+def test_a_loss_that_is_better_comes_with_a_caution(make_run, make_steps):
+    from dataclasses import replace
+
+    from ampwise.record.bucket import Spread
+    from ampwise.report.comparison.numbers import ANOTHER_SEED
+
+    worse = [replace(one, loss=Spread.of(9.0)) for one in make_steps(120)]
+    compared = Comparison.of(make_run(), make_run(steps=worse, folder=Path("b")))
+    assert compared.caution == compared.as_dict()["caution"] == ANOTHER_SEED
+    assert ANOTHER_SEED in " ".join(plain(compared).split())
+    assert ANOTHER_SEED in compared._repr_html_()
+    same = Comparison.of(make_run(), make_run(folder=Path("b")))
+    assert same.caution == ""
+    assert "seed" not in plain(same) + same._repr_html_()
+
+
+def test_findings_that_could_not_be_read_are_neither_new_nor_gone(make_run):
+    known, unknown = make_run(), make_run(findings=[], findings_known=False, folder=Path("b"))
+    for pair, told in [
+        ((known, unknown), "runs/one has 2 findings; the findings of b could not be read; "),
+        ((unknown, known), "the findings of b could not be read; runs/one has 2 findings; "),
+    ]:
+        compared = Comparison.of(*pair)
+        assert not compared.new
+        assert not compared.gone
+        assert compared.verdict.startswith(told)
+        assert compared.mood == "warning"
+        assert compared.notes == ("Where findings could not be read, none is called new or gone.",)
+        assert [one["code"] for one in compared.as_dict()["open"]] == ["AMP101", "AMP204"]
+        text = plain(compared)
+        assert text[0] == ("T" if pair[0] is unknown else "r")  # a sentence of ours, or the name of a folder
+        assert "In one run, and nobody knows of the other (2)" in text
+        assert "AMP101" in text[text.index("nobody knows") :]
+        assert "nobody knows" in compared._repr_html_()
+
+
+def test_what_is_known_of_findings_read_in_part(make_run):
+    whole = make_run()
+    part = make_run(findings=whole.findings[:1], findings_known=False, folder=Path("b"))
+    there, back = Comparison.of(whole, part), Comparison.of(part, whole)
+    assert [one.status for one in there.findings] == [one.status for one in back.findings] == ["open", "still"]
+    assert "the findings of b could not all be read" in there.verdict
+    # What the run that is known as a whole does not have is gone, or new, in spite of the other.
+    clean = make_run(findings=[], folder=Path("c"))
+    assert [one.status for one in Comparison.of(part, clean).findings] == ["gone"]
+    assert [one.status for one in Comparison.of(clean, part).findings] == ["new"]
 
 
 def test_many_are_cut_and_counted(make_run, make_sample, rules):

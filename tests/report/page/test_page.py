@@ -178,6 +178,9 @@ def test_a_fix_is_a_diff_its_own_where_there_is_one(make_run, rules):
     text = page(make_run(findings=[own]))
     assert '<span class="added">+    unscale_()</span><span class="removed">-    clip()</span>' in text
     assert "The fix by an example" not in text
+    assert "look at it before you apply it" not in text
+    own.diff_is_safe = False
+    assert "look at it before you apply it" in page(make_run(findings=[own]))
     text = page(make_run(findings=[other]))
     assert '<span class="removed">-clip()</span><span class="added">+unscale(); clip()</span>' in text
 
@@ -355,6 +358,18 @@ def test_a_run_in_bf16_has_no_columns_of_what_fp16_lost(make_run):
     (heads,) = re.findall(r'<table class="layers">\s*<thead>(.*?)</thead>', text)
     assert ">share<" in heads
     assert "lost" not in heads
+
+
+@pytest.mark.parametrize(
+    ("command", "told"),
+    [
+        (["/opt/bin/python", "/opt/bin/ampwise", "run", "a b.py"], "<code>ampwise run &#39;a b.py&#39;</code>"),
+        (["python", "-m", "ampwise", "run", "x.py"], "<code>ampwise run x.py</code>"),
+        (["python", "x.py", "ampwise"], "<code>python x.py ampwise</code>"),
+    ],
+)
+def test_the_command_is_as_one_types_it(make_run, command, told):
+    assert told in page(make_run(manifest={"command": command}))
 
 
 def test_places_are_told_from_where_the_script_ran(make_run, rules):

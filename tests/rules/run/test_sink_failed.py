@@ -27,6 +27,15 @@ from ampwise.rules.run.sink_failed import RULE, check
             "the sink `mlflow` was still busy when the run was over, and was not waited for: 3 rows sent, 4,000 not",
         ),
         (
+            SinkTrouble(sink="mlflow", when=When.WAITING, sent=1, lost=600, in_hand=500),
+            "the sink `mlflow` was still busy when the run was over, and was not waited for: "
+            "at least 1 row sent, up to 600 not",
+        ),
+        (
+            SinkTrouble(sink="mlflow", when=When.SENDING, error="OSError: away", sent=500, lost=600, in_hand=500),
+            "the sink `mlflow` failed after at least 500 rows, and got no more: OSError: away",
+        ),
+        (
             SinkTrouble(sink="trackio", when=When.KEEPING_UP, sent=30, lost=2),
             "the sink `trackio` is slower than the training: 2 rows were left out, 30 rows sent",
         ),
@@ -43,6 +52,14 @@ def test_one_finding_says_what_happened(trouble, message):
         "sent": trouble.sent,
         "lost": trouble.lost,
     }
+
+
+def test_each_trouble_has_its_way_out():
+    ways = {when: next(check(SinkTrouble(sink="wandb", when=when, error="OSError: no"))).fix for when in When}
+    assert all(way.endswith("The record has all of it: `ampwise report RUN`.") for way in ways.values())
+    assert "AMPWISE_SINK_WAIT" in ways[When.WAITING]
+    assert "nearer" in ways[When.KEEPING_UP]
+    assert "another target" in ways[When.OPENING]
 
 
 def test_its_room_is_about_the_run():

@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ampwise.report.comparison.findings import ComparedFinding, compared_findings
-from ampwise.report.comparison.layers import ComparedLayer, compared_layers, only_in
-from ampwise.report.comparison.numbers import UNCLEAR, ComparedNumber, compared_numbers, steps_in_common
+from ampwise.report.comparison.findings import STATUSES, ComparedFinding, compared_findings
+from ampwise.report.comparison.layers import ComparedLayer, are_alike, compared_layers, only_in
+from ampwise.report.comparison.numbers import ANOTHER_SEED, UNCLEAR, ComparedNumber, compared_numbers, steps_in_common
 from ampwise.report.comparison.setup import Difference, differences, same_script
 from ampwise.report.layers import layers_of
-from ampwise.report.verdict import ending, steps_of
+from ampwise.report.verdict import UNKNOWN, ending, steps_of
 
 if TYPE_CHECKING:
     from ampwise.record.reader import Run
+    from ampwise.record.rows import Seen
+    from ampwise.report.layers import Layer
 
 __all__ = ["VERSION", "Comparison"]
 
 VERSION = 1
-_UNLIKE = "The two ran different scripts and have no layer in common: no number is judged."
+# What a person means by better or worse. The time of a step is another matter, and a busy machine changes it.
+LOSSES = ("loss_at_end", "losses_not_finite")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,16 +40,19 @@ class Comparison:
     only_after: tuple[str, ...] = ()
     shared_steps: int = 0  # up to which both have come: losses are compared there
     one_record: bool = False  # compared with itself
-    alike: bool = True  # the same script, or layers in common: without either, no number is better than another
+    alike: bool = True  # half of the layers in common: of two models, no number is better than another
     notes: tuple[str, ...] = ()  # what a reader has to know first: sentences
+    statuses: tuple[str, str] = ("finished", "finished")
     endings: tuple[str, str] = ("", "")  # "failed after 3 steps"; empty for a run that ended well
+    findings_known: tuple[bool, bool] = (True, True)  # where not, nothing can be new, or gone
 
     @classmethod
     def of(cls, before: Run, after: Run) -> Comparison:
         """Compare two runs, whatever they ran."""
         layers = (layers_of(before), layers_of(after))
         shared = compared_layers(*layers)
-        alike = same_script(before, after) or bool(shared)
+        # Only a run that sampled no layer is known by its script: many are called train.py.
+        alike = are_alike(*layers, len(shared)) if all(layers) else same_script(before, after)
         return cls(
             before=str(before.folder),
             after=str(after.folder),
@@ -58,8 +65,10 @@ class Comparison:
             shared_steps=steps_in_common(before, after),
             one_record=_one_record(before, after),
             alike=alike,
-            notes=tuple(_notes(before, after, alike)),
+            notes=tuple(_notes(before, after, "" if alike else _unlike(layers, len(shared)))),
+            statuses=(before.status, after.status),
             endings=(_ended(before), _ended(after)),
+            findings_known=(before.findings_known, after.findings_known),
         )
 
     @property
@@ -77,6 +86,12 @@ class Comparison:
         """Findings of both."""
         return self._that_are("still")
 
+    @property
+    def caution(self) -> str:
+        """What is to be said where one loss, and both are numbers, is called better or worse; else empty."""
+        judged = [one for one in self.numbers if one.key == "loss_at_end" and one.judged in ("better", "worse")]
+        return ANOTHER_SEED if any(one.chance is not None for one in judged) else ""
+
     def _that_are(self, status: str) -> list[ComparedFinding]:
         return [one for one in self.findings if one.status == status]
 
@@ -90,7 +105,9 @@ class Comparison:
         return "; ".join([*badly, self._about_findings(), *self._about_loss()])
 
     def _about_findings(self) -> str:
-        old, new = len(self.gone) + len(self.still), len(self.new) + len(self.still)
+        old, new = (sum(found is not None for found in side) for side in self._sides())
+        if not all(self.findings_known):
+            return "; ".join(self._as_far_as_known((old, new)))
         if not old and not new:
             return f"neither {self.before} nor {self.after} has findings"
         if not self.gone and not self.new:
@@ -98,35 +115,53 @@ class Comparison:
         changed = f"{len(self.gone) or 'none'} gone, {len(self.new) or 'none'} new"
         return f"{self.after} has {_counted(new)} where {self.before} had {old or 'none'}: {changed}"
 
+    def _sides(self) -> tuple[list[Seen | None], list[Seen | None]]:
+        return [one.before for one in self.findings], [one.after for one in self.findings]
+
+    def _as_far_as_known(self, counts: tuple[int, int]) -> Iterator[str]:
+        for name, count, known in zip((self.before, self.after), counts, self.findings_known, strict=True):
+            if known:
+                yield f"{name} has {_counted(count)}"
+            else:
+                yield f"the findings of {name} could not {'all ' if count else ''}be read"
+
     def _about_loss(self) -> list[str]:
         loss = next((one for one in self.numbers if one.key == "loss_at_end"), None)
         if not self.alike or loss is None or loss.before is None or loss.after is None:
             return []
         values = f"{loss.written(loss.after)} against {loss.written(loss.before)}"
         unclear = f", {UNCLEAR}" if loss.judged == UNCLEAR else ""
-        return [f"loss after {_counted(self.shared_steps, 'step')} {values}{unclear}"]
+        of = f" of {loss.owner}" if loss.owner else ""
+        return [f"loss{of} after {_counted(self.shared_steps, 'step')} {values}{unclear}"]
 
     @property
     def mood(self) -> str:
-        """How the later run looks beside the earlier: a severity, or "ok"."""
+        """How the later run looks beside the earlier: a severity, or "ok"; from findings, endings and losses alone."""
         worst = [str(one.seen.finding.severity) for one in self.new]  # worst first
-        worse = any(one.judged == "worse" for one in self.numbers)
+        worse = any(one.judged == "worse" for one in self.numbers if one.key in LOSSES)
         if self.endings[1] and not self.endings[0]:
             return "error"
-        return worst[0] if worst else "warning" if worse else "ok"
+        if (worse or not all(self.findings_known)) and worst[:1] != ["error"]:
+            return "warning"
+        return worst[0] if worst else "ok"
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data for JSON; ``strict_json`` takes care of numbers that are not finite."""
         return {
             "version": VERSION,
             "verdict": self.verdict,
+            "mood": self.mood,
             "before": self.before,
             "after": self.after,
             "one_record": self.one_record,
             "alike": self.alike,
             "notes": list(self.notes),
+            "caution": self.caution,
+            "statuses": list(self.statuses),
+            "endings": list(self.endings),
+            "findings_known": list(self.findings_known),
             "shared_steps": self.shared_steps,
-            **{status: [one.as_dict() for one in self._that_are(status)] for status in ("new", "gone", "still")},
+            **{status: [one.as_dict() for one in self._that_are(status)] for status in STATUSES},
             "setup": [one.as_dict() for one in self.setup],
             "numbers": [one.as_dict() for one in self.numbers],
             "layers": [one.as_dict() for one in self.layers],
@@ -144,13 +179,26 @@ def _one_record(before: Run, after: Run) -> bool:
     return Path(before.folder).resolve() == Path(after.folder).resolve()
 
 
-def _notes(before: Run, after: Run, alike: bool) -> list[str]:
+def _notes(before: Run, after: Run, unlike: str) -> list[str]:
     notes = []
-    if not same_script(before, after):
-        notes.append("The two ran different scripts." if alike else _UNLIKE)
+    other_script = not same_script(before, after)
+    if unlike or other_script:
+        told = ["ran different scripts"] * other_script + [unlike] * bool(unlike)
+        notes.append(f"The two {' and '.join(told)}{': no number is judged' if unlike else ''}.")
     for run in (after,) if _one_record(before, after) else (before, after):
         notes += [f"{run.folder}: {said}" for said in (ending(run), *run.trouble) if said]
+    if not (before.findings_known and after.findings_known):
+        notes.append("Where findings could not be read, none is called new or gone.")
     return notes
+
+
+def _unlike(layers: tuple[Sequence[Layer], Sequence[Layer]], in_common: int) -> str:
+    """Why two models are two; the scripts alone say it of a run without layers."""
+    if not all(layers):
+        return "do not both say which layers they have"
+    if not in_common:
+        return "have no layer in common"
+    return f"have only {in_common:,} of {max(map(len, layers)):,} layers in common"
 
 
 def _ended(run: Run) -> str:
@@ -161,6 +209,8 @@ def _ended(run: Run) -> str:
         how = f"ended with exit code {code}" if code else ""
     elif status.startswith("running"):
         how = {True: "is still going", False: "was killed", None: "is still going, or was killed,"}[run.alive]
+    elif status == UNKNOWN:
+        how = "has no known end"
     else:
         how = words.get(status, f"ended as {status!r}")
     return f"{how} after {_counted(steps_of(run), 'step')}" if how else ""

@@ -15,8 +15,9 @@ if TYPE_CHECKING:
     from ampwise.record.reader import Run
     from ampwise.record.rows import Seen
 
-__all__ = ["ComparedFinding", "compared_findings", "plain_name"]
+__all__ = ["STATUSES", "ComparedFinding", "compared_findings", "plain_name"]
 
+STATUSES = ("new", "open", "still", "gone")
 NEAR = 20  # lines that an edited line may have moved and still be taken for the same
 MOST_TRIED = 1_000_000  # pairs of one rule in one file; beyond that a record is no person's
 WRAPPERS = ("module.", "_orig_mod.")  # what data parallelism and torch.compile put before a name
@@ -25,17 +26,24 @@ THE_SCRIPT = "(the script)"  # stands for the script of each run, which a copy u
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ComparedFinding:
-    """A finding of either run, or of both. ``rate``: how often at a step, on a rank; None for a run without steps."""
+    """A finding of either run, or of both.
+
+    ``rate``: how often on a rank, a step of the run (those of the optimizer that took the most); so that what happens
+    at every step of two optimizers has a rate of 2. None for a run without steps.
+    """
 
     before: Seen | None
     after: Seen | None
     rate_before: float | None = None
     rate_after: float | None = None
+    other_known: bool = True  # whether all findings of the run that does not have it could be read
 
     @property
     def status(self) -> str:
-        """ "gone", "new" or "still"."""
-        return "new" if self.before is None else "gone" if self.after is None else "still"
+        """ "gone", "new" or "still"; "open" where the other run may have it, too, and could not be read."""
+        if self.before is not None and self.after is not None:
+            return "still"
+        return "open" if not self.other_known else "new" if self.before is None else "gone"
 
     @property
     def seen(self) -> Seen:
@@ -60,7 +68,7 @@ class ComparedFinding:
 
 
 def compared_findings(before: Run, after: Run) -> list[ComparedFinding]:
-    """Every finding of the two: new ones, those that are still there, those that are gone; each worst first.
+    """Every finding of the two: new, still there, gone, or open, where a run could not be read; each worst first.
 
     Two are the same if they have the same rule, the same file, and the same parameter, module and device. The script
     itself counts as one file, whatever it is called. Of several such, those whose source line has the same text
@@ -72,7 +80,13 @@ def compared_findings(before: Run, after: Run) -> list[ComparedFinding]:
     matched = {new: olds[old] for old, new in partners.items()}
 
     def compared(old: Seen | None, new: Seen | None) -> ComparedFinding:
-        return ComparedFinding(before=old, after=new, rate_before=_rate(old, before), rate_after=_rate(new, after))
+        return ComparedFinding(
+            before=old,
+            after=new,
+            rate_before=_rate(old, before),
+            rate_after=_rate(new, after),
+            other_known=before.findings_known if old is None else after.findings_known,
+        )
 
     everything = [compared(matched.get(place), new) for place, new in enumerate(news)]
     everything += [compared(old, None) for place, old in enumerate(olds) if place not in partners]
@@ -167,7 +181,7 @@ def _rate(seen: Seen | None, run: Run) -> float | None:
 
 def _order(everything: Sequence[ComparedFinding]) -> Any:
     places = {id(seen): place for place, seen in enumerate(worst_first([one.seen for one in everything]))}
-    return lambda one: (("new", "still", "gone").index(one.status), places[id(one.seen)])
+    return lambda one: (STATUSES.index(one.status), places[id(one.seen)])
 
 
 def _told(seen: Seen | None, rate: float | None) -> dict[str, Any] | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -12,9 +12,11 @@ from ampwise.report.comparison.findings import plain_name
 if TYPE_CHECKING:
     from ampwise.report.layers import Layer
 
-__all__ = ["ComparedLayer", "compared_layers", "only_in"]
+__all__ = ["ComparedLayer", "are_alike", "compared_layers", "only_in"]
 
 WORTH_TELLING = 0.01  # of the values of a layer, lost in one run and not in the other
+SAME_SIZE = 0.02  # of the values: a vocabulary filled up to a multiple of 64 is the same, a wider layer is not
+ENOUGH = 0.5  # of the layers in common: two versions of a model, and not two models
 FACTOR = 1.5  # between two norms: less is what two seeds do
 
 
@@ -56,7 +58,10 @@ class ComparedLayer:
 
 
 def compared_layers(before: Sequence[Layer], after: Sequence[Layer]) -> list[ComparedLayer]:
-    """Those that both runs have, what changed the most first: first by what is lost, then by the norm."""
+    """Those that both runs have, what changed the most first: first by what is lost, then by the norm.
+
+    Two are the same if they have the same name, under the same optimizer, and as many values.
+    """
     old = {_key(layer): layer for layer in before}
     found = [
         ComparedLayer(
@@ -68,16 +73,35 @@ def compared_layers(before: Sequence[Layer], after: Sequence[Layer]) -> list[Com
             norm_after=layer.norm,
         )
         for layer in after
-        if _key(layer) in old
+        if _has(old, layer)
     ]
     # Shares of a hundredth: a finer order would be that of chance.
     return sorted(found, key=lambda layer: (-round(abs(layer.more_lost), 2), -abs(layer.doublings)))
 
 
+def are_alike(before: Sequence[Layer], after: Sequence[Layer], in_common: int) -> bool:
+    """Whether two models are one, more or less, by how many layers they have in common."""
+    return in_common >= ENOUGH * max(len(before), len(after))
+
+
 def only_in(layers: Sequence[Layer], others: Sequence[Layer]) -> list[str]:
-    """The names of layers that the other run does not have, in the order of ``layers``."""
-    known = {_key(layer) for layer in others}
-    return [plain_name(layer.name) for layer in layers if _key(layer) not in known]
+    """The names of layers that the other run does not have, in the order of ``layers``; with their size if need be."""
+    known = {_key(layer): layer for layer in others}
+    return [
+        f"{plain_name(layer.name)} ({_values(layer):,.0f} values)" if _key(layer) in known else plain_name(layer.name)
+        for layer in layers
+        if not _has(known, layer)
+    ]
+
+
+def _has(known: Mapping[tuple[int, str], Layer], layer: Layer) -> bool:
+    other = known.get(_key(layer))
+    return other is not None and math.isclose(_values(layer), _values(other), rel_tol=SAME_SIZE)
+
+
+def _values(layer: Layer) -> float:
+    """Of one step."""
+    return layer.census.count / max(1, layer.steps)
 
 
 def _key(layer: Layer) -> tuple[int, str]:

@@ -30,7 +30,8 @@ def comparison_html(compared: Comparison) -> str:
         rows = [[text(one.what), _or_unknown(one.before), _or_unknown(one.after)] for one in compared.setup]
         parts += [_title("What was different"), table(("", "before", "after"), rows, left=3)]
     if compared.numbers:
-        parts += [_title("Numbers"), table(COLUMNS, map(_number, compared.numbers))]
+        caution = paragraph(text(compared.caution), soft=True)
+        parts += [_title("Numbers"), table(COLUMNS, map(_number, compared.numbers)), caution]
     changed = [layer for layer in compared.layers if layer.changed]
     if changed:
         rows = [_layer(layer) for layer in changed[:MOST_LAYERS]]

@@ -7,28 +7,35 @@ import math
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from ampwise.record.bucket import Bucket, Spread
 from ampwise.report.curves import by_optimizer
 from ampwise.report.facts import TIMES, optimizer_names
-from ampwise.report.verdict import steps_of
-from ampwise.report.wording import duration, number, percent, size
+from ampwise.report.verdict import skip_rate, steps_of
+from ampwise.report.wording import duration, number, percent, scale_words, size
 
 if TYPE_CHECKING:
     from ampwise.record.reader import Run
     from ampwise.report.layers import Layer
 
-__all__ = ["TOO_FEW", "UNCLEAR", "ComparedNumber", "compared_numbers", "steps_in_common"]
+__all__ = ["ANOTHER_SEED", "TOO_FEW", "UNCLEAR", "ComparedNumber", "compared_numbers", "steps_in_common"]
 
 UNCLEAR = "no clear difference"
 TOO_FEW = "too few steps to tell"
+# Each run shows how far its own loss goes up and down, and not where another seed would have led it.
+ANOTHER_SEED = (
+    "Another seed alone can make a difference, too: before you believe a small one, run both again with other seeds."
+)
 STRETCH = 0.05  # of the steps that both runs have: what counts as their end
 SHORTEST_STRETCH = 10  # steps; of fewer nobody can say how much a loss goes up and down
 BLOCKS = 10  # of a stretch, whose means show how much a smoothed loss wanders
 FEWEST_BLOCKS = 3
+CLEAR = 2.0  # times what both losses wander: of pairs of seeds, 1 in 70 lies further apart; at 1.0, 1 in 3
 MOST_OPTIMIZERS = 6
 FACTOR = 10.0  # from here on "×12" says more than "+1,100%"
+
+Part = TypeVar("Part")
 
 
 class About(NamedTuple):
@@ -43,12 +50,19 @@ class About(NamedTuple):
 
 
 NUMBERS = {
-    "steps": About("steps", "count", "", "of all optimizers, skipped ones too"),
+    "steps": About("steps", "count", "", "of the optimizer that took the most, skipped ones too"),
     "loss_at_end": About("loss at the end", "", "lower", "mean over {stretch}, the last that both runs have"),
     "lowest_loss": About("lowest loss", "", "lower", "of one step, among those that both runs have"),
-    "losses_not_finite": About("losses not finite", "count", "lower", "steps at which the loss was inf or NaN"),
-    "skipped": About("skipped steps", "count", "", "in the whole run"),
-    "skip_rate": About("skip rate", "share", "lower", "skipped steps of all steps"),
+    "losses_not_finite": About(
+        "losses not finite", "count", "lower", "inf or NaN, among the steps that both runs have, of all optimizers"
+    ),
+    "losses_not_finite_in_all": About(
+        "losses not finite, whole run", "count", "", "inf or NaN, at all steps of all optimizers"
+    ),
+    "skipped": About("skipped steps, whole run", "count", "", "of all optimizers"),
+    "skip_rate": About(
+        "skip rate", "share", "lower", "skipped of all optimizers' steps, among those that both runs have"
+    ),
     "median_norm": About("median gradient norm", "", "", "before clipping, over the steps that both runs have"),
     "last_scale": About("last loss scale", "scale", "", "by which losses were multiplied at the end"),
     "worst_lost": About(
@@ -92,6 +106,7 @@ class ComparedNumber:
     before: float | None = None
     after: float | None = None
     chance: float | None = 0.0
+    owner: str = ""  # the optimizer, of several
 
     @property
     def judged(self) -> str:
@@ -122,11 +137,13 @@ class ComparedNumber:
 
     def written(self, value: float | None) -> str:
         """As a person reads it; a dash for what is not known."""
-        return "–" if value is None else str(value) if not math.isfinite(value) else _UNITS[self.unit](value)
+        if value is None:
+            return "–"
+        return _UNITS[self.unit](value) if math.isfinite(value) else "NaN" if math.isnan(value) else str(value)
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""
-        parts = ("key", "name", "meaning", "unit", "better", "before", "after", "chance", "judged", "change")
+        parts = ("key", "name", "owner", "meaning", "unit", "better", "before", "after", "chance", "judged", "change")
         return {part: getattr(self, part) for part in parts}
 
 
@@ -144,7 +161,11 @@ def compared_numbers(
         *_skips(before, after),
         _number("worst_lost", (_worst_lost(some) for some in layers)),
         _number("lost", (_lost(some) for some in layers)),
-        *[_number(key, (_timed(run, key) for run in runs)) for key in TIMES if key in NUMBERS],
+        *[
+            _number(key, (_timed(run, key) for run in runs), chance=_chance_of(key, runs))
+            for key in TIMES
+            if key in NUMBERS
+        ],
         _number("peak_memory", (_peak_memory(run) for run in runs)),
         _number("host_peak", (number(_mapping(run.facts.get("memory")).get("host_peak")) for run in runs)),
     ]
@@ -172,6 +193,7 @@ def _number(
         before=before,
         after=after,
         chance=None if chance is None else max(chance, about.of_itself * larger, about.at_least),
+        owner=owner,
     )
 
 
@@ -214,30 +236,45 @@ def _over_steps(before: Run, after: Run) -> Iterator[ComparedNumber]:
     for optimizer, stretch, *shared in _shared_lines(before, after):
         owner = names.get(optimizer, f"optimizer {optimizer}") if several else ""
         ends = [_end(line, stretch) for line in shared]
-        spreads = [spread for _, spread in ends]
-        chance = None if None in spreads else sum(spread for spread in spreads if spread is not None)
+        chance = _clear([wanders for _, wanders in ends])
         yield _number("loss_at_end", (mean for mean, _ in ends), chance=chance, owner=owner, at=str(stretch))
-        yield _number("lowest_loss", (_lowest(line) for line in shared), chance=chance, owner=owner)
+        lowest = _number("lowest_loss", (_lowest(line) for line in shared), chance=chance, owner=owner)
+        # Of a loss that ended as no number, it says nothing how low it had been.
+        diverged = any(mean is not None and not math.isfinite(mean) for mean, _ in ends)
+        yield replace(lowest, better="") if diverged else lowest
         yield _number("median_norm", (_median(bucket.norm for bucket in line) for line in shared), owner=owner)
         yield _number("last_scale", (_last_scale(run, optimizer) for run in (before, after)), owner=owner)
 
 
 def _end(line: Sequence[Bucket], stretch: _Stretch) -> tuple[float | None, float | None]:
-    """The mean loss, and how far the means of tenths of the stretch lie from it; None for what is not known."""
+    """The mean loss, and how far the means of tenths of the stretch lie from it; None for what is not known.
+
+    The loss is NaN where it was not finite at any step of the stretch: a mean of the others would praise it.
+    """
     within = [bucket.loss for bucket in line if stretch.holds(bucket) and bucket.loss.known]
     within = within or [bucket.loss for bucket in line[-1:] if bucket.loss.known]
     if not within:
         return None, None
     total = Spread.over(within)
-    if total.mean is None or total.low is None or total.high is None:
+    if total.bad or total.mean is None or total.low is None or total.high is None:
         return math.nan, None
-    length = math.ceil(len(within) / BLOCKS)
-    blocks = [Spread.over(within[start : start + length]).mean for start in range(0, len(within), length)]
-    means = [mean for mean in blocks if mean is not None]
+    means = [mean for mean in (Spread.over(block).mean for block in _blocks(within)) if mean is not None]
     if len(means) >= FEWEST_BLOCKS:
         return total.mean, statistics.stdev(means)
     # A few merged steps: their extremes are known, and a loss wanders no further than that.
     return total.mean, total.high - total.low if total.finite >= FEWEST_BLOCKS else None
+
+
+def _blocks(line: Sequence[Part]) -> list[Sequence[Part]]:
+    """At most BLOCKS parts, all as long but for the last."""
+    length = math.ceil(len(line) / BLOCKS)
+    return [line[start : start + length] for start in range(0, len(line), length)]
+
+
+def _clear(wander: Sequence[float | None]) -> float | None:
+    """The least difference that is clear, from how far the numbers of both runs wander; None where one does not say."""
+    known = [one for one in wander if one is not None]
+    return CLEAR * sum(known) if len(known) == len(wander) else None
 
 
 def _lowest(line: Iterable[Bucket]) -> float | None:
@@ -263,15 +300,17 @@ def _not_finite(steps: Sequence[Bucket]) -> float | None:
 
 def _skips(before: Run, after: Run) -> Iterator[ComparedNumber]:
     runs = (before, after)
-    bad = [_not_finite(run.steps) for run in runs]
-    if any(bad):
+    lines = [shared for _, _, *shared in _shared_lines(before, after)]
+    both = [[bucket for shared in lines for bucket in shared[which]] for which in range(len(runs))]
+    bad, bad_in_all = [_not_finite(steps) for steps in both], [_not_finite(run.steps) for run in runs]
+    if any(bad_in_all):
         yield _number("losses_not_finite", bad)
-    taken = [sum(bucket.count for bucket in run.steps) for run in runs]
-    skipped = [sum(bucket.skipped for bucket in run.steps) if run.steps else None for run in runs]
-    rates = [None if some is None else some / of for some, of in zip(skipped, taken, strict=True)]
+    if bad_in_all != bad:
+        yield _number("losses_not_finite_in_all", bad_in_all)
+    yield _number("skipped", (sum(bucket.skipped for bucket in run.steps) if run.steps else None for run in runs))
+    taken, rates = [sum(bucket.count for bucket in steps) for steps in both], [skip_rate(steps) for steps in both]
     # As often as something rare happens by chance: within two roots of its count.
     chance = 2 * math.sqrt(sum((rate or 0.0) / max(1, of) for rate, of in zip(rates, taken, strict=True)))
-    yield _number("skipped", skipped)
     yield _number("skip_rate", rates, chance=chance)
 
 
@@ -290,6 +329,20 @@ def _lost(layers: Sequence[Layer]) -> float | None:
 
 def _timed(run: Run, key: str) -> float | None:
     return number(_mapping(run.facts.get("timing")).get(key))
+
+
+def _chance_of(key: str, runs: tuple[Run, Run]) -> float | None:
+    """How much a number of ``timing`` goes up and down by itself: of the time alone does the record show it."""
+    return _clear([_time_wanders(run) for run in runs]) if key == "seconds_per_step" else 0.0
+
+
+def _time_wanders(run: Run) -> float | None:
+    """How far the means of tenths of the run lie from each other, without the first, in which it warms up."""
+    line = next(iter(by_optimizer(run.steps).values()), [])
+    blocks = _blocks(line) if line else []
+    ends = [(block[-1].ended, block[-1].last) for block in blocks]
+    means = [(to - since) / max(1, last - first) for (since, first), (to, last) in itertools.pairwise(ends)]
+    return statistics.stdev(means) if len(means) >= FEWEST_BLOCKS else None
 
 
 def _peak_memory(run: Run) -> float | None:
@@ -328,14 +381,16 @@ def _amount(old: float, new: float, unit: str) -> str:
 
 def _signed(hundredths: float, unit: str) -> str:
     much = abs(hundredths)
-    told = f"{much:,.0f}" if much >= 10 else f"{much:.1f}" if much >= 0.05 else "<0.1"
+    if much < 0.05:
+        return f"{'down' if hundredths < 0 else 'up'} by less than 0.1{unit}"
+    told = f"{much:,.0f}" if much >= 10 else f"{much:.1f}"
     return f"{'−' if hundredths < 0 else '+'}{told}{unit}"
 
 
 _UNITS: Mapping[str, Callable[[float], str]] = {
     "": lambda value: f"{value:.4g}",
     "count": lambda value: f"{value:,.0f}",
-    "scale": lambda value: f"{value:,.0f}" if value.is_integer() and abs(value) < 1e9 else f"{value:.4g}",
+    "scale": scale_words,
     "share": percent,
     "seconds": duration,
     "bytes": size,

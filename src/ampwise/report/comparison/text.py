@@ -24,7 +24,12 @@ SHORTEST_NAME = 16
 GAP = "  "
 INDENT = "  "
 STYLES = {"better": "ok", "worse": "warning"}  # of what a number is judged to be
-TITLES = {"new": ("New", "warning"), "still": ("Still there", "bold"), "gone": ("Gone", "ok")}
+TITLES = {
+    "new": ("New", "warning"),
+    "open": ("In one run, and nobody knows of the other", "warning"),
+    "still": ("Still there", "bold"),
+    "gone": ("Gone", "ok"),
+}
 
 
 def comparison_text(compared: Comparison, *, colour: bool, width: int) -> str:
@@ -42,7 +47,8 @@ def comparison_text(compared: Comparison, *, colour: bool, width: int) -> str:
 
 def sentence(verdict: str) -> str:
     """A verdict on a line of its own; a folder's name, with which it may begin, keeps its small letter."""
-    return f"{verdict[0].upper()}{verdict[1:]}." if verdict.startswith("neither ") else f"{verdict}."
+    ours = verdict.startswith(("neither ", "the findings of "))
+    return f"{verdict[0].upper()}{verdict[1:]}." if ours else f"{verdict}."
 
 
 def how_often(one: ComparedFinding) -> str:
@@ -106,8 +112,9 @@ def _numbers(compared: Comparison, colour: bool, width: int) -> str:
         for one in compared.numbers
     ]
     about = [one.meaning for one in compared.numbers if one.key == "loss_at_end"][:1]
-    note = [wrapped(f"The loss at the end is the {about[0]}.", width, INDENT, 0)] if about else []
-    return "\n".join([paint("Numbers", "bold", colour), *note, *_columns(rows, colour, width)]) if rows else ""
+    said = [*(f"The loss at the end is the {meaning}." for meaning in about), compared.caution]
+    notes = [wrapped(note, width, INDENT, 0) for note in said if note]
+    return "\n".join([paint("Numbers", "bold", colour), *notes, *_columns(rows, colour, width)]) if rows else ""
 
 
 def _layers(compared: Comparison, colour: bool, width: int) -> str:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from ampwise.report.comparison.comparison import Comparison
 from ampwise.report.comparison.text import TITLES, how_often, sentence
 from ampwise.report.page.payload import curves, curves_of
-from ampwise.report.page.view import cards, rules_of
+from ampwise.report.page.view import card, rules_of
 from ampwise.report.wording import percent
 
 if TYPE_CHECKING:
@@ -24,13 +24,14 @@ MOST_LAYERS = 40
 def comparison_view(before: Run, after: Run) -> dict[str, Any]:
     """The variables of comparison.html."""
     compared = Comparison.of(before, after)
-    groups = [_group(compared.findings, status, before if status == "gone" else after) for status in TITLES]
+    groups = [_group(compared.findings, status, before, after) for status in TITLES]
     changed = [layer for layer in compared.layers if layer.changed]
     return {
         "title": sentence(compared.verdict),
         "mood": compared.mood,
         "names": [("before", compared.before), ("after", compared.after)],
         "notes": compared.notes,
+        "caution": compared.caution,
         "numbers": [_number(one) for one in compared.numbers],
         "groups": [group for group in groups if group["cards"]],
         "rules": rules_of(card for group in groups for card, _ in group["cards"]),
@@ -50,14 +51,18 @@ def comparison_payload(before: Run, after: Run) -> dict[str, Any]:
     return curves_of([*curves(before, "before"), *curves(after, "after")])
 
 
-def _group(findings: tuple[ComparedFinding, ...], status: str, run: Run) -> dict[str, Any]:
+def _group(findings: tuple[ComparedFinding, ...], status: str, before: Run, after: Run) -> dict[str, Any]:
     found = [one for one in findings if one.status == status]
     shown = found[:MOST_FINDINGS]
-    made = cards([one.seen for one in shown], run, status)
+    # Each as seen from where its own run's script was.
+    made = [
+        card(one.seen, before if one.after is None else after, f"{status}-{number}")
+        for number, one in enumerate(shown, 1)
+    ]
     return {
         "title": f"{TITLES[status][0]} ({len(found):,})",
         "status": status,
-        "cards": [(card, how_often(one)) for card, one in zip(made, shown, strict=True)],
+        "cards": [(each, how_often(one)) for each, one in zip(made, shown, strict=True)],
         "left": len(found) - MOST_FINDINGS,
     }
 

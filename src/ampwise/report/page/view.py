@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import difflib
+import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
 from ampwise.finding import Place, Rule
@@ -24,7 +26,7 @@ if TYPE_CHECKING:
     from ampwise.record.rows import Seen
     from ampwise.report.layers import Layer
 
-__all__ = ["Card", "cards", "rules_of", "view"]
+__all__ = ["Card", "card", "rules_of", "view"]
 
 MOST_FINDINGS = 300
 MOST_MODULES_RUN = 1000
@@ -52,7 +54,8 @@ class Card:
 
 def view(run: Run, layers: Sequence[Layer]) -> dict[str, Any]:
     """The variables of page.html."""
-    found = cards(worst_first(run.merged_findings()), run)
+    seen = worst_first(run.merged_findings())
+    found = [card(one, run, f"finding-{number}") for number, one in enumerate(seen, 1)]
     flow = flow_of(run)
     modules = activations_of(run)
     return {
@@ -86,18 +89,14 @@ def view(run: Run, layers: Sequence[Layer]) -> dict[str, Any]:
     }
 
 
-def cards(seen: Sequence[Seen], run: Run, prefix: str = "finding") -> list[Card]:
-    """Findings of a run, as they come."""
-    return [_card(one, run, f"{prefix}-{number}") for number, one in enumerate(seen, 1)]
-
-
 def rules_of(found: Iterable[Card]) -> list[Rule]:
     """The rules that the cards link to, each once, in the order of their codes."""
     rules = {card.rule.code: card.rule for card in found}
     return [rules[code] for code in sorted(rules)]
 
 
-def _card(seen: Seen, run: Run, name: str) -> Card:
+def card(seen: Seen, run: Run, name: str) -> Card:
+    """A finding of a run. name: of its place in the page."""
     finding = seen.finding
     lines, more = kept_lines(seen), kept_lines(seen, FARTHER)
     return Card(
@@ -107,26 +106,15 @@ def _card(seen: Seen, run: Run, name: str) -> Card:
         told=[text for text in (one_line(finding.evidence), happened(seen)) if text],
         lines=_drawn(lines),
         more_lines=_drawn(more) if len(more) > len(lines) else {},
-        diff=_diff(seen, run),
+        diff=seen.diff,
         example="" if seen.diff else _example(finding.rule),
     )
 
 
 def _place(place: Place, run: Run) -> str:
     if place.file is not None:
-        place = place.but(file=place.file.removeprefix(_home(run)))
+        place = place.but(file=place.file.removeprefix(f"{run.environment.get('folder')}/"))
     return str(place) if place.as_dict() else ""
-
-
-def _home(run: Run) -> str:
-    """The folder that the script ran in, as names of files begin with it."""
-    return f"{run.environment.get('folder')}/"
-
-
-def _diff(seen: Seen, run: Run) -> str:
-    """Its two lines of names as seen from where the script ran."""
-    head, body = seen.diff.split("\n")[:2], seen.diff.split("\n")[2:]
-    return "\n".join([*(line.replace(f" {_home(run)}", " ", 1) for line in head), *body])
 
 
 def _drawn(lines: Mapping[int, str]) -> dict[int, str]:
@@ -145,8 +133,14 @@ def _when(run: Run) -> str:
 
 
 def _command(run: Run) -> str:
+    """As one types it: which Python it was, the environment says."""
     command = run.manifest.get("command")
-    return " ".join(map(str, command)) if isinstance(command, list) else ""
+    words = list(map(str, command)) if isinstance(command, list) else []
+    if words[1:3] == ["-m", "ampwise"]:
+        words = words[2:]
+    elif [PurePath(word).name for word in words[1:2]] == ["ampwise"]:
+        words = ["ampwise", *words[2:]]
+    return shlex.join(words)
 
 
 def _layers(layers: Sequence[Layer]) -> dict[str, Any]:

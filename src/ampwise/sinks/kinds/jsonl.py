@@ -10,14 +10,20 @@ from contextlib import contextmanager
 
 from ampwise.sinks.about import About, Send
 from ampwise.sinks.metrics import Row
+from ampwise.sinks.places import why_no_file
 from ampwise.strict_json import dumps
 
 PACKAGE = None
+SUFFIX = "metrics.jsonl"
+
+
+def check(about: About) -> str | None:
+    return why_no_file(about.path(SUFFIX))
 
 
 @contextmanager
 def open_sink(about: About) -> Iterator[Send]:
-    path = about.path("metrics.jsonl")
+    path = about.path(SUFFIX)
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a" if about.target else "w", encoding="utf-8") as file:
 

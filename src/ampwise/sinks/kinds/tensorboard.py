@@ -11,9 +11,21 @@ from pathlib import Path
 
 from ampwise.sinks.about import About, Send
 from ampwise.sinks.metrics import Row
+from ampwise.sinks.places import why_no_folder
 
 PACKAGE = "tensorboard"
+SUFFIX = "tensorboard"
 EVENTS = "events.out.tfevents.*"
+
+
+def load() -> None:
+    import tensorboard.compat.proto.event_pb2
+    import tensorboard.compat.proto.summary_pb2
+    import tensorboard.summary.writer.event_file_writer  # noqa: F401
+
+
+def check(about: About) -> str | None:
+    return None if _is_bucket(about) else why_no_folder(about.path(SUFFIX))
 
 
 @contextmanager
@@ -37,12 +49,17 @@ def open_sink(about: About) -> Iterator[Send]:
 
 
 def _folder(about: About) -> str:
-    if about.target and "://" in about.target:  # a bucket, which TensorBoard has readers for
+    if about.target and _is_bucket(about):
         return about.target
-    folder = about.path("tensorboard")
+    folder = about.path(SUFFIX)
     if about.target is None:
         _clear(folder)
     return str(folder)
+
+
+def _is_bucket(about: About) -> bool:
+    """Which TensorBoard has writers for."""
+    return about.target is not None and "://" in about.target
 
 
 def _clear(folder: Path) -> None:

@@ -17,6 +17,11 @@ from ampwise.sinks.metrics import Row
 PACKAGE = "trackio"
 
 
+def load() -> None:
+    import trackio.context_vars
+    import trackio.sqlite_storage  # noqa: F401
+
+
 @contextmanager
 def open_sink(about: About) -> Iterator[Send]:
     from trackio.sqlite_storage import SQLiteStorage

@@ -18,6 +18,10 @@ from ampwise.sinks.metrics import PREFIX, STEP, Row
 PACKAGE = "wandb"
 
 
+def load() -> None:
+    import wandb  # noqa: F401
+
+
 @contextmanager
 def open_sink(about: About) -> Iterator[Send]:
     import wandb
