@@ -342,12 +342,13 @@ def test_many_who_ask_make_it_once(writer, made):
 
 def test_the_interval_is_kept_however_many_ask(writer, made, monkeypatch):
     monkeypatch.setattr(server_module, "REST", 0.0)
-    for interval_s, looked in ((60.0, 1), (0.0, 21)):
-        follower = Counting(writer.folder)
-        present = Present(follower, {"": made.page}, interval_s=interval_s)
-        for _ in range(20):
-            assert present.run.alive
-        assert follower.looks == looked
+    follower = Counting(writer.folder)
+    present = Present(follower, {"": made.page}, interval_s=0.5)
+    began = time.monotonic()
+    while time.monotonic() - began < 1.3:
+        assert present.run.alive
+    rounds = (time.monotonic() - began) / 0.5
+    assert 1 <= follower.looks <= 1 + rounds  # the first, and those after each half second
 
 
 class Slow(Made):
@@ -407,7 +408,8 @@ def test_it_rests_nine_times_as_long_as_making_took(writer):
         writer.flush()
         present.made("update")
         time.sleep(0.01)
-    assert 3 <= slow.updates <= 1 + 3.2 / 0.5  # each takes a twentieth of a second, and then rests for nine
+    rounds = (time.monotonic() - began) / 0.5
+    assert 2 <= slow.updates <= 2 + rounds  # each takes a twentieth of a second, and then rests for nine
     until(lambda: present.made("update")[0] == present.version)  # and at last it has all
 
 

@@ -93,9 +93,9 @@ def _blocks(index: int, optimizer: Any) -> Iterator[tuple[Hashable, Block]]:
 
 
 def _parts_of(model: nn.Module) -> Iterator[tuple[Hashable, Block]]:
-    for parameter in model.parameters():
+    for parameter in nn.Module.parameters(model):  # a script may have its own of that name
         yield from _in_memory(parameter, "parameters")
-    for buffer in model.buffers():
+    for buffer in nn.Module.buffers(model):
         yield from _in_memory(buffer, "buffers")
 
 
