@@ -368,6 +368,7 @@ def test_on_paper_it_is_light_and_unfolded(make_run, shown, tmp_path):
     view.evaluate("window.dispatchEvent(new Event('beforeprint'))")
     assert view.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(251, 251, 249)"
     assert view.locator("details:not([open]):not(.twice-told)").count() == 0
+    assert max(view.locator("figure.chart .uplot").evaluate_all("all => all.map(one => one.offsetWidth)")) <= 720
     view.evaluate("window.dispatchEvent(new Event('afterprint'))")
     assert view.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(21, 23, 26)"
     assert len(view.pdf(path=tmp_path / "page.pdf")) > 10_000

@@ -198,6 +198,7 @@ def test_a_power_of_two_stays_one(make_run):
     (line,) = data_of(page(run))["curves"]
     assert line["scale"]["mean"] == [2.0**27]
     assert line["loss"]["mean"] == [1.23457]
+    assert "<dd>2<sup>27</sup>" in page(run)
 
 
 def test_every_optimizer_has_room_for_its_worst_layers(make_run, make_sample):

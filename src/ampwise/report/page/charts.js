@@ -125,7 +125,7 @@ function plotted(box, lines, metric, log, readout) {
     legend: { show: false },
     cursor: { sync: { key: 'steps', scales: ['x', null] }, drag: { x: true, y: false }, points: { size: 6 } },
     scales: { x: { time: false, range: (plot, low, high) => [low, high] }, y: { range: (plot, low, high) => rangeOf(metric, log, low, high) } },
-    axes: [{ ...axis, size: 26, values: (plot, splits) => splits.map((step) => (Number.isInteger(step) ? step.toLocaleString('en-US') : '')) }, { ...axis, size: 58, incrs: log ? INCREMENTS : undefined, values: ticks(metric, log) }],
+    axes: [{ ...axis, size: 26, values: (plot, splits) => splits.map((step) => (Number.isInteger(step) ? step.toLocaleString('en-US') : '')) }, { ...axis, size: 58, incrs: log ? INCREMENTS.filter((each) => each >= 1 || log > 2) : undefined, values: ticks(metric, log) }],
     series: [{}, ...seriesOf(lines)],
     bands: bandsOf(lines),
     hooks: {
