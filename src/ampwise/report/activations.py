@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from ampwise.errors import UnknownName
 from ampwise.formats import find_scalar_format
+from ampwise.report.facts import mapping
 from ampwise.report.wording import number, percent
 
 if TYPE_CHECKING:
@@ -40,10 +41,8 @@ class Activation:
 
 def activations_of(run: Run) -> list[Activation]:
     """Every module that was looked at, the nearest to overflow first; none where the run did not look."""
-    found = run.facts.get("activations")
-    if not isinstance(found, Mapping):
-        return []
-    read = [_read(str(module), row) for module, row in found.items() if isinstance(row, Mapping)]
+    found = mapping(run, "activations").items()
+    read = [_read(str(module), row) for module, row in found if isinstance(row, Mapping)]
     return sorted((one for one in read if one is not None), key=_badness)
 
 

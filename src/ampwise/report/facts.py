@@ -12,7 +12,17 @@ from ampwise.report.wording import duration, number, short
 if TYPE_CHECKING:
     from ampwise.record.reader import Run
 
-__all__ = ["Setting", "environment", "optimizer_names", "sentences", "settings", "timing"]
+__all__ = [
+    "Setting",
+    "as_mapping",
+    "environment",
+    "mapping",
+    "optimizer_names",
+    "rows",
+    "sentences",
+    "settings",
+    "timing",
+]
 
 TIMES = {  # what a person asks of it; JSON has the rest
     "seconds_per_step": "time a step",
@@ -42,35 +52,43 @@ def settings(run: Run) -> list[Setting]:
     """The suggested settings of the scaler."""
     return [
         Setting(name=str(row["name"]), value=row["value"], reason=str(row.get("reason") or ""))
-        for row in _rows(run, "settings")
+        for row in rows(run, "settings")
         if "name" in row and "value" in row
     ]
 
 
 def optimizer_names(run: Run) -> dict[int, str]:
     """The optimizers in words, "AdamW of Generator", by number; of two that read the same, each with its number."""
-    told = {row["index"]: _of_model(row) for row in _rows(run, "optimizers") if type(row.get("index")) is int}
+    told = {row["index"]: _of_model(row) for row in rows(run, "optimizers") if type(row.get("index")) is int}
     times = Counter(told.values())
     return {index: name if times[name] == 1 else f"{name}, optimizer {index}" for index, name in told.items() if name}
 
 
 def timing(run: Run) -> list[tuple[str, str]]:
     """Where time went: a name and a value in words for each number that was measured."""
-    found = run.facts.get("timing")
-    if not isinstance(found, Mapping):
-        return []
+    found = mapping(run, "timing")
     return [(words, _amount(name, found[name])) for name, words in TIMES.items() if _known(found.get(name))]
 
 
 def environment(run: Run) -> dict[str, Any]:
     """Where it ran: what was known before it began, and what torch said at its end."""
-    found = run.facts.get("torch")
-    of_torch = {name: value for name, value in found.items() if value is not None} if isinstance(found, Mapping) else {}
+    of_torch = {name: value for name, value in mapping(run, "torch").items() if value is not None}
     wrote = run.manifest.get("ampwise")
     return {**run.environment, **of_torch, **({} if wrote is None else {"ampwise": wrote})}
 
 
-def _rows(run: Run, name: str) -> list[Mapping[str, Any]]:
+def mapping(run: Run, name: str) -> Mapping[str, Any]:
+    """A fact that has parts; empty where it is anything else."""
+    return as_mapping(run.facts.get(name))
+
+
+def as_mapping(value: object) -> Mapping[str, Any]:
+    """A part of a fact that has parts itself."""
+    return value if isinstance(value, Mapping) else {}
+
+
+def rows(run: Run, name: str) -> list[Mapping[str, Any]]:
+    """A fact that is a list of things with parts; what is no such thing is left out."""
     found = run.facts.get(name)
     return [row for row in found if isinstance(row, Mapping)] if isinstance(found, (list, tuple)) else []
 

@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from ampwise.report.facts import rows
+
 if TYPE_CHECKING:
     from ampwise.record.reader import Run
 
@@ -43,11 +45,10 @@ class Ran:
 
 def flow_of(run: Run) -> list[Ran]:
     """None where the run did not look."""
-    found = run.facts.get("dtype_flow")
-    rows = [row for row in found if isinstance(row, Mapping)] if isinstance(found, list) else []
-    models = {str(row.get("model") or "") for row in rows}
-    parents = {(row.get("model"), parent) for row in rows for parent in _parents(str(row.get("module") or ""))}
-    return [_ran(row, parents, several=len(models) > 1) for row in rows]
+    found = rows(run, "dtype_flow")
+    models = {str(row.get("model") or "") for row in found}
+    parents = {(row.get("model"), parent) for row in found for parent in _parents(str(row.get("module") or ""))}
+    return [_ran(row, parents, several=len(models) > 1) for row in found]
 
 
 def _parents(name: str) -> list[str]:

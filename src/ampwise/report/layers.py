@@ -13,7 +13,7 @@ from ampwise.errors import UnknownName
 from ampwise.evidence.underflow import Underflow, scale_exponent, underflow
 from ampwise.formats import Format, find_scalar_format
 from ampwise.report.facts import optimizer_names
-from ampwise.report.wording import scale_words
+from ampwise.report.wording import percent, scale_words
 
 if TYPE_CHECKING:
     from ampwise.record.reader import Run
@@ -81,6 +81,12 @@ class Layer:
             "would overflow": left is not None and left < 0,
         }
         return [note for note, holds in told.items() if holds]
+
+    @property
+    def cells(self) -> list[str]:
+        """A row under ``headings``."""
+        lost = [percent(share) for share in (self.lost, self.subnormal) if share is not None]
+        return [percent(self.share), f"{self.norm:.3g}", f"{self.census.amax:.3g}", *lost]
 
     @property
     def name_and_owner(self) -> str:

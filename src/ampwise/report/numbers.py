@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ampwise.report.curves import by_optimizer
-from ampwise.report.facts import optimizer_names
+from ampwise.report.facts import mapping, optimizer_names
 from ampwise.report.usage import memory
 from ampwise.report.verdict import skip_rate, steps_of
 from ampwise.report.wording import duration, number, percent, scale_words
@@ -43,8 +43,7 @@ def _numbers(run: Run) -> Iterator[Number]:
     (optimizer, first), *others = by_optimizer(run.steps).items() or [(0, [])]
     owner = optimizer_names(run).get(optimizer, "") if others else ""
     yield from _of_line(first, owner)
-    timing = run.facts.get("timing")
-    yield from _of_time(timing if isinstance(timing, Mapping) else {})
+    yield from _of_time(mapping(run, "timing"))
     held = memory(run)
     if held is not None and held.devices:
         yield Number(name="peak memory", value=held.devices[0].allocated, note=held.devices[0].name)

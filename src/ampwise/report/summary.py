@@ -13,7 +13,7 @@ from ampwise.report.fitting import cropped, wrapped
 from ampwise.report.layers import Layer, about_layers, headings, layers_of, title
 from ampwise.report.source_lines import drawn_lines, gutter_of
 from ampwise.report.verdict import happened, mood, nothing_seen, opening, steps_of, worst_first
-from ampwise.report.wording import one_line, percent, short
+from ampwise.report.wording import one_line, short
 
 if TYPE_CHECKING:
     from ampwise.record.reader import Run
@@ -109,9 +109,7 @@ def _table_of(layers: list[Layer], colour: bool, width: int) -> str:
 
 def _row(layer: Layer, several: bool) -> list[str]:
     name = layer.name_and_owner if several else layer.name
-    numbers = [percent(layer.share), f"{layer.norm:.3g}", f"{layer.census.amax:.3g}"]
-    lost = [percent(share) for share in (layer.lost, layer.subnormal) if share is not None]
-    return [printable(name), *numbers, *lost, ", ".join(layer.notes)]
+    return [printable(name), *layer.cells, ", ".join(layer.notes)]
 
 
 def _activations(found: list[Activation], colour: bool, width: int) -> str:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from ampwise.report.facts import as_mapping, mapping
 from ampwise.report.wording import number, short, size
 
 if TYPE_CHECKING:
@@ -66,18 +67,18 @@ class Memory:
 
 def kinds_of_time(run: Run) -> list[Part]:
     """The device's time by kind of work, in the steps that were profiled; the most first."""
-    found = _amounts(_timing(run).get("time_by_kind"))
+    found = _amounts(mapping(run, "timing").get("time_by_kind"))
     return _parts({KINDS.get(name, name): seconds for name, seconds in found.items()})
 
 
 def precisions_of_work(run: Run) -> list[Part]:
     """The matrix work by precision."""
-    return _parts(_amounts(_timing(run).get("flops_by_precision")))
+    return _parts(_amounts(mapping(run, "timing").get("flops_by_precision")))
 
 
 def products(run: Run) -> list[list[str]]:
     """The largest matrix products: what, of what size, in which precision, how often, its share of the work."""
-    found = _timing(run).get("matrix_products")
+    found = mapping(run, "timing").get("matrix_products")
     rows = [row for row in found if isinstance(row, Mapping)] if isinstance(found, list) else []
     work = sum(_amount(row.get("flops")) for row in rows)
     return [
@@ -93,7 +94,7 @@ def products(run: Run) -> list[list[str]]:
 
 def waiting_lines(run: Run) -> list[tuple[str, str]]:
     """The lines of the script at which it waited, for data and for the device."""
-    times = _timing(run)
+    times = mapping(run, "timing")
     data = [(line, f"{seconds:.3g} s for data") for line, seconds in _worst(times.get("data_waits"))]
     device = [(line, f"{count:,.0f} × for the device") for line, count in _worst(times.get("syncs"))]
     return data + device
@@ -101,13 +102,11 @@ def waiting_lines(run: Run) -> list[tuple[str, str]]:
 
 def memory(run: Run) -> Memory | None:
     """None where nothing was measured."""
-    found = run.facts.get("memory")
-    if not isinstance(found, Mapping):
-        return None
+    found = mapping(run, "memory")
     held = {words: _amounts(found.get(name)) for name, words in OWNERS.items()}
     amounts = {words: sum(formats.values()) for words, formats in held.items() if formats}
     notes = {words: _formats(formats) for words, formats in held.items()}
-    devices = {name: row for name, row in _mapping(found.get("devices")).items() if isinstance(row, Mapping)}
+    devices = {name: row for name, row in as_mapping(found.get("devices")).items() if isinstance(row, Mapping)}
     only = next(iter(devices.values())) if len(devices) == 1 else {}
     rest = number(only.get("rest"))
     if rest is not None and rest > 0:
@@ -150,17 +149,9 @@ def _worst(found: object) -> list[tuple[str, float]]:
 
 def _amounts(found: object) -> dict[str, float]:
     """Of a mapping from names to amounts those that make sense."""
-    return {str(name): amount for name, value in _mapping(found).items() if (amount := _amount(value)) > 0}
+    return {str(name): amount for name, value in as_mapping(found).items() if (amount := _amount(value)) > 0}
 
 
 def _amount(value: object) -> float:
     found = number(value)
     return found if found is not None and 0 < found < float("inf") else 0.0
-
-
-def _mapping(found: object) -> Mapping[Any, Any]:
-    return found if isinstance(found, Mapping) else {}
-
-
-def _timing(run: Run) -> Mapping[Any, Any]:
-    return _mapping(run.facts.get("timing"))

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from ampwise.record.bucket import Bucket, Spread
 from ampwise.report.curves import by_optimizer
-from ampwise.report.facts import TIMES, optimizer_names
+from ampwise.report.facts import TIMES, as_mapping, mapping, optimizer_names
 from ampwise.report.verdict import skip_rate, steps_of
 from ampwise.report.wording import duration, number, percent, scale_words, size
 
@@ -167,7 +167,7 @@ def compared_numbers(
             if key in NUMBERS
         ],
         _number("peak_memory", (_peak_memory(run) for run in runs)),
-        _number("host_peak", (number(_mapping(run.facts.get("memory")).get("host_peak")) for run in runs)),
+        _number("host_peak", (number(mapping(run, "memory").get("host_peak")) for run in runs)),
     ]
     known = [one for one in found if one.before is not None or one.after is not None]
     return known if judge else [replace(one, better="") for one in known]
@@ -328,7 +328,7 @@ def _lost(layers: Sequence[Layer]) -> float | None:
 
 
 def _timed(run: Run, key: str) -> float | None:
-    return number(_mapping(run.facts.get("timing")).get(key))
+    return number(mapping(run, "timing").get(key))
 
 
 def _chance_of(key: str, runs: tuple[Run, Run]) -> float | None:
@@ -346,13 +346,9 @@ def _time_wanders(run: Run) -> float | None:
 
 
 def _peak_memory(run: Run) -> float | None:
-    devices = _mapping(_mapping(run.facts.get("memory")).get("devices")).values()
-    peaks = [number(_mapping(device).get("peak_allocated")) for device in devices]
+    devices = as_mapping(mapping(run, "memory").get("devices")).values()
+    peaks = [number(as_mapping(device).get("peak_allocated")) for device in devices]
     return max((peak for peak in peaks if peak is not None), default=None)
-
-
-def _mapping(value: object) -> Mapping[str, Any]:
-    return value if isinstance(value, Mapping) else {}
 
 
 # --- words ---------------------------------------------------------------------------------------------------------

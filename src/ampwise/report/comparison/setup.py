@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ampwise.report.facts import environment, settings
+from ampwise.report.facts import environment, mapping, settings
 from ampwise.report.wording import short
 
 if TYPE_CHECKING:
@@ -100,6 +100,5 @@ def _device(run: Run, where: Mapping[str, Any]) -> str | None:
     if isinstance(found, (list, tuple)) and found:
         counts = Counter(map(str, found))
         return ", ".join(name if times == 1 else f"{times} × {name}" for name, times in counts.items())
-    timing = run.facts.get("timing")
-    kind = timing.get("device") if isinstance(timing, Mapping) else None
+    kind = mapping(run, "timing").get("device")
     return None if kind is None else str(kind)

@@ -19,7 +19,7 @@ from ampwise.report.page.payload import shown_layers
 from ampwise.report.source_lines import kept_lines
 from ampwise.report.usage import kinds_of_time, memory, precisions_of_work, products, waiting_lines
 from ampwise.report.verdict import happened, mood, opening, verdict, worst_first
-from ampwise.report.wording import moment, one_line, percent, short
+from ampwise.report.wording import moment, one_line, short
 
 if TYPE_CHECKING:
     from ampwise.record.reader import Run
@@ -158,11 +158,10 @@ def _layers(layers: Sequence[Layer]) -> dict[str, Any]:
 
 
 def _layer(layer: Layer, several: bool) -> dict[str, Any]:
-    lost = [percent(share) for share in (layer.lost, layer.subnormal) if share is not None]
     return {
         "name": layer.name,
         "owner": layer.owner if several else "",
-        "cells": [percent(layer.share), f"{layer.norm:.3g}", f"{layer.census.amax:.3g}", *lost],
+        "cells": layer.cells,
         "notes": ", ".join(layer.notes),
     }
 
