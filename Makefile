@@ -48,7 +48,7 @@ peers: $(STAMP) ## run the conformance cases with others' software and record wh
 	@$(BIN)/python tools/observe_peers.py
 
 bench: $(STAMP) ## run one benchmark: make bench NAME=census
-	@test -f benchmarks/$(NAME).py || { echo "make: no benchmark '$(NAME)'; there are: $$(cd benchmarks && grep -l __main__ *.py | sed 's/\.py//' | xargs)" >&2; exit 1; }
+	@test -f benchmarks/$(NAME).py -o -f benchmarks/$(NAME)/__main__.py || { echo "make: no benchmark '$(NAME)'; there are: $$(cd benchmarks && { grep -l __main__ *.py | sed 's/\.py//'; ls */__main__.py | xargs -n1 dirname; } | xargs)" >&2; exit 1; }
 	@$(BIN)/python -m benchmarks.$(NAME)
 
 gpu-test: ## the tests that need CUDA, in the Python you have (torch, triton, pytest, hypothesis; no .venv)

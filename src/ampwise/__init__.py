@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from ampwise.record.reader import Run as Run
     from ampwise.report.comparison.comparison import Comparison as Comparison
     from ampwise.rules import find_rule as find_rule
+    from ampwise.trace.tracing import trace as trace
 
 _HOMES = {
     "AmpwiseError": "errors",
@@ -74,6 +75,7 @@ _HOMES = {
     "find_gpu": "hardware",
     "find_rule": "rules",
     "keep": "engine.precision.keep",
+    "trace": "trace.tracing",
 }
 
 __all__ = sorted(_HOMES)

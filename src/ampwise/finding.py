@@ -335,6 +335,11 @@ class Finding(Frozen):
     def severity(self) -> Severity:
         return self.rule.severity
 
+    @property
+    def shown_evidence(self) -> dict[str, Any]:
+        """What of the evidence is for people; nested data is for machines."""
+        return {key: value for key, value in self.evidence.items() if not isinstance(value, dict)}
+
     def as_dict(self) -> dict[str, Any]:
         """Plain data for JSON and records."""
         return {

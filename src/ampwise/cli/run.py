@@ -9,6 +9,7 @@ Examples:
   ampwise run -m my_package.train --config small.yaml
   ampwise run -o runs/two -m torch.distributed.run --nproc-per-node 2 train.py
   ampwise run --activations train.py
+  ampwise run --capsule capsules train.py
   ampwise run --sink tensorboard --sink jsonl:metrics.jsonl train.py
   ampwise report runs/first --json
 
@@ -45,6 +46,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--every", metavar="N", type=_count, help="count gradients by powers of two at each N-th step")
     parser.add_argument("--activations", action="store_true", help="look at what modules put out, too")
     parser.add_argument("--no-timing", action="store_true", help="do not look at where the time goes")
+    parser.add_argument("--capsule", metavar="DIR", help="save steps that go bad there, for `ampwise replay`")
+    parser.add_argument("--no-weights", action="store_true", help="leave the model's weights out of capsules")
     parser.add_argument(
         "--sink",
         metavar="NAME[:TARGET]",
@@ -76,7 +79,12 @@ def _watched(script: Script, folder: Path, args: argparse.Namespace) -> int:
     from ampwise.watch.running import Options, Running, rank_here
 
     options = Options(
-        every=args.every, activations=args.activations, timing=not args.no_timing, sinks=tuple(args.sinks)
+        every=args.every,
+        activations=args.activations,
+        timing=not args.no_timing,
+        sinks=tuple(args.sinks),
+        capsules=None if args.capsule is None else Path(args.capsule).absolute(),  # the script may go elsewhere
+        weights=not args.no_weights,
     )
     try:
         running = Running(script, folder, options, force=args.force)
@@ -103,6 +111,8 @@ def _launched(script: Script, folder: Path, args: argparse.Namespace) -> int:
     options += [f"--every={args.every}"] if args.every else []
     options += ["--activations"] if args.activations else []
     options += ["--no-timing"] if args.no_timing else []
+    options += [f"--capsule={args.capsule}"] if args.capsule else []
+    options += ["--no-weights"] if args.no_weights else []
     options += [f"--sink={sink}" for sink in args.sinks]
     ended = launch(script, folder, options)
     _judge_ranks(folder)

@@ -25,6 +25,7 @@ from ampwise.engine.arguments import (
     loss_and_extra,
     where,
 )
+from ampwise.engine.bad_steps import BadSteps, Pass
 from ampwise.engine.batches import Batches
 from ampwise.engine.clipping import Clipping
 from ampwise.engine.graph import Graphs
@@ -44,9 +45,11 @@ from ampwise.engine.statistics import Statistics
 from ampwise.engine.step import History, Step
 from ampwise.engine.telling import telling
 from ampwise.engine.trained import Trained
-from ampwise.engine.window import Weight, Window
+from ampwise.engine.window import Weight, Window, shared
 from ampwise.errors import BadInput
+from ampwise.finding import Finding
 from ampwise.sinks.metrics import Row
+from ampwise.trace.replay import Settings
 
 __all__ = ["Engine"]
 
@@ -69,6 +72,8 @@ class Engine:
     history: how many steps ``engine.history`` keeps.
     sinks: where the numbers of each step go: names, ``["tensorboard:logs", "wandb"]``, and functions that take a row.
         They are told a little later, and never waited for.
+    trace: run a step once more whose loss or gradients are not finite, and say which operation it came from, and why:
+        ``engine.findings``. Until then it costs nothing but that the host is no more than a step ahead of the device.
 
     A step whose gradients are not finite changes nothing, in any precision: neither weights nor the state of
     optimizer, scheduler and BatchNorm. With a fused optimizer nothing waits for the GPU.
@@ -98,6 +103,7 @@ class Engine:
         graph: bool = False,
         history: int = 1000,
         sinks: Iterable[str | Callable[[Row], None]] | None = None,
+        trace: bool = True,
     ) -> None:
         self._models = checked_models(model)
         # The one by whose names parameters and modules are known.
@@ -129,6 +135,7 @@ class Engine:
         self._closed = 0  # windows
         self._stepping = False  # optimizers, by the engine itself
         self._stock: Any = None  # of gradients, where they must not change
+        self._bad_steps = self._watched_steps() if trace else None
         self._telling = telling(sinks)
         if self._telling is not None:
             weakref.finalize(self, self._telling.end).atexit = False  # of which it knows by itself
@@ -136,6 +143,9 @@ class Engine:
         self.policy.apply(self._model)
         self._trained.before_saving(self._schedules.settle)
         self._trained.before_stepping(self._refuse_others_step)
+
+    def _watched_steps(self) -> BadSteps:
+        return BadSteps(self._rerun, self._models, self._trained.optimizers, self._ranks, self._statistics, self.device)
 
     def _announce(self) -> None:
         """Say what "auto" came to, and why."""
@@ -185,6 +195,9 @@ class Engine:
             self._statistics_within.remember()
         else:
             self._begin()
+        kept = None
+        if self._bad_steps is not None:
+            kept = self._bad_steps.pass_begins(loss_fn, args, kwargs, factor, self._window.divisor)
 
         def one_pass(given: Any) -> tuple[Tensor, Any]:
             args, kwargs, factor = given
@@ -193,12 +206,26 @@ class Engine:
                 return self._backward(self._window.share(loss, factor), {}), extra
 
         if self._graphs is None:
-            return one_pass((args, kwargs, factor))
-        if factor is not None:  # a number would become a constant of the graph
-            factor = _on_device(factor, self.device)
-        given = args, kwargs, factor
-        share, extra = self._graphs.run(one_pass, loss_fn, self._window.divisor, given, self._trained.all_parameters)
+            share, extra = one_pass((args, kwargs, factor))
+        else:
+            if factor is not None:  # a number would become a constant of the graph
+                factor = _on_device(factor, self.device)
+            given, parameters = (args, kwargs, factor), self._trained.all_parameters
+            share, extra = self._graphs.run(one_pass, loss_fn, self._window.divisor, given, parameters)
+        if kept is not None:
+            kept.share = share
         return share, extra
+
+    def _rerun(self, kept: Pass, settings: Settings) -> Tensor:
+        """A micro-batch of a step that is over, once more."""
+        with self._arithmetic.products():
+            with self._arithmetic.forward():
+                loss, _ = loss_and_extra(kept.function(*kept.args, **kept.kwargs))
+            share = shared(loss, kept.factor, kept.divisor)
+            if settings.goes_back_from(share):
+                with self._arithmetic.backward():
+                    (share * settings.scale).backward()
+        return share
 
     def _run(self, loss_fn: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Tensor, Any]:
         try:
@@ -320,11 +347,15 @@ class Engine:
             return tuple(None if each is None else each * there(inverse, each.device) for each in gradients)
 
     def close(self) -> None:
-        """Send the sinks what they have not got yet, and close them. Training may go on without.
+        """Explain the last step, if it was bad; send the sinks what they have not got yet, and close them.
+
+        Training may go on without.
 
         Waits for the last step, and for sinks: seconds, or up to a minute while they get on. It happens by itself when
         the program ends. The sinks of an engine that is gone are closed, too, and nobody waits for them.
         """
+        if self._bad_steps is not None:
+            self._bad_steps.settle()
         if self._telling is not None:
             self._telling.close()
             self._telling = None
@@ -351,6 +382,17 @@ class Engine:
     def accumulating(self) -> bool:
         """A window is open: some of its micro-batches are done."""
         return self._window.touched
+
+    @property
+    def findings(self) -> list[Finding]:
+        """What steps with a bad loss or bad gradients came from; waits for the last step.
+
+        An overflow of gradients that goes away with a lower loss scale is none.
+        """
+        if self._bad_steps is None:
+            return []
+        self._bad_steps.settle()
+        return list(self._bad_steps.findings)
 
     def census(self) -> DeviceCensus:
         """What the gradients of the last step held, by parameter, in true units and before clipping."""
@@ -400,6 +442,8 @@ class Engine:
         self._refuse_inside("load_state_dict")
         if self._window.passes:
             raise BadInput("load_state_dict() between backward() and apply(): load after engine.apply().")
+        if self._bad_steps is not None:
+            self._bad_steps.forget()
         before = self._state()
         try:
             self._load(state, other_precision)
@@ -488,6 +532,9 @@ class Engine:
             lrs = [_posted(lr) for lr in self._trained.lrs]
             if self._telling is not None:
                 self._telling.step_begins(self.scaler._scale if self.scaler.is_enabled() else None)
+            if self._bad_steps is not None:
+                scale = self.scaler.get_scale() if self.device.type == "cpu" else None
+                self._bad_steps.before_update(self._closed + 1, self.precision, self._window.loss, scale)
             self._judge(stepping)
             self._stepping = True
             for optimizer in stepping:
@@ -544,6 +591,8 @@ class Engine:
         self._begun = False
         if self._set_to_none and self._graphs is None:
             self._trained.drop_gradients()  # whose memory the next forward pass can use
+        if self._bad_steps is not None:
+            self._bad_steps.closed(step, outcome)
         self._schedules.after(outcome, stepping)  # last, as a scheduler may refuse to go on
         return step
 
@@ -560,6 +609,8 @@ class Engine:
 
     def _drop_window(self) -> None:
         """As if its micro-batches had not been."""
+        if self._bad_steps is not None:
+            self._bad_steps.drop()
         self._statistics.restore()
         self._drop_gradients()
         self._ranks.drop_unexchanged()

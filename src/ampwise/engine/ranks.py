@@ -10,7 +10,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.nn import Module
+from torch.nn import Module, SyncBatchNorm
+from torch.nn.parallel import DistributedDataParallel
 
 from ampwise.errors import BadInput
 
@@ -42,6 +43,9 @@ class Ranks:
         sharded: list[Any] = [each for each in found if callable(getattr(each, "set_requires_gradient_sync", None))]
         inner = {id(inside) for outer in sharded for inside in outer.modules() if inside is not outer}
         self._sharded = [module for module in sharded if id(module) not in inner]
+        unwrapped = [each for each in self._holding if not isinstance(each, DistributedDataParallel)]
+        synced = [each for each in found if isinstance(each, SyncBatchNorm)]
+        self._has_exchanges = bool(unwrapped or sharded or synced)
         self._exchanging = True  # as FSDP2's switch is set
         # With static_graph, DDP learns the graph in its first pass, and fails unless it exchanges in that.
         self._learning = any(getattr(each, "static_graph", False) for each in self._holding)
@@ -53,6 +57,27 @@ class Ranks:
     def several(self) -> bool:
         """The model is spread over ranks, or copied to them."""
         return bool(self._holding or self._sharded) and _has_others()
+
+    @property
+    def in_step(self) -> bool:
+        """A forward pass has exchanges in it: each rank must run as many as the others."""
+        return self._has_exchanges and self.several
+
+    @property
+    def speaks(self) -> bool:
+        return speaks()
+
+    @contextmanager
+    def bypassed(self) -> Iterator[None]:
+        """Each rank by itself, where the wrapper is all that exchanges: what it wraps is called in its place."""
+        wrappers = [each for each in self._holding if isinstance(each, DistributedDataParallel)]
+        for wrapper in wrappers:
+            wrapper.__dict__["forward"] = wrapper.module
+        try:
+            yield
+        finally:
+            for wrapper in wrappers:
+                del wrapper.__dict__["forward"]
 
     def exchanging(self, wanted: bool) -> AbstractContextManager[Any]:
         """A micro-batch, forward and backward: gradients are exchanged in the last of a window only."""

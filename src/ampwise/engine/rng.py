@@ -1,9 +1,7 @@
-"""The state of every source of random numbers in use, as plain data and tensors."""
+"""The state of random numbers in a checkpoint: that of a rank is for this rank."""
 
 from __future__ import annotations
 
-import random
-import sys
 import warnings
 from collections.abc import Mapping
 from typing import Any
@@ -12,25 +10,14 @@ import torch
 
 from ampwise.engine.ranks import rank
 from ampwise.errors import BadInput
+from ampwise.randomness import random_state, restore_random
 
 __all__ = ["restore_rng", "rng_state"]
 
 
 def rng_state(device: torch.device) -> dict[str, Any]:
-    """Of torch, on the CPU and on the device; of Python; of numpy, where it is in use."""
-    version, words, gauss = random.getstate()
-    state: dict[str, Any] = {
-        "rank": rank(),
-        "torch": torch.get_rng_state(),
-        "python": {"version": version, "words": list(words), "gauss": gauss},
-    }
-    backend = _backend(device)
-    if backend is not None:
-        state["device"] = backend.get_rng_state(device)
-    numpy = sys.modules.get("numpy")
-    if numpy is not None:
-        state["numpy"] = _plain(numpy.random.get_state(legacy=False))
-    return state
+    """Of every source in use, and whose it is."""
+    return {"rank": rank(), **random_state(device)}
 
 
 def restore_rng(state: Mapping[str, Any], device: torch.device) -> None:
@@ -47,25 +34,6 @@ def restore_rng(state: Mapping[str, Any], device: torch.device) -> None:
         )
         return
     try:
-        torch.set_rng_state(state["torch"].cpu())
-        python = state["python"]
-        random.setstate((python["version"], tuple(python["words"]), python["gauss"]))
-        backend = _backend(device)
-        if backend is not None and "device" in state:
-            backend.set_rng_state(state["device"].cpu(), device)
-        if "numpy" in state and "numpy" in sys.modules:
-            sys.modules["numpy"].random.set_state(state["numpy"])
+        restore_random(state, device)
     except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
         raise BadInput(f"load_state_dict(): the saved state of the random numbers is damaged ({error}).") from error
-
-
-def _plain(value: Any) -> Any:
-    """Arrays as lists, numbers as Python's."""
-    if isinstance(value, dict):
-        return {key: _plain(inner) for key, inner in value.items()}
-    return value.tolist() if hasattr(value, "tolist") else value
-
-
-def _backend(device: torch.device) -> Any | None:
-    """torch.cuda or what corresponds to it; the CPU has no other than torch's own."""
-    return None if device.type == "cpu" else getattr(torch, device.type, None)

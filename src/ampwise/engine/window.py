@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ampwise.errors import BadInput
 
-__all__ = ["Weight", "Window"]
+__all__ = ["Weight", "Window", "shared"]
 
 Weight = float | Tensor
 
@@ -84,9 +84,7 @@ class Window:
 
     def share(self, loss: Tensor, factor: Weight | None) -> Tensor:
         """What the loss of a micro-batch contributes to that of the window."""
-        if factor is not None:
-            return loss * factor
-        return loss if self.divisor == 1 else loss / self.divisor
+        return shared(loss, factor, self.divisor)
 
     def add(self, share: Tensor) -> None:
         """A backward pass is done."""
@@ -126,6 +124,13 @@ class Window:
                 self.unit = seen.masked_fill(~makes_sense, self.unit)
         elif 0 < seen < math.inf:
             self.unit = seen
+
+
+def shared(loss: Tensor, factor: Weight | None, divisor: int) -> Tensor:
+    """A loss times its weight, or divided by how many there are."""
+    if factor is not None:
+        return loss * factor
+    return loss if divisor == 1 else loss / divisor
 
 
 def _checked(weight: Any) -> Weight:

@@ -4,9 +4,20 @@ from __future__ import annotations
 
 import math
 
-__all__ = ["scale_text"]
+__all__ = ["number", "scale_text"]
 
+IN_DIGITS = 1e7  # up to here large numbers have all their digits
 EASY = 2.0**20  # up to here a power of two is known by its digits
+
+
+def number(value: float) -> str:
+    """
+    >>> number(81920.0), number(2.3125), number(1e-8), number(1e39), number(float("nan")), number(float("-inf"))
+    ('81,920', '2.312', '1e-08', '1e+39', 'NaN', '-inf')
+    """
+    if not math.isfinite(value):
+        return "NaN" if math.isnan(value) else f"{value}"
+    return f"{value:,.0f}" if 1000 <= abs(value) < IN_DIGITS else f"{value + 0.0:.4g}"  # and -0.0 is 0
 
 
 def scale_text(scale: float) -> str:

@@ -34,5 +34,5 @@ def run_html(run: Run) -> str:
 
 def seen_html(seen: Seen, *, told: str = "") -> str:
     """A finding with the lines that the record keeps, its evidence, and how often it was seen (or ``told``)."""
-    facts = (one_line(seen.finding.evidence), told or happened(seen))
+    facts = (one_line(seen.finding.shown_evidence), told or happened(seen))
     return finding_html(seen.finding, lines=kept_lines(seen), told=facts)

@@ -70,7 +70,7 @@ def _paragraph(seen: Seen, colour: bool) -> str:
     mark = f"{margin} {paint('=', 'gutter', colour)}"
     head = paint(f"{finding.severity}[{finding.rule.code}]", finding.severity, colour)
     where = f"{margin}{paint('-->', 'gutter', colour)} {printable(str(finding.place))}"
-    told = [printable(text) for text in (one_line(finding.evidence), happened(seen)) if text]
+    told = [printable(text) for text in (one_line(finding.shown_evidence), happened(seen)) if text]
     lines = [
         f"{head} {paint(printable(finding.rule.name), 'bold', colour)}: {_block(finding.message, 2)}",
         *([where] if finding.place.as_dict() else []),

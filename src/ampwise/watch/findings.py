@@ -13,6 +13,7 @@ from ampwise.rules import rules_about
 
 __all__ = ["Findings", "checks_of"]
 
+ABOUT_OPERATIONS = "AMP9"
 MOST = 1000  # findings of a run: whoever has more of them has one cause
 
 Check = Callable[[Any], Iterator[Finding]]
@@ -88,7 +89,7 @@ class Findings:
 
     def __iter__(self) -> Iterator[Seen]:
         every = [*self._seen.values(), *(seen for given in self._given.values() for seen in given.values())]
-        return iter(sorted(every, key=lambda seen: (seen.finding.severity.rank, -seen.count)))
+        return iter(sorted(every, key=_badness))
 
     def __len__(self) -> int:
         return len(list(iter(self)))
@@ -101,6 +102,11 @@ class Findings:
     @staticmethod
     def _judged(evidence: Any, room: str) -> Iterable[Finding]:
         return (finding for check in checks_of(room).get(type(evidence), ()) for finding in check(evidence))
+
+
+def _badness(seen: Seen) -> tuple[object, ...]:
+    """Where it began comes before what came of it, however often that was seen."""
+    return (seen.finding.severity.rank, not seen.finding.rule.code.startswith(ABOUT_OPERATIONS), -seen.count)
 
 
 def _key(finding: Finding) -> tuple[Hashable, ...]:

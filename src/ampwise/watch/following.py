@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 
@@ -19,9 +21,10 @@ class Following:
     def __init__(self) -> None:
         self._thread: threading.Thread | None = None
         self.others = False  # have trained as well
+        self._paused = False
 
     def __call__(self) -> bool:
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or self._paused:
             return False
         current = threading.current_thread()
         if self._thread is not current:
@@ -30,3 +33,12 @@ class Following:
                 return False
             self._thread = current
         return True
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """What is called now is ours."""
+        before, self._paused = self._paused, True
+        try:
+            yield
+        finally:
+            self._paused = before

@@ -41,6 +41,7 @@ class Known:
     finite: bool  # as far as its gradients and loss are known
     sample: LayerSample | None = None
     bad: tuple[str, ...] = ()  # parameters whose gradients are not finite
+    serious: bool = True  # if it is not: no ordinary overflow of scaled gradients
 
 
 @dataclass(slots=True)
@@ -145,6 +146,29 @@ class Gradients:
         self._samples.step()
         self.settle()
 
+    @property
+    def waiting(self) -> bool:
+        """For numbers of some step."""
+        return bool(self._awaited)
+
+    def bad_already(self, optimizer: Any, state: OptimizerState, *, scaled: bool) -> tuple[float | None] | None:
+        """The loss of the step to come, if that is known not to be finite, it or the gradients; None if not.
+
+        On the CPU alone: any other device would have to be waited for. scaled: gradients may well be too large.
+        """
+        losses = list(state.losses.values())
+        if any(each.device.type != "cpu" for each in losses):
+            return None
+        loss = sum(each.item() for each in losses) if losses else None
+        if loss is not None and not math.isfinite(loss):
+            return (loss,)
+        reading = None if scaled else self._readings.get(state.index)
+        home = None if reading is None else home_of([optimizer])
+        if reading is None or home is None or home.type != "cpu":
+            return None
+        _, infinities, nans = reading.totals(home).tolist()
+        return (loss,) if infinities + nans else None
+
     def when_known(self, state: OptimizerState, tell: Callable[[bool], None]) -> None:
         """Call with whether the optimizer's last step was skipped, once that is known."""
         last = next((each for each in reversed(self._awaited) if each.state is state), None)
@@ -181,8 +205,8 @@ class Gradients:
         row = replace(awaited.row, norm=norm, scale=scale, skipped=skipped, loss=loss)
         index = awaited.state.index
         self._skips[index] = self._skips.get(index, 0) + 1 if skipped else 0
-        known = Known(row, finite=not bad and row.finite)
-        if not known.finite and self._is_serious(row):
+        known = Known(row, finite=not bad and row.finite, serious=self._is_serious(row))
+        if not known.finite and known.serious:
             known.bad = _bad_parameters(awaited)
         if awaited.sampled is None or skipped:
             self._tell(awaited.state, known)

@@ -10,8 +10,8 @@ from typing import Any
 from torch.utils.data import dataloader
 
 from ampwise.evidence.conduct import Site
+from ampwise.site import caller
 from ampwise.watch.patches import Patches
-from ampwise.watch.site import caller
 
 __all__ = ["Loading"]
 

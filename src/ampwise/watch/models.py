@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from types import FunctionType
+from types import FrameType, FunctionType
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from torch import nn
 from ampwise.watch.hook import Hook
 from ampwise.watch.patches import Patches
 
-__all__ = ["OTHER_WITH_HOOKS", "UNTOUCHED", "Models", "names_of", "plain_name", "within"]
+__all__ = ["OTHER_WITH_HOOKS", "UNTOUCHED", "Models", "bare", "calling_here", "names_of", "plain_name", "within"]
 
 MOST = 4096  # models that are remembered
 TAKING_MODELS_APART = (
@@ -29,6 +30,7 @@ TAKING_MODELS_APART = (
 OTHER_WITH_HOOKS = (nn.TransformerEncoder, nn.TransformerEncoderLayer, nn.MultiheadAttention)
 UNTOUCHED = (*OTHER_WITH_HOOKS, torch.jit.ScriptModule)  # the last takes none
 # Of DDP, torch.compile, FSDP1 and activation checkpointing.
+WRAPPING = ("DistributedDataParallel", "DataParallel", "FullyShardedDataParallel", "OptimizedModule")
 WRAPPERS = frozenset(("module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"))
 
 
@@ -69,6 +71,11 @@ class Models:
             left -= parts.pop(best)
         return found
 
+    def around(self, model: nn.Module) -> nn.Module:
+        """The outermost that it is known to be a part of, but for wrappers: a call of that is the whole pass."""
+        holding = [each for each in list(self._asked) if not is_wrapper(each) and _holds(each, model)]
+        return max(holding, key=lambda each: len(list(each.modules())), default=model)
+
     def remember(self, model: nn.Module) -> None:
         """One that may be an optimizer's, and was made before."""
         self._asked.add(model)
@@ -81,7 +88,7 @@ class Models:
     def watch(self, model: nn.Module) -> None:
         """Be told when it runs."""
         if model not in self._hooked and not isinstance(model, UNTOUCHED):
-            before = model.register_forward_pre_hook(self._begins)
+            before = model.register_forward_pre_hook(self._begins, with_kwargs=True)
             # Called even if the forward pass fails, or a run would seem to go on for ever.
             after = model.register_forward_hook(self._ends, always_call=True)
             self._hooked[model] = [before, after]
@@ -129,14 +136,14 @@ class Models:
 
     def _without_hooks(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
-            with _bare(args):
+            with bare(args):
                 return original(*args, **kwargs)
 
         return call
 
 
 @contextmanager
-def _bare(things: Any) -> Iterator[None]:
+def bare(things: Any) -> Iterator[None]:
     """Without our hooks on models among the things, or on copies of such; they come back under the same keys.
 
     Under new ones, torch.compile would take the model for another.
@@ -157,6 +164,28 @@ def _bare(things: Any) -> Iterator[None]:
     finally:
         for hooks, key, hook in taken:
             hooks[key] = hook
+
+
+def is_wrapper(module: nn.Module) -> bool:
+    """DDP, what torch.compile has made, and the like, around a model that is the script's own."""
+    return type(module).__name__ in WRAPPING
+
+
+def _holds(whole: nn.Module, part: nn.Module) -> bool:
+    return any(each is part for each in whole.modules())
+
+
+def calling_here() -> nn.Module | None:
+    """The outermost module that is being called, but for wrappers, as the frames tell."""
+    found: nn.Module | None = None
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_name == "_call_impl":
+            module = frame.f_locals.get("self")
+            if isinstance(module, nn.Module) and not is_wrapper(module):
+                found = module
+        frame = frame.f_back
+    return found
 
 
 def _models_in(things: Any, depth: int = 3) -> Iterator[nn.Module]:

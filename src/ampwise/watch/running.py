@@ -30,6 +30,8 @@ class Options:
     activations: bool = False
     timing: bool = True
     sinks: tuple[str, ...] = ()
+    capsules: Path | None = None  # a folder to save bad steps in
+    weights: bool = True  # with those of the model
 
 
 class Running:
@@ -80,7 +82,12 @@ class Running:
 
             options = self.options
             self.watch = Watch(
-                self.record, every=options.every, activations=options.activations, timing=options.timing
+                self.record,
+                every=options.every,
+                activations=options.activations,
+                timing=options.timing,
+                capsules=options.capsules,
+                weights=options.weights,
             ).install()
             for opening in self._wanted:  # not earlier: what a script sets for packages, it sets before it imports
                 opening.load()

@@ -34,6 +34,7 @@ from ampwise.evidence.conduct import (
     Unscale,
     Update,
 )
+from ampwise.site import caller
 from ampwise.watch.asking import (
     autocast_precision,
     eps_of,
@@ -50,7 +51,6 @@ from ampwise.watch.asking import (
 )
 from ampwise.watch.following import Following
 from ampwise.watch.graphs import read_losses
-from ampwise.watch.site import caller
 from ampwise.watch.state import Known, OptimizerState, Pass, ScalerState, SchedulerState
 
 __all__ = ["Tracker"]
@@ -101,12 +101,13 @@ class Tracker:
             for state in self._trained_by(self._running[0]) if self._running else ():  # by the model itself, within
                 state.precisions[precision] = None
 
-    def model_begins(self, model: nn.Module, *_: Any) -> None:
+    def model_begins(self, model: nn.Module, *_: Any) -> tuple[Forward, list[OptimizerState]] | None:
+        """Returns the pass, and those that it trains for; None if it is part of another, or not followed."""
         if not self.follows():  # a replica of DataParallel's
-            return
+            return None
         self._running.append(model)
         if len(self._running) > 1:  # part of another
-            return
+            return None
         learning = torch.is_grad_enabled()
         # Some are trained in evaluation mode all along: those that never were in the other.
         self._in_training_mode |= {id(model)} if learning and model.training else set()
@@ -130,10 +131,14 @@ class Tracker:
         )
         self.conduct.forwards[event] = self.conduct.forwards.get(event, 0) + 1
         self._tell(event, self._step())
+        return event, (states or self._trained_by(inner_model(model))) if training else []
 
-    def model_ends(self, model: nn.Module, *_: Any) -> None:
+    def model_ends(self, model: nn.Module, *_: Any) -> bool:
+        """Whether it was the outermost."""
         if self._running and self._running[-1] is model:
             self._running.pop()
+            return not self._running
+        return False
 
     def _trained_by(self, model: nn.Module) -> list[OptimizerState]:
         known = self._models.get(model)

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from ampwise.evidence.conduct import Site
+from ampwise.site import caller
 from ampwise.watch.patches import Patches
-from ampwise.watch.site import caller
 
 __all__ = ["Waits"]
 

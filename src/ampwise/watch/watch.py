@@ -11,8 +11,10 @@ import traceback
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from pathlib import Path
 from types import FunctionType, TracebackType
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -23,10 +25,13 @@ from ampwise.evidence.conduct import Died, Event, OptimizerStep, ScalerStep, Sit
 from ampwise.evidence.health import BadStep, Health
 from ampwise.evidence.settings import suggested_settings
 from ampwise.evidence.timing import TimeUse
+from ampwise.finding import Finding
 from ampwise.record.rows import Seen
 from ampwise.record.writer import Writer
 from ampwise.watch.activations import Activations, Ranges
 from ampwise.watch.asking import precisions_of, stage_of, unwrapped
+from ampwise.watch.bad_steps import BadSteps
+from ampwise.watch.calls import Calls
 from ampwise.watch.entry_points import EntryPoints
 from ampwise.watch.findings import Findings
 from ampwise.watch.fine import what_was_fine
@@ -34,9 +39,10 @@ from ampwise.watch.fixes import add_diffs
 from ampwise.watch.flow import Flow
 from ampwise.watch.gradients import Gradients, Known
 from ampwise.watch.memory import Memory
-from ampwise.watch.models import Models, names_of
+from ampwise.watch.models import Models, calling_here, names_of
 from ampwise.watch.outcomes import is_ours, outcome_of
 from ampwise.watch.patches import Patches
+from ampwise.watch.replaying import BadOne
 from ampwise.watch.state import OptimizerState
 from ampwise.watch.timing import Timing
 from ampwise.watch.tracker import Tracker
@@ -47,6 +53,7 @@ __all__ = ["Watch"]
 JUDGED_AGAIN = 1.25  # gradient health is judged at steps that grow by this, so that it costs ever less
 FIRST_JUDGEMENT = 20
 WRITTEN_EVERY = 2.0  # seconds: findings, while the script runs
+LOOKS_AROUND = 2  # passes of a model, in which is looked for what it is a part of
 ARMED_FOR = 3  # steps after a loss that was not finite, in which modules are looked at
 UPDATES_EVERY = 10  # steps: whether BF16 weights move
 PROFILED = (6, 200)  # steps
@@ -57,7 +64,8 @@ class Watch:
     """Everything the script does from ``install`` to ``remove`` is watched.
 
     record: where it is written to; None keeps it in memory. every: full counts of gradients at each n-th step; None as
-    often as one per cent of the time allows. activations: look at what modules put out, at every step.
+    often as one per cent of the time allows. activations: look at what modules put out, at every step. capsules: a
+    folder to save bad steps in, which are replayed in any case; weights: save those of the model, too.
     """
 
     def __init__(
@@ -67,6 +75,8 @@ class Watch:
         every: int | None = None,
         activations: bool = False,
         timing: bool = True,
+        capsules: Path | None = None,
+        weights: bool = True,
     ) -> None:
         self.findings = Findings()
         self.healths: dict[int, Health] = {}
@@ -81,6 +91,12 @@ class Watch:
         self._gradients = Gradients(self._known, every)
         self._activations = Activations(self.failed)
         self._flow = Flow(self.failed)
+        self._calls = Calls()
+        self._bad_steps = BadSteps(self._calls, self._tracker.follows, self.failed, capsules=capsules, weights=weights)
+        self._looked_around: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
+        self._stepped_by: dict[int, Any] = {}  # optimizers whose gradients are ready: the scaler, if there is one
+        self._ran: set[tuple[int, int]] = set()  # steps, by optimizer, that may have changed weights
+        self._replayed: set[tuple[int, int]] = set()  # steps, before they were taken
         self._memory = Memory()
         self._names: dict[int, list[str]] = {}
         self._described: dict[int, tuple[str, list[str]]] = {}  # optimizers: class, and the models' classes
@@ -106,9 +122,7 @@ class Watch:
         """Begin to watch."""
         if self._patches is None:
             self._patches = Patches()
-            self._models = Models(
-                self._patches, self._tracker.model_begins, self._tracker.model_ends, self.failed, self._flow.stop
-            )
+            self._models = Models(self._patches, self._model_begins, self._model_ends, self.failed, self._flow.stop)
             self._entry_points = EntryPoints(self._patches, self._tracker, self)
             to_come = [step for step in PROFILED if step > self.steps]
             self._timing = Timing(self._patches, profile_at=to_come) if self._with_timing else None
@@ -126,6 +140,7 @@ class Watch:
             self._activations.end()
             self._flow.remove()
             self._models.forget()
+            self._calls.forget()
             self._entry_points.remove()
             self._patches.undo()
             self._patches = None
@@ -176,6 +191,27 @@ class Watch:
 
     # What entry points tell
 
+    def _model_begins(self, model: nn.Module, args: Any = (), kwargs: Any = None) -> None:
+        begun = self._tracker.model_begins(model)
+        if begun is not None:
+            event, states = begun
+            self._look_around(model, states)
+            self._calls.begins(model, args, kwargs or {}, [state.index for state in states], event)
+
+    def _look_around(self, model: nn.Module, states: Sequence[OptimizerState]) -> None:
+        """In its first passes: is it part of a larger one, that nobody has asked for its parameters?"""
+        if states and self._looked_around.get(model, 0) < LOOKS_AROUND:
+            self._looked_around[model] = self._looked_around.get(model, 0) + 1
+            whole = calling_here()
+            if whole is not None and whole is not model:
+                self._models.watch(whole)  # from the next pass on
+                for state in states:
+                    self._tracker.trains(whole, state)
+
+    def _model_ends(self, model: nn.Module, args: Any = (), output: Any = None) -> None:
+        if self._tracker.model_ends(model):
+            self._calls.ends(output)
+
     def optimizer_made(self, optimizer: Any) -> None:
         self._watch_models_of(optimizer)
 
@@ -183,13 +219,15 @@ class Watch:
         state = self._tracker.state_of(optimizer)
         models = self._models.of(optimizer)
         for model in models:
-            self._models.watch(model)
-            self._tracker.trains(model, state)
+            for each in {model, self._models.around(model)}:
+                self._models.watch(each)
+                self._tracker.trains(each, state)
             if self._always_looks:
                 self._activations.begin(model)
         return models
 
     def gradients_ready(self, optimizer: Any, scaler: Any | None) -> None:
+        self._stepped_by[self._tracker.state_of(optimizer).index] = scaler
         if is_ours(scaler) or _capturing():
             return  # it reads them itself; or what is done now would be done at each replay of the graph
         state = self._tracker.state_of(optimizer)
@@ -200,6 +238,9 @@ class Watch:
         if _capturing():
             return
         state = self._tracker.state_of(optimizer)
+        with self._paused():
+            self._look_before_update(optimizer, state)
+        self._calls.update_begins(state.index)
         if state.steps % UPDATES_EVERY == 0:
             compared = before_step(optimizer, self._names_of(optimizer, state))
             if compared is not None:
@@ -230,7 +271,16 @@ class Watch:
         if ranges is not None:
             self._ranges.append((state.steps + 1, ranges))
         self._settle_others()  # before the step itself, which is judged by what modules put out
-        self._gradients.taken(optimizer, state, names, outcome_of(optimizer, scaler, ran=ran))
+        outcome = outcome_of(optimizer, scaler, ran=ran)
+        self._calls.step_over(state.index, ran=ran)
+        self._ran |= {(state.index, state.steps + 1)} if ran else set()
+        self._gradients.taken(optimizer, state, names, outcome)
+        if not ran and self._gradients.waiting:
+            self._gradients.settle(wait=True)  # the scaler has waited already, and has skipped it
+        if is_ours(scaler):
+            self._calls.leave(state.index)  # the engine explains its steps itself
+        if not outcome.flags or is_ours(scaler):
+            self._calls.settled(state.index)
         self._step_over(optimizer, state)
         self._look_early(optimizer, state, ran=ran)
 
@@ -298,6 +348,8 @@ class Watch:
 
     def _known(self, state: OptimizerState, known: Known) -> None:
         row, health = known.row, self.healths.get(state.index)
+        self._explain_if_bad(state, known)
+        self._calls.settled(state.index)
         if health is None:
             return
         health.add_step(row)
@@ -328,6 +380,49 @@ class Watch:
                 healthy_before=healthy,
             )
         )
+
+    # Why a step was bad
+
+    def _look_before_update(self, optimizer: Any, state: OptimizerState) -> None:
+        """The last moment at which the weights are those that a step ran with."""
+        if self._gradients.waiting:
+            self._settle_others()
+            self._gradients.settle()
+        scaler = self._stepped_by.pop(state.index, None)
+        if is_ours(scaler) or state.index in self._poisoned:
+            return
+        bad = self._gradients.bad_already(optimizer, state, scaled=scaler is not None)
+        if bad is not None:
+            scale = None if scaler is None else float(scaler._scale)
+            self._replayed.add((state.index, state.steps + 1))
+            self._explain(BadOne(state.steps + 1, bad[0], scale, (unwrapped(optimizer),)))
+        if scaler is None:  # else it may still skip the step, and tell later
+            self._calls.settled(state.index, now=True)
+
+    def _explain_if_bad(self, state: OptimizerState, known: Known) -> None:
+        row, key = known.row, (state.index, known.row.step)
+        if key in self._ran and row.skipped:
+            self._calls.was_skipped(state.index)
+        self._ran.discard(key)
+        is_bad = row.skipped or not known.finite
+        if not is_bad or state.index in self._poisoned or self._calls.leaves(state.index):
+            return
+        optimizers = [each for each, other in self._tracker.optimizers.pairs() if other is state]
+        step = BadOne(row.step, row.loss, row.scale, tuple(optimizers))
+        if key in self._replayed:
+            self._replayed.discard(key)
+        elif row.skipped:
+            self._explain(step)
+        else:
+            self._bad_steps.came_too_late(step)
+
+    def _explain(self, step: BadOne) -> None:
+        for finding in self._bad_steps.explain(step):
+            self.explained(finding, step.number)
+
+    def explained(self, finding: Finding, step: int | None = None) -> None:
+        """What went bad, and why: by a replay of ours, or by whoever has replayed a step itself."""
+        self.findings.add(finding, step)
 
     def _health_of(self, optimizer: Any, state: OptimizerState, scaler: Any | None) -> Health:
         health = self.healths.get(state.index)
@@ -429,7 +524,7 @@ class Watch:
 
     def not_measured(self) -> list[str]:
         """What was not, and why."""
-        sentences = list(self._not_measured)
+        sentences = [*self._not_measured, *self._bad_steps.sentences]
         if self._tracker.follows.others:
             sentences.append("Several threads trained at a time; only one of them was followed.")
         if self.failures:
@@ -471,7 +566,7 @@ def _capturing() -> bool:
 
 
 def _is_own(file: str) -> bool:
-    from ampwise.watch.site import kind_of
+    from ampwise.site import kind_of
 
     return kind_of(file) == "own"
 

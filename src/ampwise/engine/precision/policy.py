@@ -18,7 +18,7 @@ from ampwise.engine.precision.region import checked, forward_in, is_forward_in
 from ampwise.engine.precision.table import Line, table
 from ampwise.errors import AmpwiseError, BadInput, UnknownName
 
-__all__ = ["Applied", "Kept", "Policy"]
+__all__ = ["Applied", "Kept", "Policy", "named_modules"]
 
 BASES = (AUTO, *PRECISIONS)
 VERSION = 1  # of as_dict
@@ -95,7 +95,7 @@ class Policy:
         A module that has several names has one precision under all of them.
         """
         decided = self._decided(model)
-        return {name: decided[module].precision for name, module in _named(model).items() if module in decided}
+        return {name: decided[module].precision for name, module in named_modules(model).items() if module in decided}
 
     def apply(self, model: nn.Module) -> Applied:
         """Have the kept modules run in their precision from now on, or until the end of a ``with``.
@@ -148,7 +148,7 @@ class Policy:
         """The rule for each module that has one."""
         if not isinstance(model, nn.Module):
             raise BadInput(f"{self!r}: a torch.nn.Module is expected, not {type(model).__name__}.")
-        named = _named(model)
+        named = named_modules(model)
         decided: dict[nn.Module, Kept] = {}
         for rule in self.rules:
             found = [module for name, module in named.items() if name and fnmatchcase(name, rule.pattern)]
@@ -162,7 +162,7 @@ class Policy:
 
     def _lines(self, model: nn.Module) -> tuple[Counter[str], list[Line]]:
         """How many parameters run how, one shared by modules counted once for each precision, and the table's lines."""
-        decided, named = self._decided(model), _named(model)
+        decided, named = self._decided(model), named_modules(model)
         lines: list[Line] = []
         running: dict[str, dict[nn.Parameter, int]] = {}
         shown: set[nn.Module] = set()
@@ -220,7 +220,7 @@ class Applied:
         return now is made
 
 
-def _named(model: nn.Module) -> dict[str, nn.Module]:
+def named_modules(model: nn.Module) -> dict[str, nn.Module]:
     """Modules by the names they have where nothing is wrapped; of a wrapper and what it wraps, the latter."""
     return dict(_walk(model, ""))
 
@@ -244,7 +244,7 @@ def _called(module: nn.Module) -> Iterator[nn.Module]:
     if type(module).forward is not nn.Module.forward or "forward" in module.__dict__:
         yield module
         return
-    for name, child in _named(module).items():
+    for name, child in named_modules(module).items():
         if name and "." not in name:  # what is wrapped rather than its wrapper
             yield from _called(child)
 

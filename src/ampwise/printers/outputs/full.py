@@ -46,7 +46,8 @@ def _where(place: Place, margin: str, colour: bool) -> list[str]:
 
 def _evidence(finding: Finding, margin: str, colour: bool) -> list[str]:
     mark = f"{margin} {paint('=', 'gutter', colour)}"
-    return [f"{mark} {printable(str(key))}: {printable(_value(value))}" for key, value in finding.evidence.items()]
+    shown = finding.shown_evidence.items()
+    return [f"{mark} {printable(str(key))}: {printable(_value(value))}" for key, value in shown]
 
 
 def _value(value: object) -> str:

@@ -103,7 +103,7 @@ def card(seen: Seen, run: Run, name: str) -> Card:
         id=name,
         seen=seen,
         place=_place(finding.place, run),
-        told=[text for text in (one_line(finding.evidence), happened(seen)) if text],
+        told=[text for text in (one_line(finding.shown_evidence), happened(seen)) if text],
         lines=_drawn(lines),
         more_lines=_drawn(more) if len(more) > len(lines) else {},
         diff=seen.diff,

@@ -1,0 +1,291 @@
+"""Steps that went bad: what it takes to run them again is kept until it is known, and then they are explained.
+
+Whether a step was skipped is known on a GPU only a little later, at the latest before the next update: until then the
+weights are those that it failed with.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+from weakref import WeakMethod
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
+
+from ampwise.engine.ranks import Ranks
+from ampwise.engine.scaling.outcome import Outcome
+from ampwise.engine.statistics import Statistics
+from ampwise.engine.step import Step
+from ampwise.engine.window import Weight
+from ampwise.finding import Finding
+from ampwise.randomness import captured
+from ampwise.trace.buffers import Buffers
+from ampwise.trace.replay import Settings, Subject
+
+__all__ = ["LISTENERS", "BadSteps", "Pass"]
+
+KEPT_BYTES = 256 * 2**20  # of batches, besides the last: those of a window are kept by reference
+PROBES = 16  # replays of steps that seem to have overflowed in the ordinary way, and then
+PROBED_EVERY = 100  # one more for each so many steps
+
+# Who is told of findings, with the step, instead of stderr: a watch over the script.
+LISTENERS: list[Callable[[Finding, int], None]] = []
+
+
+@dataclass(slots=True)
+class Pass:
+    """A micro-batch, by reference, and what was when it began."""
+
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    factor: Weight | None
+    divisor: int
+    random: dict[str, Any]
+    share: Tensor | None = None  # of the loss, once it is there
+    versions: list[tuple[Tensor, int]] = field(default_factory=list)
+
+    @property
+    def bytes(self) -> int:
+        return sum(tensor.nbytes for tensor, _ in self.versions)
+
+    @property
+    def is_changed(self) -> bool:
+        """Its batch was written to since."""
+        return any(tensor._version != version for tensor, version in self.versions)
+
+
+@dataclass(slots=True)
+class Awaited:
+    """A step, until it is known how it went."""
+
+    step: Step
+    outcome: Outcome
+    passes: list[Pass]  # none of a step that was done in pieces, by backward() and apply(): it cannot be run again
+
+
+@dataclass(slots=True)
+class Bad:
+    """A step that went bad."""
+
+    number: int
+    precision: str
+    loss: float
+    scale: float
+    passes: list[Pass]
+    remarks: tuple[str, ...] = ()
+
+
+Rerun = Callable[[Pass, Settings], Tensor]
+
+
+class BadSteps:
+    """What is kept of the last step, and what was found of those that failed."""
+
+    def __init__(
+        self,
+        rerun: Rerun,
+        models: Sequence[Module],
+        optimizers: Sequence[Optimizer],
+        ranks: Ranks,
+        statistics: Statistics,
+        device: torch.device,
+        capsules: Any = None,
+    ) -> None:
+        self.findings: list[Finding] = []
+        self._rerun = WeakMethod(rerun)  # which is the engine's, and it has this
+        self._models, self._optimizers = models, optimizers
+        self._ranks, self._statistics, self._device = ranks, statistics, device
+        self._now = Statistics(models)
+        self._buffers = Buffers(models)
+        self._passes: list[Pass] = []
+        self._awaited: Awaited | None = None
+        self._capsules = capsules
+        self._failed = 0  # steps whose loss was bad
+        self._probed = 0
+        self._in_pieces_told = False
+        self._looked_into = False  # the step at hand
+
+    # While training
+
+    def pass_begins(
+        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], factor: Any, divisor: int
+    ) -> Pass:
+        """Keep a micro-batch."""
+        if not self._passes:
+            self._buffers.remember()
+        kept = Pass(function, args, kwargs, factor, divisor, captured(self._device))
+        tensors = (each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor))
+        kept.versions = [(tensor, tensor._version) for tensor in tensors if not tensor.is_inference()]
+        self._passes.append(kept)
+        while len(self._passes) > 1 and sum(each.bytes for each in self._passes) > KEPT_BYTES:
+            self._passes.pop(0)
+        return kept
+
+    def drop(self) -> None:
+        """The window was dropped."""
+        self._passes = []
+
+    def forget(self) -> None:
+        """The last step: what it ran with is there no more."""
+        self._awaited, self._passes = None, []
+
+    def before_update(self, number: int, precision: str, loss: Tensor | None, scale: float | None) -> None:
+        """The gradients are there. The step before is looked into now, if it was bad: the weights are still its own.
+
+        So is this one, where its loss can be read without waiting: gradients may be finite though the loss is not.
+        """
+        self.settle()
+        self._looked_into = loss is not None and loss.device.type == "cpu" and not math.isfinite(loss)
+        if self._looked_into:
+            assert loss is not None
+            self._explain(Bad(number, precision, float(loss), scale or 1.0, self._passes))
+
+    def closed(self, step: Step, outcome: Outcome) -> None:
+        """A window was closed: look now if its outcome is known, else before the next update."""
+        self._buffers.step_over()
+        if not self._looked_into:
+            self._awaited = Awaited(step.bare(), outcome, self._passes)
+        self._passes, self._looked_into = [], False
+        if outcome.skip_known:
+            self.settle()
+
+    def settle(self) -> None:
+        """Come up to date; waits if the last step is still on its way."""
+        awaited, self._awaited = self._awaited, None
+        if awaited is None:
+            return
+        step, skipped = awaited.step, awaited.outcome.skipped
+        if skipped or not math.isfinite(step.loss):
+            # The scale was halved since.
+            scale = step.scale * 2 if awaited.outcome.scaled and skipped else step.scale
+            moved = () if skipped else ("Its gradients were finite, so that the weights have moved by a step since.",)
+            self._explain(Bad(step.number, step.precision, step.loss, scale, awaited.passes, moved))
+
+    def _explain(self, bad: Bad) -> None:
+        try:
+            self._look_into(bad)
+        except Exception as error:  # ours, or the script's when it is run again; training goes on
+            warnings.warn(f"ampwise: a bad step could not be explained: {error!r}", RuntimeWarning, stacklevel=5)
+
+    # A bad step
+
+    def _look_into(self, bad: Bad) -> None:
+        if not bad.passes:
+            self._say_why_not(bad)
+            return
+        from ampwise.trace.explaining import findings_of, incident_of
+        from ampwise.trace.together import Together
+
+        together = Together(self._ranks.process_group, several=self._ranks.several, in_step=self._ranks.in_step)
+        if not self._is_looked_into(bad, all(together.all_of(math.isfinite(bad.loss)))):
+            return
+        with self._as_it_began(), self._ranks.bypassed():
+            subject = self._subject(bad, alone=not together.in_step)
+            incident = incident_of(subject, together)
+        if incident is not None and (not together.several or together.rank == 0):
+            found = findings_of(incident)
+            self._tell(found, bad.number)
+
+    def _is_looked_into(self, bad: Bad, loss_was_fine: bool) -> bool:
+        """A run that fails at every step is not to take ten times as long: the 1st, 2nd, 4th, 8th of such steps."""
+        if loss_was_fine:
+            self._probed += 1
+            return self._probed <= PROBES + bad.number // PROBED_EVERY
+        self._failed += 1
+        return self._failed & (self._failed - 1) == 0
+
+    def _subject(self, bad: Bad, *, alone: bool) -> Subject:
+        from ampwise.trace.names import named_tensors
+
+        kept = self._guilty(bad.passes, bad.scale) if alone else bad.passes[-1]
+        return Subject(
+            run=self._running(kept),
+            device=self._device,
+            models=self._models,
+            optimizers=self._optimizers,
+            batch=named_tensors(kept.function, kept.args, kept.kwargs),
+            precision=bad.precision,
+            scale=bad.scale,
+            random=kept.random,
+            loss=None if kept.share is None else float(kept.share),
+            step=bad.number,
+            remarks=(*bad.remarks, *self._remarks(kept)),
+        )
+
+    def _running(self, kept: Pass) -> Callable[[Settings], Tensor]:
+        rerun = self._rerun()
+        assert rerun is not None, "the engine is gone"
+        return lambda settings: rerun(kept, settings)
+
+    def _guilty(self, passes: Sequence[Pass], scale: float) -> Pass:
+        """Of several micro-batches: the first whose loss is bad; else the first whose gradients are."""
+        for kept in passes:
+            if kept.share is not None and not math.isfinite(kept.share):
+                return kept
+        return passes[-1] if len(passes) == 1 else self._with_bad_gradients(passes, scale)
+
+    def _with_bad_gradients(self, passes: Sequence[Pass], scale: float) -> Pass:
+        from ampwise.trace.replay import Replay
+
+        for kept in passes:
+            with Replay(
+                Subject(run=self._running(kept), device=self._device, models=self._models, random=kept.random)
+            ) as replay:
+                if not replay.plain(Settings(scale=scale)).finite:
+                    return kept
+        return passes[-1]
+
+    def _remarks(self, kept: Pass) -> Iterator[str]:
+        if kept.is_changed:
+            yield "The batch was changed in place since the step began: it is replayed with what is there now."
+        if any(map(_is_compiled, (*self._models, kept.function))):
+            yield "What torch.compile has compiled was replayed as it is written."
+
+    @contextmanager
+    def _as_it_began(self) -> Iterator[None]:
+        """Running statistics and other buffers as they were, and afterwards as they are."""
+        self._now.remember()
+        self._statistics.restore()
+        try:
+            with self._buffers.as_remembered():
+                yield
+        finally:
+            self._now.restore()
+
+    def _say_why_not(self, bad: Bad) -> None:
+        if self._in_pieces_told or math.isfinite(bad.loss) or not self._ranks.speaks:
+            return
+        self._in_pieces_told = True
+        print(
+            f"ampwise: the loss of step {bad.number} is {bad.loss}. Which operation it came from can be said of steps "
+            "that can be run again: engine.step(loss_fn, x, y), or ampwise.trace(loss_fn, x, y).",
+            file=sys.stderr,
+        )
+
+    def _tell(self, found: Sequence[Finding], step: int) -> None:
+        known = {(finding.rule.code, finding.place.file, finding.place.line) for finding in self.findings}
+        new = [each for each in found if (each.rule.code, each.place.file, each.place.line) not in known]
+        self.findings += new
+        for listener in LISTENERS:
+            for finding in found:
+                listener(finding, step)
+        if new and not LISTENERS:
+            from ampwise.printers import print_findings
+
+            print_findings(new, file=sys.stderr)
+
+
+def _is_compiled(thing: Any) -> bool:
+    if isinstance(thing, Module):
+        return any(hasattr(each, "_orig_mod") or each._compiled_call_impl is not None for each in thing.modules())
+    return hasattr(thing, "_torchdynamo_orig_callable")

@@ -1,0 +1,214 @@
+"""What a function was given, as JSON and tensors by name, and back again. Nothing here knows a class by its name.
+
+JSON has no tuples, no NaN and no tensors, so that all of these are objects of one key that says what they are:
+{"tuple": [...]}, {"float": the bits}, {"tensor": its name}. Batches that are objects come back as their values, which
+can be had by key and by attribute.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import struct
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from operator import itemgetter
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ampwise.errors import BadInput, UnsupportedTensor
+from ampwise.tensors_on_disk import refuse_unwritable
+
+__all__ = ["Attributes", "Packer", "Unpacker", "named_tuple"]
+
+DEEPEST = 20  # what is nested deeper is a mistake, or holds itself
+LONGEST_INTEGER = 4096  # bits
+LONGEST_PATH = 200  # characters by which a tensor is named
+DOUBLE = struct.Struct(">d")
+TAKES = "A capsule holds tensors, numbers, text and None, and lists, tuples and dicts of them"
+
+
+class Attributes(dict[str, Any]):
+    """The values of an object that was no plain dict, by key and by attribute."""
+
+    def __init__(self, values: Mapping[str, Any], kind: str) -> None:
+        super().__init__(values)
+        self.__dict__["_kind"] = kind
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self[name]
+        except KeyError:
+            kind = self.__dict__.get("_kind", "dict")  # it is not there yet while a copy is made
+            raise AttributeError(f"a capsule holds the values of a {kind!r}, and none is {name!r}") from None
+
+
+def named_tuple(values: Mapping[str, Any]) -> tuple[Any, ...]:
+    """As collections.namedtuple would make it, which compiles the names it is given; here nothing is compiled."""
+    if not all(name.isidentifier() and not name.startswith("_") for name in values):
+        raise ValueError("a named tuple with names that are none")
+    parts = {name: property(itemgetter(number)) for number, name in enumerate(values)}
+    kind: Any = type("Named", (tuple,), {**_TUPLE, **parts, "_fields": tuple(values)})
+    return kind(*values.values())  # type: ignore[no-any-return]
+
+
+def _new_tuple(kind: type[tuple[Any, ...]], *values: Any) -> tuple[Any, ...]:
+    return tuple.__new__(kind, values)
+
+
+# What torch knows a named tuple by, when it looks for tensors in one.
+_TUPLE: dict[str, Any] = {
+    "__slots__": (),
+    "__new__": _new_tuple,
+    "_make": classmethod(lambda kind, values: kind(*values)),
+    "_asdict": lambda self: dict(zip(self._fields, self, strict=True)),
+}
+
+
+class Packer:
+    """Values in, JSON out; the tensors among them are in ``tensors``, a tensor that is there twice once."""
+
+    def __init__(self, device: str) -> None:
+        self.tensors: dict[str, Tensor] = {}
+        self._device = device  # the kind that computes: what lies there moves along to another
+        self._names: dict[int, str] = {}
+
+    def pack(self, value: Any, where: str, depth: int = 0) -> Any:
+        """``where`` is what an error calls the value."""
+        if isinstance(value, Tensor):
+            return self._tensor(value, where)
+        if value is None or isinstance(value, bool | int | float | str):
+            return _plain(value, where)
+        if depth == DEEPEST:
+            raise BadInput(f"{where} is nested more than {DEEPEST} deep, or holds itself.")
+        if isinstance(value, tuple) and not hasattr(value, "_fields"):
+            return {"tuple": self._items(value, where, depth)}
+        if isinstance(value, list):
+            return {"list": self._items(value, where, depth)}
+        return self._by_name(value, where, depth)
+
+    def _items(self, values: Iterable[Any], where: str, depth: int) -> list[Any]:
+        return [self.pack(value, f"{where}[{number}]", depth + 1) for number, value in enumerate(values)]
+
+    def _by_name(self, value: Any, where: str, depth: int) -> dict[str, Any]:
+        kind = type(value).__name__
+        if type(value) is dict:
+            return {"dict": self._values(value, where, depth)}
+        if isinstance(value, tuple):
+            fields: tuple[str, ...] = value._fields  # type: ignore[attr-defined]
+            return {"named": self._values(dict(zip(fields, value, strict=True)), where, depth)}
+        if isinstance(value, Mapping):
+            return {"attributes": self._values(value, where, depth), "class": kind}
+        if dataclasses.is_dataclass(value) and not isinstance(value, type):
+            values = {each.name: getattr(value, each.name) for each in dataclasses.fields(value)}
+            return {"attributes": self._values(values, where, depth), "class": kind}
+        raise BadInput(f"{where} is a {kind}. {TAKES}.")
+
+    def _values(self, values: Mapping[Any, Any], where: str, depth: int) -> dict[str, Any]:
+        for key in values:
+            if not isinstance(key, str):
+                raise BadInput(f"{where} has the key {str(key)[:40]!r}, which is no text. {TAKES}, by names.")
+            _valid(key, where)
+        return {str(key): self.pack(value, f"{where}[{key!r}]", depth + 1) for key, value in values.items()}
+
+    def _tensor(self, tensor: Tensor, where: str) -> dict[str, Any]:
+        try:
+            refuse_unwritable(where, tensor)
+        except UnsupportedTensor as error:
+            raise BadInput(str(error)) from error
+        name = self._names.get(id(tensor))
+        if name is None:
+            name = where if len(where) <= LONGEST_PATH else f"tensor {len(self.tensors) + 1}"
+            self._names[id(tensor)], self.tensors[name] = name, tensor
+        node: dict[str, Any] = {"tensor": name}
+        if tensor.device.type == self._device:
+            node["on_device"] = True
+        if tensor.requires_grad:
+            node["requires_grad"] = True
+        return node
+
+
+def _plain(value: Any, where: str) -> Any:
+    if isinstance(value, str):
+        return _valid(str(value), where)
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else {"float": DOUBLE.pack(value).hex()}
+    if isinstance(value, int) and not isinstance(value, bool):
+        if value.bit_length() > LONGEST_INTEGER:
+            raise BadInput(
+                f"{where} is a number of {value.bit_length():,} bits, and a capsule takes {LONGEST_INTEGER}."
+            )
+        return int(value)
+    return value
+
+
+def _valid(text: str, where: str) -> str:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise BadInput(f"{where} has text that is no Unicode, and cannot be written: {text[:40]!r}.") from None
+    return text
+
+
+class Unpacker:
+    """The way back. ValueError for what is no such JSON; a tensor that was there twice is one again."""
+
+    def __init__(self, tensors: Mapping[str, Tensor], device: torch.device) -> None:
+        self._tensors = tensors
+        self._device = device
+        self._made: dict[str, Tensor] = {}
+        self._kinds: dict[str, Callable[[Any], Any]] = {
+            "list": lambda items: list(self._items(items)),
+            "tuple": lambda items: tuple(self._items(items)),
+            "dict": self._values,
+            "named": lambda values: named_tuple(self._values(values)),
+            "float": _float,
+        }
+
+    def unpack(self, node: Any) -> Any:
+        if not isinstance(node, dict):
+            if isinstance(node, list):
+                raise ValueError("a list that does not say what it is")
+            return node
+        if "tensor" in node:
+            return self._tensor(**node)
+        if "attributes" in node:
+            return self._attributes(node)
+        if len(node) != 1 or next(iter(node)) not in self._kinds:
+            raise ValueError(f"a value of a kind that is not known: {', '.join(map(repr, node))[:80]}")
+        ((kind, inner),) = node.items()
+        return self._kinds[kind](inner)
+
+    def _items(self, items: Any) -> Iterator[Any]:
+        if not isinstance(items, list):
+            raise ValueError("values that are no list")
+        return map(self.unpack, items)
+
+    def _values(self, values: Any) -> dict[str, Any]:
+        if not isinstance(values, dict):
+            raise ValueError("values without names")
+        return {key: self.unpack(inner) for key, inner in values.items()}
+
+    def _attributes(self, node: dict[str, Any]) -> Attributes:
+        if set(node) != {"attributes", "class"} or not isinstance(node["class"], str):
+            raise ValueError("an object without its values")
+        return Attributes(self._values(node["attributes"]), node["class"][:80])
+
+    def _tensor(self, tensor: Any, on_device: Any = False, requires_grad: Any = False) -> Tensor:
+        if not isinstance(tensor, str) or tensor not in self._tensors:
+            raise ValueError(f"the tensor {str(tensor)[:80]!r} is missing")
+        if tensor not in self._made:
+            stored = self._tensors[tensor]
+            made = stored.to(self._device) if on_device is True else stored
+            if requires_grad is True and not (made.is_floating_point() or made.is_complex()):
+                raise ValueError(f"the tensor {tensor[:80]!r} has no gradient")
+            self._made[tensor] = made.requires_grad_(requires_grad is True)
+        return self._made[tensor]
+
+
+def _float(text: Any) -> float:
+    if not isinstance(text, str) or len(text) != 2 * DOUBLE.size:
+        raise ValueError("a number that is none")
+    (number,) = DOUBLE.unpack(bytes.fromhex(text))
+    return float(number)

@@ -1,0 +1,60 @@
+"""What a function was given, by the names it has for it: "x", "batch['pixels']"."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from torch import Tensor
+
+__all__ = ["named_tensors"]
+
+DEEPEST = 5
+MOST = 1000
+
+
+def named_tensors(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Tensor]:
+    """The tensors among its arguments, and in what they are made of."""
+    found: dict[str, Tensor] = {}
+    for name, value in _bound(function, args, kwargs):
+        for path, tensor in _tensors(value, name, DEEPEST):
+            if len(found) < MOST:
+                found.setdefault(path, tensor)
+    return found
+
+
+def _bound(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    try:
+        signature = inspect.signature(function)
+        bound = signature.bind(*args, **kwargs).arguments
+    except (TypeError, ValueError):  # one of C's, or what the call will fail with
+        yield from ((f"argument {number}", value) for number, value in enumerate(args, 1))
+        yield from kwargs.items()
+        return
+    for name, value in bound.items():
+        kind = signature.parameters[name].kind
+        if kind is inspect.Parameter.VAR_KEYWORD:
+            yield from value.items()
+        else:
+            yield name, value
+
+
+def _tensors(value: Any, path: str, depth: int) -> Iterator[tuple[str, Tensor]]:
+    if isinstance(value, Tensor):
+        yield path, value
+    elif depth:
+        for step, inner in _parts(value):
+            yield from _tensors(inner, path + step, depth - 1)
+
+
+def _parts(value: Any) -> Iterator[tuple[str, Any]]:
+    """What something is made of, and how one gets there."""
+    if isinstance(value, Mapping):
+        yield from ((f"[{key!r}]", inner) for key, inner in value.items())
+    elif isinstance(value, tuple) and hasattr(value, "_fields"):
+        yield from ((f".{name}", getattr(value, name)) for name in value._fields)
+    elif isinstance(value, list | tuple):
+        yield from ((f"[{number}]", inner) for number, inner in enumerate(value))
+    elif hasattr(value, "__dict__") and not callable(value):
+        yield from ((f".{name}", inner) for name, inner in vars(value).items())

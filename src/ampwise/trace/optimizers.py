@@ -1,0 +1,47 @@
+"""What an optimizer says of a weight that has gone bad though its gradients were finite."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from ampwise.evidence.incident import OptimizerFacts
+from ampwise.trace.ranges import local
+from ampwise.trace.recorder import dtype_name
+
+__all__ = ["facts_of_optimizer"]
+
+
+def facts_of_optimizer(optimizers: Sequence[Optimizer], parameter: Tensor) -> OptimizerFacts | None:
+    """None if none of them trains it, or it was not trained yet."""
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            if any(each is parameter for each in group["params"]):
+                return _facts(optimizer, group, parameter)
+    return None
+
+
+def _facts(optimizer: Optimizer, group: dict[str, Any], parameter: Tensor) -> OptimizerFacts | None:
+    state = optimizer.state.get(parameter, {})
+    steps = int(float(state.get("step", 1 if state else 0)))
+    if not steps:
+        return None
+    values = local(parameter).detach()
+    bad = values.isfinite().logical_not()
+    eps, second = group.get("eps"), state.get("exp_avg_sq", state.get("square_avg"))
+    zeros = None
+    if isinstance(second, Tensor) and second.shape == parameter.shape:
+        zeros = int(((local(second) == 0) & bad).sum())
+    return OptimizerFacts(
+        name=type(optimizer).__name__,
+        eps=float(eps) if isinstance(eps, int | float) else None,
+        eps_becomes=float(torch.tensor(eps, dtype=values.dtype)) if isinstance(eps, int | float) else None,
+        dtype=dtype_name(values.dtype),
+        steps=steps,
+        zero_denominators=zeros,
+        bad_weights=int(bad.sum()),
+    )

@@ -1,0 +1,279 @@
+"""The recorder: sees every operation that torch runs, forward and backward, and writes it on the tape."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import BackwardCFunction
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ampwise.evidence.op_families import base_name
+from ampwise.trace.paths import Paths
+from ampwise.trace.ranges import local
+from ampwise.trace.tape import Given, Op, Storage, Tape, Written
+from ampwise.trace.undo import Undo, written_arguments
+from ampwise.trace.where import is_recomputed, line_here, site_of
+
+__all__ = ["Looker", "Recorder", "Undoing", "dtype_name", "storage_id", "tensors_in"]
+
+NO_SEQUENCE = 2**63  # what nodes that follow no operation say instead of a number
+Look = Callable[[int, Any, tuple[Any, ...], dict[str, Any]], Any]
+
+
+@dataclass(frozen=True, slots=True)
+class _Facts:
+    """What is known of an operation from its schema."""
+
+    name: str
+    writes: tuple[tuple[int, str], ...]
+    is_view: bool
+
+
+@lru_cache(maxsize=8192)
+def _facts(func: Any) -> _Facts:
+    returns = func._schema.returns
+    aliased = [each.alias_info for each in returns]
+    is_view = bool(returns) and all(info is not None and not info.is_write for info in aliased)
+    return _Facts(name=str(func), writes=written_arguments(func), is_view=is_view)
+
+
+def tensors_in(things: Any) -> Iterator[Tensor]:
+    """Among an operation's arguments or results: themselves, or in lists."""
+    for each in things:
+        if isinstance(each, Tensor):
+            yield each
+        elif isinstance(each, list | tuple):
+            yield from (inner for inner in each if isinstance(inner, Tensor))
+
+
+DTYPES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.float64: "fp64"}
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """As ampwise says it: "fp16"; "int64" of what is no format."""
+    return DTYPES.get(dtype) or str(dtype).removeprefix("torch.").replace("float8", "fp8").removesuffix("fn")
+
+
+class Leaf(NamedTuple):
+    """A trained tensor, and the gradient it had."""
+
+    tensor: Tensor
+    gradient: Tensor | None
+
+
+class Undoing(TorchDispatchMode):
+    """Sees to it that what a replay writes to can be put back; records nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.undo = Undo()
+        self.leaves: dict[int, Leaf] = {}  # trained tensors that were read
+        self._made: set[int] = set()  # storages that are the replay's own
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        facts = _facts(func)
+        if facts.is_view:
+            return func(*args, **kwargs)
+        for tensor in _written(facts, args, kwargs):
+            if storage_id(tensor) not in self._made:
+                self.undo.before_write(tensor)
+        taken = list(tensors_in((*args, *kwargs.values())))
+        for tensor in taken:
+            self.note_leaf(tensor)
+        result = self.run(func, args, kwargs)
+        self._made |= {storage_id(tensor) for tensor in _results(result)} - set(map(storage_id, taken))
+        return result
+
+    def run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        return func(*args, **kwargs)
+
+    def note_leaf(self, tensor: Tensor) -> None:
+        if tensor.requires_grad and tensor.is_leaf and id(tensor) not in self.leaves:
+            self.leaves[id(tensor)] = Leaf(tensor, tensor.grad)
+
+    def put_back(self) -> None:
+        """All that was written to, and the gradients of all that was trained."""
+        self.undo.put_back()
+        for leaf in self.leaves.values():
+            leaf.tensor.grad = leaf.gradient
+
+
+class Looker(Undoing):
+    """Looks closer at some operations, known by their numbers among all and by their names."""
+
+    def __init__(self, wanted: Mapping[int, str], look: Look) -> None:
+        super().__init__()
+        self._wanted, self._look = wanted, look
+        self._count = -1
+
+    def run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        self._count += 1
+        if self._wanted.get(self._count) != str(func):
+            return func(*args, **kwargs)
+        return self._look(self._count, func, args, kwargs)
+
+
+class Recorder(Undoing):
+    """Writes the tape."""
+
+    def __init__(self, paths: Paths) -> None:
+        super().__init__()
+        self.tape = Tape()
+        self._paths = paths
+        self._storages: dict[int, Storage] = {}
+        self._by_sequence: dict[int, list[int]] = {}  # forward operations, by the number of their derivative's node
+        self._threads: dict[int, int] = {}  # the last such number, by thread
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        facts = _facts(func)
+        if facts.is_view:  # its memory is known
+            return func(*args, **kwargs)
+        given = tuple(self.given(tensor) for tensor in tensors_in((*args, *kwargs.values())))
+        written = list(_written(facts, args, kwargs))
+        for tensor in written:
+            if self._storages[storage_id(tensor)].leaf is not None:
+                self.undo.before_write(tensor)
+        index = len(self.tape.ops)
+        result = func(*args, **kwargs)
+        slots = self._put_down(index, given, written, result)
+        self.tape.ops.append(self._op(index, facts.name, args, kwargs, given, slots, result))
+        return result
+
+    def given(self, tensor: Tensor) -> Given:
+        """What a tensor holds now, measured unless nothing was written there since it last was."""
+        inner = local(tensor)
+        storage = self._storages.get(storage_id(inner))
+        if storage is None:
+            storage = self._storages[storage_id(inner)] = Storage(leaf=inner)
+        self.note_leaf(tensor)
+        view = _view_of(inner)
+        known = storage.measured.get(view)
+        if known is None or known[0] != len(storage.writers):
+            known = storage.measured[view] = (len(storage.writers), self.tape.ranges.add(inner))
+        return Given(storage, *known)
+
+    def _put_down(self, index: int, given: tuple[Given, ...], written: list[Tensor], result: Any) -> tuple[int, ...]:
+        """Note who has written what; the slots of the results."""
+        taken = {id(each.storage) for each in given}
+        slots = []
+        seen: set[int] = set()
+        for tensor in (*_results(result), *written):
+            inner = local(tensor)
+            if id(inner) in seen:
+                continue
+            seen.add(id(inner))
+            storage = self._storages.get(storage_id(inner))
+            is_written = any(inner is local(each) for each in written)
+            if storage is not None and id(storage) in taken and not is_written:
+                continue  # the input's memory, though the schema does not say so
+            if storage is None or not is_written:
+                storage = self._storages[storage_id(inner)] = Storage()
+            slot = self.tape.ranges.add(inner)
+            storage.writers.append(Written(index, slot))
+            storage.measured[_view_of(inner)] = len(storage.writers), slot
+            slots.append(slot)
+        return tuple(slots)
+
+    def _op(
+        self,
+        index: int,
+        name: str,
+        args: Any,
+        kwargs: Any,
+        given: tuple[Given, ...],
+        slots: tuple[int, ...],
+        result: Any,
+    ) -> Op:
+        line = line_here()
+        op = Op(
+            index=index,
+            name=name,
+            dtype=next((dtype_name(tensor.dtype) for tensor in (*_results(result), *tensors_in(args))), ""),
+            inputs=given,
+            outputs=slots,
+            scalars=tuple(each for each in (*args, *kwargs.values()) if isinstance(each, float)),
+            site=site_of(line.own, line.library),
+        )
+        node = torch._C._current_autograd_node()
+        is_forward = node is None or (line.own is not None and is_recomputed())
+        if is_forward:
+            op.module, op.module_class = self._paths.here()
+            op.phase = "optimizer" if line.in_optimizer else "forward"
+            self._note_sequence(index)
+        else:
+            self._place_in_backward(op, node, live=line.own is not None)
+        return op
+
+    def _note_sequence(self, index: int) -> None:
+        """Which node of the graph is this operation's: the one that was numbered last."""
+        number = torch._C._autograd._get_sequence_nr() - 1
+        thread = threading.get_ident()
+        if number >= 0 and self._threads.get(thread) != number:
+            self._threads[thread] = number
+            self._by_sequence.setdefault(number, []).append(index)
+
+    def _place_in_backward(self, op: Op, node: Any, *, live: bool) -> None:
+        op.phase, op.live, op.node = "backward", live, node.name()
+        if not live:
+            op.site = site_of(None, None)
+        forward = self._forward_of(node)
+        if forward is None:
+            return
+        op.forward = forward.index
+        op.module, op.module_class = forward.module, forward.module_class
+        if not live:
+            op.site = forward.site
+
+    def _forward_of(self, node: Any) -> Op | None:
+        number = node._sequence_nr()
+        found = self._by_sequence.get(number, []) if number < NO_SEQUENCE else []
+        ops = [self.tape.ops[index] for index in reversed(found) if index < len(self.tape.ops)]
+        if len(ops) > 1 and not isinstance(node, BackwardCFunction):
+            # Threads number their nodes each for itself; what was computed again has another's number.
+            name = _plain(node.name().split("Backward")[0])
+            ops = [op for op in ops if _plain(base_name(op.name)) == name] or ops
+        return ops[0] if ops else None
+
+
+def _plain(name: str) -> str:
+    return name.replace("_", "").lower()
+
+
+def _results(result: Any) -> Iterator[Tensor]:
+    return tensors_in(result if isinstance(result, list | tuple) else (result,))
+
+
+def _written(facts: _Facts, args: Any, kwargs: Any) -> Iterator[Tensor]:
+    for position, name in facts.writes:
+        yield from tensors_in((args[position] if position < len(args) else kwargs.get(name),))
+
+
+def storage_id(tensor: Tensor) -> int:
+    inner = local(tensor)
+    if not _is_strided(inner):
+        return id(inner)
+    try:
+        return int(inner.untyped_storage()._cdata)
+    except (NotImplementedError, RuntimeError):
+        return id(inner)
+
+
+def _view_of(tensor: Tensor) -> object:
+    """What a tensor shows of its memory. All of it is all of it, in whatever order."""
+    if not _is_strided(tensor):
+        return id(tensor)
+    if tensor.nbytes == tensor.untyped_storage().nbytes() and 0 not in tensor.stride():
+        return tensor.dtype
+    return tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
+
+
+def _is_strided(tensor: Tensor) -> bool:
+    return tensor.layout == torch.strided

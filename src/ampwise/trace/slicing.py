@@ -1,0 +1,97 @@
+"""Back from a bad value, through the operations that made it, to where its infinities and its NaNs were born."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from math import isinf
+
+from ampwise.evidence.op_families import family_of
+from ampwise.trace.tape import Given, Op, Tape
+
+__all__ = ["Ancestry", "ancestry_of", "producer_of"]
+
+NAN, INF = "nan", "inf"
+
+
+@dataclass(slots=True)
+class Ancestry:
+    """Where what is bad in some values came from."""
+
+    computed: list[Op] = field(default_factory=list)  # bad results of finite inputs
+    by_hand: list[Op] = field(default_factory=list)  # infinities that were written as such
+    from_infinities: list[Op] = field(default_factory=list)  # NaN of infinities
+    sources: list[tuple[Op | None, Given, str]] = field(default_factory=list)  # came in, bad; by whom it was read
+    unseen: list[Op] = field(default_factory=list)  # their inputs were bad, and nobody was seen to have made them so
+
+    @property
+    def is_empty(self) -> bool:
+        return not (self.computed or self.by_hand or self.from_infinities or self.sources or self.unseen)
+
+
+def ancestry_of(tape: Tape, targets: Iterable[Given]) -> Ancestry:
+    """Of all that is bad in the targets."""
+    found = Ancestry()
+    seen: set[object] = set()
+    waiting: list[tuple[Op | None, Given, str]] = [(None, given, _badness(tape, given)) for given in targets]
+    while waiting:
+        reader, given, kind = waiting.pop()
+        if not kind:
+            continue
+        op = producer_of(tape, given, kind)
+        key = (id(given.storage), kind) if op is None else (op.index, kind)
+        if key in seen:
+            continue
+        seen.add(key)
+        if op is not None:
+            waiting += _followed(tape, op, kind, found)
+        elif given.storage.leaf is not None:
+            found.sources.append((reader, given, kind))
+        elif reader is not None:
+            found.unseen.append(reader)
+    for ops in (found.computed, found.by_hand, found.from_infinities, found.unseen):
+        ops.sort(key=lambda op: op.index)
+    found.sources.sort(key=lambda source: -1 if source[0] is None else source[0].index)
+    return found
+
+
+def producer_of(tape: Tape, given: Given, kind: str) -> Op | None:
+    """The last operation that has put such a value there; None if it was there before, or nobody was seen."""
+    earlier = given.storage.writers[: given.writers][::-1]
+    exact = [each for each in earlier if _is(tape, each.slot, kind)]
+    any_bad = exact or [each for each in earlier if tape.ranges.is_bad(each.slot)]
+    return tape.ops[any_bad[0].op] if any_bad else None
+
+
+def _followed(tape: Tape, op: Op, kind: str, found: Ancestry) -> list[tuple[Op | None, Given, str]]:
+    """What of its inputs to follow; an operation that has none is where it was born."""
+    nans = [given for given in op.inputs if tape.ranges.has_nan(given.slot)]
+    infs = [given for given in op.inputs if tape.ranges.has_inf(given.slot)]
+    if kind == NAN and nans:
+        return [(op, given, NAN) for given in nans]
+    if infs:
+        if kind == NAN:
+            found.from_infinities.append(op)
+        return [(op, given, INF) for given in infs]
+    if nans:
+        return [(op, given, NAN) for given in nans]
+    if kind == INF and is_by_hand(op):
+        found.by_hand.append(op)
+    else:
+        found.computed.append(op)
+    return []
+
+
+def is_by_hand(op: Op) -> bool:
+    """An infinity was asked for: ``masked_fill(mask, -inf)``, ``full(..., inf)``."""
+    return any(map(isinf, op.scalars)) and family_of(op.name) in ("filling", "")
+
+
+def _badness(tape: Tape, given: Given) -> str:
+    if tape.ranges.has_nan(given.slot):
+        return NAN
+    return INF if tape.ranges.has_inf(given.slot) else ""
+
+
+def _is(tape: Tape, slot: int, kind: str) -> bool:
+    return tape.ranges.has_nan(slot) if kind == NAN else tape.ranges.has_inf(slot)

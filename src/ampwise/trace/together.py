@@ -1,0 +1,38 @@
+"""Several ranks that replay a step together: each its own share, in step with the others."""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+__all__ = ["Together"]
+
+T = TypeVar("T")
+
+
+class Together:
+    """All ranks of a group; or one alone, where there is no group.
+
+    in_step: the pass itself has exchanges in it (sharded weights, statistics over ranks), so that every rank must run
+    as many passes as the others, also those that have nothing to look for.
+    """
+
+    def __init__(self, group: Any = None, *, several: bool = False, in_step: bool = False) -> None:
+        self._group, self.several, self.in_step = group, several, in_step
+
+    @property
+    def rank(self) -> int | None:
+        return dist.get_rank(self._group) if self.several else None
+
+    @property
+    def size(self) -> int:
+        return dist.get_world_size(self._group) if self.several else 1
+
+    def all_of(self, value: T) -> list[T]:
+        """What every rank says, in their order."""
+        if not self.several:
+            return [value]
+        everyone: list[Any] = [None] * self.size
+        dist.all_gather_object(everyone, value, group=self._group)
+        return everyone

@@ -1,0 +1,448 @@
+"""``ampwise replay``: a saved step is run again, and only by code of the user's own."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from ampwise.cli import main
+from ampwise.engine.precision.policy import Policy
+from ampwise.randomness import random_state
+from ampwise.trace.capsule import Contents, write
+
+CPU = torch.device("cpu")
+
+SCRIPT = """
+import torch
+from os import system
+from torch.nn import functional as F
+
+print("a script that prints")
+
+class Net(torch.nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.body = torch.nn.Linear(width, width, bias=False)
+        self.norm = torch.nn.BatchNorm1d(width)
+        self.drop = torch.nn.Dropout(0.5)
+
+def make(width=4, times=1.0):
+    model = Net(width)
+    def loss_fn(x, y):
+        output = model.body(x)
+        return F.mse_loss(model.drop(model.norm(output)) * times, y)
+    return model, loss_fn
+
+def make_none(): return None
+def make_three(): return 1, 2, 3
+def make_text(): return "model", print
+def make_half(): return torch.nn.Linear(1, 1), "loss"
+def make_wide(width): return make(width + 1)
+def make_other(width): return torch.nn.Linear(width, width), print
+def make_double(width):
+    model, loss_fn = make(width)
+    return model.double(), loss_fn
+def make_lazy(width):
+    model, loss_fn = make(width)
+    model.body = torch.nn.LazyLinear(width, bias=False)
+    return model, loss_fn
+def make_failing(width): raise RuntimeError("no data\\x1b[2J here.")
+def make_exiting(width): raise SystemExit(3)
+def make_broken(width):
+    model, _ = make(width)
+    return model, lambda x, y: model.nothing(x)
+def make_each(width):
+    model, loss_fn = make(width)
+    return model, lambda x, y: model.body(x)
+def make_alone(width):
+    model, loss_fn = make(width)
+    model.forward = lambda x, y: model.body(x)
+    return model
+def make_autocasting(width):
+    model, loss_fn = make(width)
+    def autocasting(x, y):
+        with torch.autocast("cpu", torch.float16):
+            return loss_fn(x, y)
+    return model, autocasting
+def make_plain(width):
+    model, loss_fn = make(width)
+    return model, lambda x, y: loss_fn(x, y).item()
+"""
+
+
+def line_of(text):
+    return next(number for number, line in enumerate(SCRIPT.splitlines(), 1) if text in line)
+
+
+GUILTY = line_of("model.body(x)")
+
+
+class Net(torch.nn.Module):
+    """As in SCRIPT."""
+
+    def __init__(self, width=4):
+        super().__init__()
+        self.body = torch.nn.Linear(width, width, bias=False)
+        self.norm = torch.nn.BatchNorm1d(width)
+        self.drop = torch.nn.Dropout(0.5)
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    """A folder with a script, and Python as it was afterwards."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text(SCRIPT)
+    before = set(sys.modules)
+    yield tmp_path
+    for name in set(sys.modules) - before:
+        if str(getattr(sys.modules[name], "__file__", "")).startswith(str(tmp_path)):
+            del sys.modules[name]
+
+
+def saved(x, model=None, *, weights=True, **changes):
+    """A capsule in capsules/."""
+    model = model or Net()
+    facts = {
+        "args": (x, torch.zeros(len(x), 4)),
+        "random": random_state(CPU),
+        "weights": dict(model.named_parameters()),
+        "buffers": dict(model.named_buffers()),
+        "precision": "fp16",
+        "scale": 1024.0,
+        "step": 12,
+        "loss": float("nan"),
+        "build": "train:make",
+        "build_args": {"width": 4},
+    }
+    return str(write("capsules", Contents(**{**facts, **changes}), weights))
+
+
+def overflowing():
+    model = Net()
+    torch.nn.init.constant_(model.body.weight, 300.0)
+    return torch.full((3, 4), 300.0), model  # 4 · 300 · 300 is more than FP16 holds
+
+
+def replay(capsys, *words):
+    code = main(["replay", *words])
+    out = capsys.readouterr()
+    return code, out.out, out.err
+
+
+def refused(capsys, *words):
+    """The one line of an error."""
+    code, out, err = replay(capsys, *words)
+    assert (code, out) == (2, "")
+    last = err.splitlines()[-1]
+    assert last.startswith("ampwise: error: ")
+    assert last.isprintable()
+    return last
+
+
+# What it finds
+
+
+def test_the_finding_is_that_of_the_step(here, capsys):
+    code, out, err = replay(capsys, saved(*overflowing()))
+    assert code == 1
+    assert "half-overflow" in out
+    assert f"train.py:{GUILTY} body at step 12" in out
+    assert "a script that prints" not in out
+    assert "ampwise: step 12 in fp16 on cpu, loss nan" in err
+    assert "ampwise: built as the capsule says, with make(width=4) of train.py" in err
+
+
+def test_in_another_precision_it_is_finite(here, capsys):
+    code, out, _ = replay(capsys, saved(*overflowing()), "--precision", "fp32")
+    assert code == 0
+    assert out.startswith("finite in fp32 on cpu: the loss is ")
+    assert out.endswith(", and so are all 3 gradients.\n")
+
+
+def test_as_json(here, capsys):
+    path = saved(*overflowing())
+    code, out, _ = replay(capsys, path, "--json")
+    (finding,) = json.loads(out)
+    assert (code, finding["name"], finding["location"]["row"]) == (1, "half-overflow", GUILTY)
+    code, out, err = replay(capsys, path, "--json", "--precision", "bf16")
+    assert (code, json.loads(out)) == (0, [])
+    assert "finite in bf16 on cpu" in err
+
+
+def test_weights_buffers_and_random_numbers_are_the_steps_own(here, capsys):
+    torch.manual_seed(5)
+    x, model = torch.randn(6, 4), Net()
+    model.norm.running_mean.fill_(7.0)
+    state = random_state(CPU)
+    loss = F.mse_loss(model.drop(model.norm(model.body(x))) * 0.5, torch.zeros(6, 4)).item()
+    model.norm.running_mean.fill_(7.0)
+    path = saved(x, model, random=state, precision="fp32", scale=1.0, build_args={"width": 4, "times": 0.5})
+    torch.manual_seed(99)
+    code, out, _ = replay(capsys, path)
+    assert code == 0
+    assert f"the loss is {loss:.6g}, " in out
+    assert "The step that was saved was not: it depends on something that a capsule does not hold." in out
+
+
+def test_modules_that_evaluated_evaluate_again(here, capsys):
+    x, model = torch.randn(6, 4), Net()
+    model.norm.running_mean.fill_(7.0)
+    loss = F.mse_loss(F.batch_norm(model.body(x), torch.full((4,), 7.0), torch.ones(4)), torch.zeros(6, 4)).item()
+    code, out, _ = replay(capsys, saved(x, model, precision="fp32", evaluating=["norm", "drop"]))
+    assert code == 0
+    assert f"the loss is {loss:.6g}, " in out
+
+
+def test_only_the_loss_scale_was_too_high(here, capsys):
+    code, out, _ = replay(capsys, saved(torch.randn(6, 4), scale=2.0**40, loss=1.0))
+    assert code == 0
+    assert "Only times the loss scale of 1.09951e+12 do 3 of them overflow, which is what a scaler lowers" in out
+
+
+def test_the_policy_holds(here, capsys):
+    x, model = overflowing()
+    path = saved(x, model, policy=Policy("fp16").keep("fp32", "body").as_dict())
+    code, out, _ = replay(capsys, path)
+    assert (code, out.partition(":")[0]) == (0, "finite in fp16 on cpu")
+    assert "unknown module 'gone'" in refused(
+        capsys, saved(x, model, policy=Policy("fp16").keep("fp32", "gone").as_dict())
+    )
+
+
+def test_without_weights_those_of_the_model_are_used(here, capsys):
+    x, _ = overflowing()
+    code, out, err = replay(capsys, saved(x.fill_(float("nan")), weights=False))
+    assert code == 1
+    assert "bad-batch" in out
+    assert "without weights" in err
+    assert "The capsule has no weights" in out
+
+
+def test_the_model_alone_will_do(here, capsys):
+    code, out, _ = replay(capsys, saved(*overflowing()), "--build", "train:make_alone")
+    assert code == 1
+    assert "half-overflow" in out
+    assert "There was no loss function: the backward pass begins at the sum of what the model returns." in out
+
+
+def test_another_precision_holds_for_autocast_in_the_model_too(here, capsys):
+    path = saved(*overflowing(), precision="", scale=1.0)  # there was no autocast around the model
+    build = ("--build", "train:make_autocasting")
+    code, out, err = replay(capsys, path, *build)
+    assert (code, "half-overflow" in out, "ampwise: step 12 on cpu" in err) == (1, True, True)
+    for precision in ("bf16", "fp32"):
+        code, out, _ = replay(capsys, path, *build, "--precision", precision)
+        assert (code, out.partition(":")[0]) == (0, f"finite in {precision} on cpu")
+        assert "it depends on something" not in out
+
+
+def test_as_a_command(here):
+    path = saved(*overflowing())
+    done = subprocess.run(
+        [sys.executable, "-m", "ampwise", "replay", path, "--output-format", "concise"], capture_output=True, text=True
+    )
+    assert done.returncode == 1
+    assert "AMP" in done.stdout
+
+
+# Whose code is run
+
+
+def test_functions_of_packages_and_files_in_the_folder(here, capsys):
+    (here / "own" / "deep").mkdir(parents=True)
+    for folder in (here / "own", here / "own" / "deep"):
+        (folder / "__init__.py").write_text("")
+    (here / "own" / "deep" / "net.py").write_text(SCRIPT)
+    for build, file in (("own.deep.net:make", "own/deep/net.py"), ("own/deep/net.py:make", "own/deep/net.py")):
+        code, _, err = replay(capsys, saved(*overflowing(), build=build))
+        assert code == 1
+        assert f"with make(width=4) of {file}" in err
+
+
+def test_the_users_choice_goes_first_and_may_be_anywhere(here, capsys, tmp_path_factory):
+    elsewhere = tmp_path_factory.mktemp("elsewhere") / "their_script.py"
+    elsewhere.write_text(SCRIPT)
+    path = saved(*overflowing(), build=None)
+    assert replay(capsys, path, "--build", f"{elsewhere}:make")[0] == 1
+    code, _, err = replay(capsys, path, "--build", "train:make")
+    assert code == 1
+    assert "built as the capsule says" not in err
+
+
+@pytest.fixture
+def trap(here, tmp_path_factory):
+    """A script elsewhere that leaves a mark when it is run."""
+    folder = tmp_path_factory.mktemp("elsewhere")
+    mark = folder / "was_run"
+    text = f"open({str(mark)!r}, 'w').close()\n{SCRIPT}"
+    (folder / "trap.py").write_text(text)
+    yield folder
+    assert not mark.exists()
+
+
+def test_nothing_outside_of_the_folder_is_run(here, trap, capsys, monkeypatch):
+    monkeypatch.syspath_prepend(trap)
+    (here / "linked.py").symlink_to(trap / "trap.py")
+    (here / "folder").symlink_to(trap)
+    installed = here / ".venv" / "lib" / "site-packages"
+    installed.mkdir(parents=True)
+    (installed / "trap.py").write_text((trap / "trap.py").read_text())
+    (here / "apart").mkdir()  # no package: Python might find another of that name
+    (here / "apart" / "trap.py").write_text((trap / "trap.py").read_text())
+    for build in (
+        "trap:make",
+        "linked:make",
+        "linked.py:make",
+        "folder.trap:make",
+        "folder/trap.py:make",
+        f"{trap}/trap.py:make",
+        f"{os.path.relpath(trap, here)}/trap.py:make",
+        ".venv/lib/site-packages/trap.py:make",
+        "apart.trap:make",
+        "os:system",
+        "subprocess:run",
+        "torch.hub:load",
+    ):
+        said = refused(capsys, saved(*overflowing(), build=build, build_args={"command": "true", "args": ["true"]}))
+        assert f"is to be built with {build!r}, which is no file of yours in {here}, so it is not run" in said
+
+
+def test_a_folder_of_what_is_installed_is_not_the_users(here, capsys, monkeypatch):
+    path = Path(saved(*overflowing(), build="timeit:main")).resolve()
+    monkeypatch.chdir(Path(os.__file__).parent)
+    assert "which is no file of yours" in refused(capsys, str(path))
+
+
+def test_only_functions_that_the_file_itself_defines(here, capsys):
+    path = saved(*overflowing(), build="train:system", build_args={"command": "echo hacked > hacked"})
+    assert "train.py defines no function of that name" in refused(capsys, path)
+    assert not (here / "hacked").exists()
+    assert "train" not in sys.modules
+
+
+def test_a_module_of_another_place_is_not_taken_for_it(here, capsys):
+    (here / "json.py").write_text(SCRIPT)  # Python has loaded another
+    said = refused(capsys, saved(*overflowing(), build="json:make"))
+    assert (
+        "json is another module, not the file in the current folder, and is not used. Give --build json.py:make" in said
+    )
+    assert replay(capsys, saved(*overflowing()), "--build", "json.py:make")[0] == 1
+
+
+def test_who_builds_has_to_be_said(here, capsys):
+    said = refused(capsys, saved(*overflowing(), build=None))
+    assert said.endswith(
+        "the capsule does not say what makes its model. Give --build: module:function or file.py:function, such as "
+        "train:make."
+    )
+    for wrong in ("train", "train.py", "train:make()", "tr-ain:make"):
+        assert f"--build {wrong!r}: expected is module:function" in refused(
+            capsys, saved(torch.ones(2, 4)), "--build", wrong
+        )
+
+
+def test_python_is_left_as_it_was(here, capsys):
+    before = list(sys.path)
+    replay(capsys, saved(*overflowing()))
+    assert sys.path == before
+
+
+# What goes wrong
+
+
+@pytest.mark.parametrize(
+    ("function", "said"),
+    [
+        ("gone", "train.py has no function 'gone'."),
+        ("make_none", "make_none() returned None; expected is `return model, loss_fn`."),
+        ("make_three", "make_three() returned a tuple of 3; expected is `return model, loss_fn`."),
+        ("make_text", "the model that make_text() returned is a str; expected is"),
+        ("make_half", "the loss_fn that make_half() returned is a str; expected is"),
+        (
+            "make_failing",
+            rf"make_failing(width=4) failed: RuntimeError: no data\x1b[2J here (train.py:{line_of('no data')}).",
+        ),
+        ("make_exiting", f"make_exiting(width=4) failed: SystemExit: 3 (train.py:{line_of('SystemExit')})."),
+        ("make_broken", "the step cannot be run again: AttributeError: 'Net' object has no attribute 'nothing'"),
+        (
+            "make_plain",
+            "the loss function returned float; expected is the loss, one number that leads back to weights.",
+        ),
+        ("make_each", "the loss function returned a tensor of shape (3, 4); expected is the loss, one number"),
+        (
+            "make_wide",
+            "the weight 'body.weight' is float32 (5, 5) in the model and float32 (4, 4) in the capsule. Build",
+        ),
+        (
+            "make_double",
+            "the weight 'body.weight' is float64 (4, 4) in the model and float32 (4, 4) in the capsule. Build",
+        ),
+        ("make_lazy", "the weight 'body.weight' has no values yet in the model that was built"),
+        (
+            "make_other",
+            "the capsule's weights are not those of the model: the model has no 'body.weight', 'norm.weight', "
+            "'norm.bias'; the capsule has no 'weight', 'bias'. Build the same model.",
+        ),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:Lazy modules")
+def test_what_the_builder_does_wrong_is_told_in_a_line(here, capsys, function, said):
+    needs_no_width = function in ("make_none", "make_three", "make_text", "make_half")
+    path = saved(*overflowing(), build_args={} if needs_no_width else {"width": 4})
+    assert said in refused(capsys, path, "--build", f"train.py:{function}")
+
+
+def test_scripts_that_cannot_be_loaded(here, capsys):
+    path = saved(*overflowing())
+    (here / "broken.py").write_text("def make(:\n")
+    (here / "needy.py").write_text("import a_module_that_is_not_there\n")
+    assert "broken cannot be loaded: SyntaxError" in refused(capsys, path, "--build", "broken:make")
+    assert "needy cannot be loaded: ModuleNotFoundError: No module named 'a_module_that_is_not_there' (needy.py:1)" in (
+        refused(capsys, path, "--build", "needy:make")
+    )
+    assert "ModuleNotFoundError: No module named 'gone'" in refused(capsys, path, "--build", "gone:make")
+    assert "FileNotFoundError: there is no file gone.py" in refused(capsys, path, "--build", "gone.py:make")
+
+
+def test_precisions_and_devices_that_there_are_not(here, capsys):
+    path = saved(*overflowing())
+    said = refused(capsys, path, "--precision", "fp61")
+    assert "unknown precision 'fp61'. Did you mean fp16" in said
+    assert "The precisions are fp32, tf32, fp16, bf16." in said
+    assert "--precision tf32: " in refused(capsys, path, "--precision", "tf32")
+    assert "Give --precision: fp32 or fp16 or bf16" in refused(capsys, saved(*overflowing(), precision="tf32"))
+    assert r"unknown precision 'fp\x1b[2J'" in refused(capsys, saved(*overflowing(), precision="fp\x1b[2J"))
+    assert "--device nowhere: torch has no such device here" in refused(capsys, path, "--device", "nowhere")
+    if not torch.cuda.is_available():
+        assert "--device cuda: torch has no such device here" in refused(capsys, path, "--device", "cuda")
+        code, _, err = replay(capsys, saved(*overflowing(), device="cuda"))
+        assert (code, "fp16 on cuda" in err) == (1, True)
+
+
+def test_a_capsule_that_was_changed_is_not_run(here, capsys):
+    path = saved(*overflowing())
+    file = Path(path) / "weights.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    assert "weights.safetensors is not as it was written: its checksum is another." in refused(capsys, path)
+    assert "train" not in sys.modules
+    assert "there is no such folder" in refused(capsys, "gone")
+
+
+def test_a_state_of_random_numbers_that_is_none(here, capsys):
+    path = saved(*overflowing(), random={"torch": torch.zeros(3)})
+    assert "the step cannot be run again: " in refused(capsys, path)
+
+
+def test_the_help_shows_how_to_write_a_builder(capsys):
+    with pytest.raises(SystemExit):
+        main(["replay", "--help"])
+    out = capsys.readouterr().out
+    assert "return model, loss_fn" in out
+    assert "--build FUNCTION" in out

@@ -1,0 +1,400 @@
+"""Each kind of incident as its rule tells it: in words for a person, in data for a machine."""
+
+import ast
+import io
+import json
+
+import pytest
+
+from ampwise.cli import main
+from ampwise.evidence.conduct import Site
+from ampwise.evidence.incident import KINDS, OptimizerFacts
+from ampwise.evidence.remedy import remedies_for
+from ampwise.finding import Place, Severity
+from ampwise.printers import output_formats, print_findings
+from ampwise.record.rows import Seen
+from ampwise.record.stored import findings_data, read_findings
+from ampwise.rules import rules_about
+from ampwise.strict_json import dumps
+
+from .incidents import ADDMM, BAD_WEIGHT, EXAMPLES, FAILED, HELPED, IN_BACKWARD, INF, NO_HELP, birth, finding, values
+
+RULES = {module.RULE.name: module.RULE for module in rules_about("op")}
+WARNINGS = {"not-reproduced", "swallowed-infinity"}
+END = "the loss → 12 of 12 gradients"
+
+MESSAGES = {
+    "bad-batch": (
+        "`batch['pixels']` was given to the step with 3 NaN and 1 inf among 128 values, in 2 samples (5, 17), and was "
+        f"read first by the convolution of `stem` (Conv2d); `batch['pixels']` → {END}"
+    ),
+    "bad-weights": (
+        "the parameter `head.weight` (Linear) had 5 NaN among 128 values before the step; the matrix product (addmm) "
+        f"of `blocks.3.fc` (Linear) read it first; `head.weight` → {END}"
+    ),
+    "poisoned-statistics": (
+        "the buffer `stem.bn.running_var` (BatchNorm2d) had 1 NaN among 128 values before the step; "
+        f"`stem.bn.running_var` → {END}"
+    ),
+    "half-overflow": (
+        "the matrix product (addmm) of `blocks.3.fc` (Linear) overflows in FP16: the exact result reaches 81,920, and "
+        "FP16 ends at 65504; it was given mat1 (FP16 8×16, -3.25 to 250) and mat2 (FP16 16×4, -4 to 4.5); inf here → "
+        f"NaN at train.py:31 (softmax) → {END}"
+    ),
+    "overflow": (
+        "the exponential (exp) of `blocks.3.fc` (Linear) overflows in FP32: the exact result reaches 2.6e+43, and FP32 "
+        f"ends at 3.4e+38; it was given self (FP16 8×16, -3.25 to 100); inf here → {END}"
+    ),
+    "outside-domain": (
+        "the logarithm (log) of `blocks.3.fc` (Linear) gives -inf in FP16: 3 of 128 arguments are 0 or below; 1e-08 is "
+        f"0 in FP16; it was given self (FP16 8×16, 0 to 1, 3 × 0); -inf here → {END}"
+    ),
+    "division-by-zero": (
+        "the division (div) of `blocks.3.fc` (Linear) gives inf in FP16: 12 of 64 divisors are 0; it was given self "
+        f"(FP16 8×16, -3.25 to 250) and other (FP16 64, -3.25 to 250, 12 × 0); inf here → {END}"
+    ),
+    "fully-masked-row": (
+        "the softmax of `blocks.3.fc` (Linear) gives NaN: 3 rows are -inf throughout, and with nothing to share out it "
+        f"is 0/0; it was given self (FP16 8×16, -3.25 to 250, 48 × inf); NaN here → {END}"
+    ),
+    "mean-of-nothing": (
+        "the cross entropy (nll_loss_forward) gives NaN: no label counts, all of them are `ignore_index` or weigh 0, "
+        f"and the mean of nothing is 0/0; NaN here → {END}"
+    ),
+    "infinite-derivative": (
+        "the derivative of `sqrt` at train.py:12 (computed by div), in `blocks.3.fc` (Linear), is inf, though the "
+        "forward pass is finite there; inf here → 12 of 12 gradients"
+    ),
+    "gradient-overflow": (
+        "the derivative of `addmm` at train.py:12 (computed by mm), in `blocks.3.fc` (Linear), overflows in FP16 at a "
+        "loss scale of 65536: the exact result reaches 1,500,000, and FP16 ends at 65504; it would fit at a scale of "
+        "2048; inf here → 12 of 12 gradients"
+    ),
+    "optimizer-division": (
+        "AdamW left `head.weight` with 5 NaN among 128 values, from gradients that were finite: its eps of 1e-08 is 0 "
+        "in FP16 and the second moment of 5 bad weights is 0, so that it divides by 0; "
+        f"`head.weight` → {END}"
+    ),
+    "custom-op": (
+        "`fused_attention` of `blocks.3.fc` (Linear), which `mine` brings, gives inf in FP16 though all that it was "
+        f"given is finite; what it does inside cannot be seen; inf here → {END}"
+    ),
+    "from-another-rank": f"`allreduce`, an exchange among 4 ranks, brought NaN from rank 2; NaN here → {END}",
+    "not-reproduced": (
+        "the loss of this step was not finite, and its replay is finite; tried: the same step twice, then with "
+        "deterministic algorithms"
+    ),
+    "swallowed-infinity": (
+        "the variance (var) of `blocks.3.fc` (Linear) gives inf in FP16: FP16 ends at 65504; later operations hide it, "
+        "so that nothing was skipped; inf here → values that are finite, and wrong"
+    ),
+    "cancelled-infinities": (
+        "the difference (sub) of `blocks.3.fc` (Linear) makes NaN of infinities in FP16 that were put there on "
+        "purpose: inf - inf, inf/inf or 0 · inf; it was given self (FP16 8×16, -3.25 to 250, 2 × inf) and other (FP16 "
+        f"8×16, -3.25 to 250, 2 × inf); NaN here → {END}"
+    ),
+    "unstable-loss": (
+        "in the loss, the logarithm (log) gives -inf in FP16: 1 of 16 arguments is 0 or below; it was given self (FP16 "
+        f"16, -3.25 to 250); -inf here → {END}"
+    ),
+}
+
+
+def test_each_kind_has_its_rule_and_codes_are_in_their_order():
+    assert [(rule.code, rule.name) for rule in RULES.values()] == [
+        (f"AMP9{number:02}", kind) for number, kind in enumerate(KINDS, 1)
+    ]
+    assert {name for name, rule in RULES.items() if rule.severity is Severity.WARNING} == WARNINGS
+    assert all(rule.severity is Severity.ERROR for name, rule in RULES.items() if name not in WARNINGS)
+    assert set(EXAMPLES) == set(MESSAGES) == set(KINDS)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_kind_is_told_by_its_rule_alone(kind):
+    found = finding(EXAMPLES[kind])
+    assert found.rule.name == kind
+    assert found.message == MESSAGES[kind]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_examples_of_rules_are_python(kind):
+    for example in (RULES[kind].bad, RULES[kind].good):
+        ast.parse(example)
+    assert RULES[kind].bad != RULES[kind].good
+
+
+# The place
+
+
+def test_the_place_is_the_line_the_module_and_the_step():
+    place = Place(file="/home/me/train.py", line=12, module="blocks.3.fc", step=40)
+    assert finding(EXAMPLES["half-overflow"]).place == place
+
+
+def test_bad_weights_have_the_parameter():
+    assert finding(EXAMPLES["bad-weights"]).place.parameter == "head.weight"
+    assert finding(EXAMPLES["bad-batch"]).place.parameter is None
+
+
+def test_the_rank_is_told_where_there_are_several():
+    assert finding(EXAMPLES["half-overflow"].but(rank=0)).place.rank is None
+    assert finding(EXAMPLES["half-overflow"].but(rank=3, ranks=4)).place.rank == 3
+
+
+@pytest.mark.parametrize("site", [Site(file="a.py", line=0), Site(file="a.py", line=-1), Site(line=3), Site()])
+def test_a_line_that_is_none_is_left_out(site):
+    place = finding(FAILED.but(birth=birth(site=site))).place
+    assert place == Place(file=site.file, module="blocks.3.fc", step=40)
+
+
+# What other facts make of the words
+
+
+def message(incident, kind):
+    found = finding(incident)
+    assert found.rule.name == kind
+    return found.message
+
+
+def test_an_overflow_on_the_way_is_told_from_one_of_the_result():
+    told = message(
+        FAILED.but(birth=birth("aten.linalg_vector_norm.default", exact="finite", exact_largest=900.0)), "half-overflow"
+    )
+    assert told.startswith(
+        "the norm (linalg_vector_norm) of `blocks.3.fc` (Linear) overflows in FP16: the exact result is no larger than "
+        "900, but FP16 ends at 65504, and a step on the way is beyond; inf here"
+    )
+
+
+def test_what_overflows_in_fp64_too():
+    told = message(FAILED.but(birth=birth("aten.exp.default", dtype="fp32", exact="inf")), "overflow")
+    assert "overflows in FP32: in FP64 it is inf too; inf here" in told
+
+
+def test_an_infinity_written_by_hand_is_no_overflow():
+    told = message(FAILED.but(birth=birth("aten.full.default", dtype="fp32", by_hand=True)), "cancelled-infinities")
+    assert told.startswith("`full` of `blocks.3.fc` (Linear) puts inf there, as the source has it")
+
+
+def test_an_unknown_operation_has_torchs_name():
+    told = message(FAILED.but(birth=birth("aten.gelu.default", dtype="fp32", module="")), "overflow")
+    assert told.startswith("`gelu` overflows in FP32: FP32 ends at 3.4e+38; inf here")
+
+
+@pytest.mark.parametrize(
+    ("op", "words"),
+    [
+        ("aten.std.correction", "the standard deviation (std) gives NaN: there is one value or none"),
+        ("aten.mean.default", "the mean gives NaN: there is nothing to take it over"),
+    ],
+)
+def test_means_and_deviations_of_nothing(op, words):
+    assert message(FAILED.but(birth=birth(op, "nan", "fp32", module="")), "mean-of-nothing").startswith(words)
+
+
+def test_a_divisor_that_nobody_counted():
+    told = message(FAILED.but(birth=birth("aten.reciprocal.default", dtype="fp32", exact="inf")), "division-by-zero")
+    assert "the reciprocal of `blocks.3.fc` (Linear) gives inf in FP32: the divisor is 0, or next to it" in told
+
+
+@pytest.mark.parametrize(
+    ("rows", "bad_rows", "words"),
+    [((), 0, "128 values, and"), ((3,), 1, ", in 1 sample (3), and"), ((0, 1), 40, ", in 40 samples (0, 1, …), and")],
+)
+def test_which_samples(rows, bad_rows, words):
+    source = EXAMPLES["bad-batch"].source
+    changed = type(source)(what="batch", name="x", values=source.values, first_use=ADDMM, rows=rows, bad_rows=bad_rows)
+    assert words in message(FAILED.but(source=changed), "bad-batch")
+
+
+def test_what_the_function_brings_along_is_no_batch_of_the_step():
+    source = type(BAD_WEIGHT)(what="other", values=values("", nans=1))
+    told = message(FAILED.but(source=source), "bad-batch")
+    assert told == "a tensor is used by the step and comes from outside of it with 1 NaN among 128 values"
+
+
+@pytest.mark.parametrize(
+    ("steps", "words"),
+    [
+        (0, ": from the start, for SGD has taken no step yet"),
+        (1, ", after 1 step of SGD"),
+        (9, ", after 9 steps of SGD"),
+    ],
+)
+def test_since_when_weights_are_bad(steps, words):
+    facts = type(EXAMPLES["optimizer-division"].optimizer)(name="SGD", steps=steps, zero_denominators=0)
+    assert f"before the step{words}; the matrix" in message(
+        FAILED.but(source=BAD_WEIGHT, optimizer=facts), "bad-weights"
+    )
+
+
+def test_an_optimizers_own_operation():
+    told = message(
+        FAILED.but(birth=birth("aten.addcdiv_.default", "nan", phase="optimizer", module="")), "optimizer-division"
+    )
+    assert told.startswith("the optimizer: the division (addcdiv) in its step gives NaN; NaN here")
+
+
+def test_a_rank_that_is_not_known():
+    told = message(EXAMPLES["from-another-rank"].but(rank=None), "from-another-rank")
+    assert "brought NaN from another rank; which one is not known" in told
+
+
+def test_nothing_to_blame_is_said():
+    assert message(FAILED, "not-reproduced") == (
+        "the loss of this step was not finite, and the replay found no operation that made it so"
+    )
+    assert message(IN_BACKWARD, "not-reproduced").startswith("gradients of this step were not finite, and")
+
+
+@pytest.mark.parametrize(
+    ("scale", "fits", "words"),
+    [
+        (1.0, None, "at a loss scale of 1: the exact result reaches 1,500,000, and FP16 ends at 65504; inf"),
+        (1.0, 0.25, "FP16 ends at 65504; not even a scale of 1 would do, it would take 0.25; inf"),
+        (1024.0, 2048.0, "FP16 ends at 65504; inf"),
+    ],
+)
+def test_scales_that_would_fit(scale, fits, words):
+    incident = EXAMPLES["gradient-overflow"].but(scale=scale, fitting_scale=fits)
+    assert words in message(incident, "gradient-overflow")
+    assert "Begin at" not in finding(incident).fix
+
+
+def test_without_a_derivative_the_backward_operation_is_named():
+    told = message(
+        IN_BACKWARD.but(birth=birth("aten.mul.Tensor", phase="backward", live=False, exact="inf")),
+        "infinite-derivative",
+    )
+    assert told.startswith("a derivative, computed by the product (mul) of `blocks.3.fc` (Linear), is inf")
+
+
+# The way out
+
+
+def test_what_helped_comes_first_with_its_code_before_and_after():
+    assert finding(EXAMPLES["half-overflow"]).fix.split("\n") == [
+        "Tried in the replay, and it helps: `blocks.3.fc` in FP32 (loss NaN → 2.312, gradients finite).",
+        "    engine = Engine(model, optimizer)",
+        "Tried in the replay, and of no help: the step in BF16 (loss NaN, 3 gradients not finite).",
+        f"In general: {RULES['half-overflow'].fix}",
+    ]
+
+
+def test_that_nothing_helped_is_said():
+    assert finding(EXAMPLES["half-overflow"].but(trials=(NO_HELP,))).fix.split("\n") == [
+        RULES["half-overflow"].fix,
+        "Tried in the replay, and of no help: the step in BF16 (loss NaN, 3 gradients not finite).",
+    ]
+
+
+def test_what_was_not_tried_is_said_to_be_so():
+    assert finding(EXAMPLES["half-overflow"].but(trials=())).fix.split("\n") == [
+        RULES["half-overflow"].fix,
+        "For one, not tried: `blocks.3.fc` in FP32.",
+        '    engine = Engine(model, optimizer, Policy("fp16").keep("fp32", "blocks.3.fc"))',
+    ]
+
+
+def test_what_would_mend_a_swallowed_infinity_is_what_mends_the_overflow():
+    incident = EXAMPLES["swallowed-infinity"]
+    assert finding(incident).fix.split("\n") == [
+        RULES["swallowed-infinity"].fix,
+        "For one, not tried: `blocks.3.fc` in FP32.",
+        '    engine = Engine(model, optimizer, Policy("fp16").keep("fp32", "blocks.3.fc"))',
+    ]
+    assert not remedies_for(incident), "nothing to try: the step is finite"
+
+
+def test_a_loss_that_stays_the_same_is_told_once():
+    fix = finding(EXAMPLES["gradient-overflow"].but(trials=(HELPED,), loss=2.3125)).fix
+    assert "`blocks.3.fc` in FP32 (loss 2.312, gradients finite)." in fix
+
+
+def test_a_scale_that_fits_is_advised():
+    fix = finding(EXAMPLES["gradient-overflow"]).fix
+    assert fix.startswith('Begin at a loss scale that fits: `Engine(model, optimizer, scaling={"init_scale": 2048})`.')
+
+
+def test_statistics_are_reset_by_code_that_runs():
+    (line,) = [line for line in finding(EXAMPLES["poisoned-statistics"]).fix.split("\n") if line.startswith(" ")]
+    from torch import nn
+
+    model = nn.Module()
+    model.stem = nn.Module()
+    model.stem.bn = nn.BatchNorm2d(2)
+    model.stem.bn.running_var.fill_(INF)
+    exec(line.strip(), {"model": model})
+    assert model.stem.bn.running_var.isfinite().all()
+
+
+def test_other_buffers_have_no_statistics_to_reset():
+    source = type(BAD_WEIGHT)(what="buffer", name="stem.positions", values=values("", nans=1))
+    assert finding(FAILED.but(source=source)).fix == RULES["poisoned-statistics"].fix
+
+
+def test_eps_is_mended_where_eps_was_the_fault():
+    assert "\n    optimizer = AdamW(model.parameters(), eps=1e-4)" in finding(EXAMPLES["optimizer-division"]).fix
+    facts = OptimizerFacts(
+        name="Adam", eps=0.0, eps_becomes=0.0, dtype="fp32", steps=7, zero_denominators=2, bad_weights=5
+    )
+    without = finding(EXAMPLES["optimizer-division"].but(optimizer=facts))
+    assert "finite: its eps is 0 and the second moment of 2 of 5 bad weights is 0, so that it" in without.message
+    assert without.fix.endswith("\n    optimizer = Adam(model.parameters(), eps=1e-8)")
+
+
+# The evidence
+
+
+def test_evidence_of_an_operation():
+    found = finding(EXAMPLES["half-overflow"])
+    assert found.shown_evidence == {"op": "aten.addmm.default"}, "the rest is told in the message, or for machines"
+    evidence = found.evidence["trace"]
+    assert evidence["op"] == "aten.addmm.default"
+    assert (evidence["dtype"], evidence["module"], evidence["phase"]) == ("fp16", "blocks.3.fc", "forward")
+    assert evidence["inputs"] == [each.as_dict() for each in ADDMM.inputs]
+    assert evidence["output"]["census"]["infs"] == 3
+    assert (evidence["exact"], evidence["exact_largest"]) == ("finite", 81920.0)
+    assert evidence["nan_birth"]["op"] == "aten._softmax.default"
+    assert evidence["nan_birth"]["place"] == "/home/me/train.py:31"
+    assert (evidence["loss"], evidence["scale"]) == ("NaN", 65536.0)
+    assert len(evidence["bad_gradients"]) == 10
+    assert (evidence["bad_gradient_count"], evidence["gradients"]) == (12, 12)
+    before_and_after = [(trial["loss_before"], trial["loss_after"], trial["finite"]) for trial in evidence["trials"]]
+    assert before_and_after == [("NaN", 2.3125, True), ("NaN", "NaN", False)]
+    assert "zero_divisors" not in evidence, "what is not known or not so is not told"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_findings_survive_a_record(kind):
+    found = finding(EXAMPLES[kind])
+    data = json.loads(dumps(findings_data([Seen(finding=found)])))
+    assert data["findings"][0]["evidence"] == dict(found.evidence), "plain already"
+    (back,), troubles = read_findings(data)
+    assert not troubles
+    assert back.finding == found
+
+
+@pytest.mark.parametrize("output", output_formats())
+def test_every_printer_prints_them(output):
+    stream = io.StringIO()
+    print_findings([finding(incident) for incident in EXAMPLES.values()], output, stream)
+    assert all(rule.name in stream.getvalue() or rule.code in stream.getvalue() for rule in RULES.values())
+
+
+def test_hostile_names_reach_no_terminal_and_no_page():
+    hostile = birth(module="a\x1b[2J\nerror: <b>", module_class="</p><script>", exact="finite", exact_largest=1e5)
+    found = finding(FAILED.but(birth=hostile))
+    for output in ("full", "concise", "github"):
+        stream = io.StringIO()
+        print_findings([found], output, stream)
+        assert "\x1b[2J" not in stream.getvalue()
+        assert "\nerror: <b>" not in stream.getvalue()
+    assert "<script>" not in found._repr_html_()
+
+
+def test_the_verbs_know_the_room(capsys):
+    assert main(["explain", "AMP904"]) == 0
+    assert capsys.readouterr().out.startswith("AMP904 half-overflow (error)\n")
+    assert main(["rules"]) == 0
+    assert "\nop\n  AMP901  bad-batch " in capsys.readouterr().out
