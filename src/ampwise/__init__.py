@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from ampwise.census.count import Count as Count
     from ampwise.census.device import DeviceCensus as DeviceCensus
     from ampwise.census.measure import census as census
+    from ampwise.engine.capsules import Capsules as Capsules
     from ampwise.engine.engine import Engine as Engine
     from ampwise.engine.precision.keep import keep as keep
     from ampwise.engine.precision.policy import Policy as Policy
@@ -48,6 +49,7 @@ _HOMES = {
     "AmpwiseError": "errors",
     "BadInput": "errors",
     "BlockFormat": "formats",
+    "Capsules": "engine.capsules",
     "Census": "census.algebra",
     "Comparison": "report.comparison.comparison",
     "Count": "census.count",

@@ -277,7 +277,7 @@ def test_what_the_script_computes_between_two_models_is_no_batch():
     watch = watched(script)
     assert not ops_in(watch)
     assert about_replays(watch) == [
-        "Step 1 was replayed: `input`, which the script has computed and given to its model, is not finite; what "
+        "Step 1 was replayed: `input (2)`, which the script has computed and given to its model, is not finite; what "
         "computes it lies outside of models, where a run cannot replay."
     ]
 

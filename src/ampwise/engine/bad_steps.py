@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,6 +21,7 @@ from torch.nn import Module
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
+from ampwise.engine.capsules import FOR_ALL, Capsules
 from ampwise.engine.ranks import Ranks
 from ampwise.engine.scaling.outcome import Outcome
 from ampwise.engine.statistics import Statistics
@@ -99,7 +100,8 @@ class BadSteps:
         ranks: Ranks,
         statistics: Statistics,
         device: torch.device,
-        capsules: Any = None,
+        policy: Mapping[str, Any],
+        capsules: Capsules | None = None,
     ) -> None:
         self.findings: list[Finding] = []
         self._rerun = WeakMethod(rerun)  # which is the engine's, and it has this
@@ -109,7 +111,7 @@ class BadSteps:
         self._buffers = Buffers(models)
         self._passes: list[Pass] = []
         self._awaited: Awaited | None = None
-        self._capsules = capsules
+        self._policy, self._capsules = policy, capsules
         self._failed = 0  # steps whose loss was bad
         self._probed = 0
         self._in_pieces_told = False
@@ -190,10 +192,15 @@ class BadSteps:
         if not self._is_looked_into(bad, all(together.all_of(math.isfinite(bad.loss)))):
             return
         with self._as_it_began(), self._ranks.bypassed():
-            subject = self._subject(bad, alone=not together.in_step)
+            kept = bad.passes[-1] if together.in_step else self._guilty(bad.passes, bad.scale)
+            subject = self._subject(bad, kept)
             incident = incident_of(subject, together)
-        if incident is not None and (not together.several or together.rank == 0):
+            if incident is None:
+                return
             found = findings_of(incident)
+            if incident.rank == together.rank:  # where it arose
+                found = self._saved_with(subject, bad, kept, found)
+        if not together.several or together.rank == 0:
             self._tell(found, bad.number)
 
     def _is_looked_into(self, bad: Bad, loss_was_fine: bool) -> bool:
@@ -204,10 +211,17 @@ class BadSteps:
         self._failed += 1
         return self._failed & (self._failed - 1) == 0
 
-    def _subject(self, bad: Bad, *, alone: bool) -> Subject:
+    def _saved_with(self, subject: Subject, bad: Bad, kept: Pass, found: list[Finding]) -> list[Finding]:
+        """The findings, which say where the step was saved if it was."""
+        capsules = self._capsules or next(iter(FOR_ALL), None)
+        if capsules is None:
+            return found
+        path = capsules.save(subject, bad, kept, self._policy, found)
+        return found if path is None else [each.but(evidence={**each.evidence, "capsule": str(path)}) for each in found]
+
+    def _subject(self, bad: Bad, kept: Pass) -> Subject:
         from ampwise.trace.names import named_tensors
 
-        kept = self._guilty(bad.passes, bad.scale) if alone else bad.passes[-1]
         return Subject(
             run=self._running(kept),
             device=self._device,

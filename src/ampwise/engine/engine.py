@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -27,6 +28,7 @@ from ampwise.engine.arguments import (
 )
 from ampwise.engine.bad_steps import BadSteps, Pass
 from ampwise.engine.batches import Batches
+from ampwise.engine.capsules import Capsules, checked_capsules
 from ampwise.engine.clipping import Clipping
 from ampwise.engine.graph import Graphs
 from ampwise.engine.precision.arithmetic import Arithmetic
@@ -74,6 +76,8 @@ class Engine:
         They are told a little later, and never waited for.
     trace: run a step once more whose loss or gradients are not finite, and say which operation it came from, and why:
         ``engine.findings``. Until then it costs nothing but that the host is no more than a step ahead of the device.
+    capsules: a folder in which such steps are saved, for ``ampwise replay``; or ``Capsules``, which say how to build
+        the model there.
 
     A step whose gradients are not finite changes nothing, in any precision: neither weights nor the state of
     optimizer, scheduler and BatchNorm. With a fused optimizer nothing waits for the GPU.
@@ -104,6 +108,7 @@ class Engine:
         history: int = 1000,
         sinks: Iterable[str | Callable[[Row], None]] | None = None,
         trace: bool = True,
+        capsules: Capsules | str | os.PathLike[str] | None = None,
     ) -> None:
         self._models = checked_models(model)
         # The one by whose names parameters and modules are known.
@@ -135,7 +140,8 @@ class Engine:
         self._closed = 0  # windows
         self._stepping = False  # optimizers, by the engine itself
         self._stock: Any = None  # of gradients, where they must not change
-        self._bad_steps = self._watched_steps() if trace else None
+        kept_in = checked_capsules(capsules)
+        self._bad_steps = self._watched_steps(kept_in) if trace else None
         self._telling = telling(sinks)
         if self._telling is not None:
             weakref.finalize(self, self._telling.end).atexit = False  # of which it knows by itself
@@ -144,8 +150,17 @@ class Engine:
         self._trained.before_saving(self._schedules.settle)
         self._trained.before_stepping(self._refuse_others_step)
 
-    def _watched_steps(self) -> BadSteps:
-        return BadSteps(self._rerun, self._models, self._trained.optimizers, self._ranks, self._statistics, self.device)
+    def _watched_steps(self, capsules: Capsules | None) -> BadSteps:
+        return BadSteps(
+            self._rerun,
+            self._models,
+            self._trained.optimizers,
+            self._ranks,
+            self._statistics,
+            self.device,
+            self.policy.as_dict(),
+            capsules,
+        )
 
     def _announce(self) -> None:
         """Say what "auto" came to, and why."""

@@ -13,8 +13,9 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 
 from ampwise.engine.precision.policy import named_modules
 from ampwise.engine.precision.region import DEVICE_TYPES
+from ampwise.trace.attributes import Attributes
 
-__all__ = ["Paths", "autocast_here"]
+__all__ = ["Paths", "autocast_here", "prefixes"]
 
 
 class Paths:
@@ -26,11 +27,13 @@ class Paths:
         self.any_ran = False
         self.precision = ""  # of autocast, where some module ran under it
         self._running = threading.local()
-        for model in models:
-            self._learn(model, type(model).__name__ if len(models) > 1 else "")
+        self.attributes = Attributes()  # of models, as they were when they were first met
+        for prefix, model in zip(prefixes(models), models, strict=True):
+            self._learn(model, prefix)
 
     def _learn(self, model: Module, prefix: str) -> None:
         self._kept.append(model)
+        self.attributes.note([model])
         for name, module in named_modules(model).items():
             self._names.setdefault(id(module), ".".join(part for part in (prefix, name) if part))
 
@@ -82,3 +85,11 @@ def autocast_here() -> str:
             dtype = torch.get_autocast_dtype(kind)
             return "fp16" if dtype == torch.float16 else "bf16" if dtype == torch.bfloat16 else ""
     return ""
+
+
+def prefixes(models: Sequence[Module]) -> list[str]:
+    """What the names of each model's modules begin with, where there are several: their class, or their number."""
+    classes = [type(model).__name__ for model in models]
+    if len(models) == 1:
+        return [""]
+    return classes if len(set(classes)) == len(classes) else [str(number) for number in range(len(models))]

@@ -20,7 +20,7 @@ from ampwise.trace.tape import Given, Op, Storage, Tape, Written
 from ampwise.trace.undo import Undo, written_arguments
 from ampwise.trace.where import is_recomputed, line_here, site_of
 
-__all__ = ["Looker", "Recorder", "Undoing", "dtype_name", "storage_id", "tensors_in"]
+__all__ = ["Leaf", "Looker", "Recorder", "Undoing", "dtype_name", "storage_id", "tensors_in"]
 
 NO_SEQUENCE = 2**63  # what nodes that follow no operation say instead of a number
 Look = Callable[[int, Any, tuple[Any, ...], dict[str, Any]], Any]

@@ -20,12 +20,13 @@ from ampwise.engine.precision.policy import named_modules
 from ampwise.engine.precision.precision import PRECISIONS
 from ampwise.engine.precision.region import forward_in
 from ampwise.randomness import random_state, restore_random
-from ampwise.trace.paths import Paths
+from ampwise.trace.attributes import Attributes
+from ampwise.trace.paths import Paths, prefixes
 from ampwise.trace.ranges import local, readable
-from ampwise.trace.recorder import Recorder, Undoing
+from ampwise.trace.recorder import Leaf, Recorder, Undoing
 from ampwise.trace.tape import Tape
 
-__all__ = ["Ended", "Replay", "Settings", "Subject", "Taped", "tensors_of"]
+__all__ = ["Ended", "Replay", "Settings", "Subject", "Taped", "in_precision", "tensors_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,14 +69,22 @@ class Subject:
     def buffers(self) -> dict[str, Tensor]:
         return self._named("named_buffers")
 
+    def evaluating(self) -> list[str]:
+        """The modules in evaluation mode."""
+        modules = [
+            (".".join(part for part in (prefix, path) if part), module)
+            for prefix, model in zip(prefixes(self.models), self.models, strict=True)
+            for path, module in named_modules(model).items()
+        ]
+        return [name for name, module in modules if not module.training]
+
     def _named(self, which: str) -> dict[str, Tensor]:
         """By the names they have where nothing is wrapped."""
         found: dict[str, Tensor] = {}
-        for model in self.models:
-            prefix = f"{type(model).__name__}." if len(self.models) > 1 else ""
+        for prefix, model in zip(prefixes(self.models), self.models, strict=True):
             for path, module in named_modules(model).items():
                 for name, tensor in getattr(module, which)(recurse=False):
-                    found.setdefault(prefix + (f"{path}.{name}" if path else name), tensor)
+                    found.setdefault(".".join(part for part in (prefix, path, name) if part), tensor)
         return found
 
 
@@ -115,14 +124,14 @@ class Replay:
         self, settings: Settings, change: AbstractContextManager[Any] | None = None, mode: Undoing | None = None
     ) -> Ended:
         """Run it, and say how it ended."""
-        mode = mode or Undoing()
+        mode, attributes = mode or Undoing(), Attributes()
+        attributes.note(self.subject.models)
         try:
             with self._set(settings), change or nullcontext(), mode:
                 result = self.subject.run(settings)
             return self._ended(result)
         finally:
-            mode.put_back()
-            self._drop_gradients()
+            self._put_back(mode, attributes)
 
     def taped(self, settings: Settings) -> Taped:
         """Run it, with each operation written down."""
@@ -134,15 +143,26 @@ class Replay:
             with torch.no_grad():
                 return self._taped(recorder, paths, result)
         finally:
-            recorder.put_back()
-            self._drop_gradients()
+            self._put_back(recorder, paths.attributes)
+
+    def _adopt(self, models: Sequence[Module], leaves: Mapping[int, Leaf]) -> None:
+        """Models that are known only now. Their gradients were what the recorder found."""
+        self.subject.models = models
+        self._parameters = self.subject.parameters()
+        had = {id(leaf.tensor): leaf.gradient for leaf in leaves.values()}
+        gradients = [(each, had.get(id(each), each.grad)) for each in self._parameters.values()]
+        self._stack.callback(_put_back, gradients)
+
+    def _put_back(self, mode: Undoing, attributes: Attributes) -> None:
+        mode.put_back()
+        attributes.put_back()
+        self._drop_gradients()
 
     def _taped(self, recorder: Recorder, paths: Paths, result: Any) -> Taped:
         tape = recorder.tape
         tape.has_modules = paths.any_ran
         if not self.subject.models:
-            self.subject.models = paths.roots
-            self._parameters = self.subject.parameters()
+            self._adopt(paths.roots, recorder.leaves)
         self.subject.precision = self.subject.precision or paths.precision or "fp32"
         known = {id(each): name for name, each in self._parameters.items()}
         gradients = {}
@@ -161,8 +181,9 @@ class Replay:
     @contextmanager
     def _set(self, settings: Settings) -> Iterator[None]:
         restore_random(self._start, self.subject.device)
+        torch.clear_autocast_cache()  # or weights that are cast already would not be cast again
         self._drop_gradients()
-        with _kept(self.subject.models, settings.keep), _in_precision(settings.precision, self.subject.device):
+        with _kept(self.subject.models, settings.keep), in_precision(settings.precision, self.subject.device):
             yield
 
     def _drop_gradients(self) -> None:
@@ -241,12 +262,13 @@ def _kept(models: Sequence[Module], path: str | None) -> Iterator[None]:
 
 
 @contextmanager
-def _in_precision(name: str | None, device: torch.device) -> Iterator[None]:
+def in_precision(name: str | None, device: torch.device) -> Iterator[None]:
     """Wherever autocast is turned on, it is this precision's."""
     if name is None:
         yield
         return
-    dtype, enter = PRECISIONS[name].dtype, autocast.__enter__
+    dtype = PRECISIONS[name].dtype
+    enter: Callable[[Any], Any] = autocast.__enter__
 
     def entered(self: Any) -> Any:
         self._enabled, self.fast_dtype = self._enabled and dtype is not None, dtype or self.fast_dtype

@@ -37,7 +37,7 @@ class Undo:
     """Copies of what was written to, the latest last."""
 
     def __init__(self) -> None:
-        self._copies: list[tuple[Tensor, Tensor]] = []
+        self._copies: list[tuple[Tensor, Tensor, _unsafe_preserve_version_counter]] = []
         self._known: set[object] = set()
 
     def before_write(self, tensor: Tensor) -> None:
@@ -45,13 +45,13 @@ class Undo:
         key = (id(inner), inner.data_ptr(), inner.shape, inner.stride())
         if key not in self._known:
             self._known.add(key)
-            self._copies.append((inner, inner.detach().clone()))
+            # Someone may have it saved for a backward pass of theirs, and would take the write for a mistake.
+            self._copies.append((inner, inner.detach().clone(), _unsafe_preserve_version_counter(inner)))
 
     def put_back(self) -> None:
         """As if nothing had been written."""
-        for tensor, copy in reversed(self._copies):
-            # Someone may have it saved for a backward pass of theirs, and would take the write for a mistake.
-            with torch.no_grad(), _unsafe_preserve_version_counter(tensor):
+        for tensor, copy, version in reversed(self._copies):
+            with torch.no_grad(), version:
                 tensor.copy_(copy)
         self._copies.clear()
         self._known.clear()

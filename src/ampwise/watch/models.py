@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ampwise.watch.asking import inner_model
 from ampwise.watch.hook import Hook
 from ampwise.watch.patches import Patches
 
@@ -73,7 +74,7 @@ class Models:
 
     def around(self, model: nn.Module) -> nn.Module:
         """The outermost that it is known to be a part of, but for wrappers: a call of that is the whole pass."""
-        holding = [each for each in list(self._asked) if not is_wrapper(each) and _holds(each, model)]
+        holding = [inner_model(each) for each in list(self._asked) if _holds(inner_model(each), model)]
         return max(holding, key=lambda each: len(list(each.modules())), default=model)
 
     def remember(self, model: nn.Module) -> None:
@@ -166,11 +167,6 @@ def bare(things: Any) -> Iterator[None]:
             hooks[key] = hook
 
 
-def is_wrapper(module: nn.Module) -> bool:
-    """DDP, what torch.compile has made, and the like, around a model that is the script's own."""
-    return type(module).__name__ in WRAPPING
-
-
 def _holds(whole: nn.Module, part: nn.Module) -> bool:
     return any(each is part for each in whole.modules())
 
@@ -182,7 +178,7 @@ def calling_here() -> nn.Module | None:
     while frame is not None:
         if frame.f_code.co_name == "_call_impl":
             module = frame.f_locals.get("self")
-            if isinstance(module, nn.Module) and not is_wrapper(module):
+            if isinstance(module, nn.Module) and type(module).__name__ not in WRAPPING:
                 found = module
         frame = frame.f_back
     return found

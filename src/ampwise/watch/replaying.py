@@ -199,9 +199,9 @@ def _remarks(calls: Sequence[Call], *, backward: bool) -> tuple[str, ...]:
 
 def _batch(calls: Sequence[Call]) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
-    for call in calls:
+    for number, call in enumerate(calls, 1):
         for name, tensor in named_tensors(_as_written(call.model).forward, call.args, call.kwargs).items():
-            found.setdefault(name, tensor) if name not in found else found.setdefault(f"{name} again", tensor)
+            found.setdefault(name if number == 1 else f"{name} ({number})", tensor)
     return found
 
 

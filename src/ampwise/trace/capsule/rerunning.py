@@ -21,7 +21,7 @@ from ampwise.trace.capsule.building import Built, failure
 from ampwise.trace.capsule.contents import Contents
 from ampwise.trace.explaining import explain
 from ampwise.trace.names import named_tensors
-from ampwise.trace.replay import Ended, Replay, Settings, Subject, _in_precision, tensors_of
+from ampwise.trace.replay import Ended, Replay, Settings, Subject, in_precision, tensors_of
 
 __all__ = ["Rerun", "device_named", "load_weights", "precision_for", "rerun"]
 
@@ -104,7 +104,7 @@ def _run(
 
     def run(settings: Settings) -> Tensor:
         name = arithmetic.precision.name if other is not None and settings.precision is None else None
-        with torch.enable_grad(), arithmetic.products(), _in_precision(name, other or torch.device("cpu")):
+        with torch.enable_grad(), arithmetic.products(), in_precision(name, other or torch.device("cpu")):
             with arithmetic.forward():
                 returned = built.loss_fn(*contents.args, **contents.kwargs)
             loss = _loss_of(returned, built)

@@ -1,0 +1,230 @@
+"""``ampwise.trace``: functions that fail in known ways, and what is left behind: nothing."""
+
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import ampwise
+from ampwise import BadInput
+
+
+def line_of(marker):
+    """The number of the line in this file with the comment."""
+    lines = Path(__file__).read_text(encoding="utf-8").splitlines()
+    return next(number for number, line in enumerate(lines, 1) if line.endswith(f"# here: {marker}"))
+
+
+def found(function, *args, **kwargs):
+    findings = ampwise.trace(function, *args, **kwargs)
+    return [(finding.rule.name, finding.place.line) for finding in findings]
+
+
+def test_all_finite_gives_nothing():
+    model = nn.Linear(4, 1)
+    assert ampwise.trace(lambda x: model(x).square().mean(), torch.ones(2, 4)) == []
+
+
+def test_function_and_room_are_one():
+    from ampwise.trace import explaining  # noqa: F401 (which binds the room)
+
+    assert ampwise.trace(lambda x: x.sum(), torch.ones(2)) == []
+
+
+def test_what_is_no_function_is_refused():
+    with pytest.raises(BadInput, match=r"trace\(\) takes a function"):
+        ampwise.trace(torch.ones(2))
+
+
+def test_a_function_without_tensors_or_loss():
+    assert ampwise.trace(lambda: None) == []
+    assert ampwise.trace(lambda text: text.upper(), "x") == []
+
+    def without():
+        return torch.zeros(3).log().sum()  # here: no arguments
+
+    assert found(without) == [("outside-domain", line_of("no arguments"))]
+
+
+def test_errors_of_the_function_are_its_own():
+    with pytest.raises(ZeroDivisionError):
+        ampwise.trace(lambda: 1 / 0)
+
+
+class Squares(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 8), nn.Linear(8, 1)
+
+    def forward(self, x):
+        hidden = self.first(x)
+        hidden = hidden * hidden  # here: square
+        return self.second(hidden)
+
+
+def test_an_overflow_in_half_is_named_with_its_range_and_a_remedy_that_was_tried():
+    torch.manual_seed(0)
+    model = nn.Sequential(Squares())
+    with torch.autocast("cpu", torch.float16):
+        (finding,) = ampwise.trace(lambda x: model(x).float().mean(), torch.ones(2, 4) * 1000)
+    assert (finding.rule.name, finding.place.line, finding.place.module) == ("half-overflow", line_of("square"), "0")
+    traced = finding.evidence["trace"]
+    assert traced["op"] == "aten.mul.Tensor"
+    assert traced["exact_largest"] > 65504
+    assert [trial["finite"] for trial in traced["trials"]][-1]
+    assert "it helps" in finding.fix
+
+
+def test_the_line_of_a_derivative_is_the_forward_line():
+    weight = torch.tensor([0.0, 4.0], requires_grad=True)
+
+    def loss(x):
+        root = (x * weight).sqrt()  # here: root
+        return root.sum()
+
+    (finding,) = ampwise.trace(loss, torch.ones(2))
+    assert (finding.rule.name, finding.place.line) == ("infinite-derivative", line_of("root"))
+    assert "it helps" in finding.fix
+
+
+def test_a_bad_batch_is_named_with_its_samples():
+    x = torch.ones(8, 3)
+    x[5, 1] = torch.nan
+    model = nn.Linear(3, 1)
+    (finding,) = ampwise.trace(lambda batch: model(batch["x"]).mean(), {"x": x})
+    assert finding.rule.name == "bad-batch"
+    assert "batch['x']" in finding.message
+    assert finding.evidence["trace"]["source"]["samples"] == [5]
+
+
+def test_a_function_that_runs_backward_itself():
+    weight = torch.tensor([0.0], requires_grad=True)
+
+    def step(x):
+        loss = (x * weight).sqrt().sum()  # here: own backward
+        loss.backward()
+        return loss
+
+    assert found(step, torch.ones(1)) == [("infinite-derivative", line_of("own backward"))]
+    assert weight.grad is None
+
+
+def test_the_optimizer_of_a_function():
+    weight = nn.Parameter(torch.zeros(2, dtype=torch.float16))
+    optimizer = torch.optim.Adam([weight], lr=0.1, foreach=False)
+
+    def step(x):
+        optimizer.zero_grad()
+        (weight * x).sum().backward()
+        optimizer.step()
+        return weight.sum()
+
+    before = weight.detach().clone()
+    names = [name for name, _ in found(step, torch.full((2,), 1e-4, dtype=torch.float16))]
+    assert names == ["optimizer-division"]
+    assert torch.equal(weight, before), "the update was taken back"
+
+
+def test_infinities_that_go_away_are_told_on_request():
+    def normalised(x):
+        variance = (x * x).mean()  # here: swallowed
+        return (x / variance.sqrt()).sum()
+
+    x = torch.full((4,), 1000.0, dtype=torch.float16)
+    assert ampwise.trace(normalised, x) == []
+    assert found(normalised, x, swallowed=True) == [("swallowed-infinity", line_of("swallowed"))]
+
+
+def test_masks_are_not_told_even_on_request():
+    def attention(scores):
+        mask = torch.ones(3, 3).triu(1).bool()
+        return scores.masked_fill(mask, -torch.inf).softmax(-1).sum()
+
+    assert ampwise.trace(attention, torch.ones(3, 3), swallowed=True) == []
+
+
+# Nothing is left behind
+
+
+class Moody(nn.Module):
+    """Everything that a forward pass may change."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.utils.parametrizations.spectral_norm(nn.Linear(4, 4))
+        self.norm, self.dropout = nn.BatchNorm1d(4), nn.Dropout(0.5)
+        self.register_buffer("calls", torch.zeros(()))
+        self.register_buffer("last", torch.zeros(4))
+
+    def forward(self, x):
+        self.calls += 1
+        self.last = x.mean(0).detach()
+        x = x.mul_(2)
+        if random.random() < 0.5:
+            x = x + torch.rand_like(x)
+        return self.dropout(self.norm(self.linear(x)))
+
+
+def test_buffers_random_numbers_gradients_and_arguments_stay_as_they_were():
+    torch.manual_seed(0)
+    model, x = Moody(), torch.rand(6, 4)
+    for parameter in model.parameters():
+        parameter.grad = torch.full_like(parameter, 7.0)
+    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    given, version = x.clone(), x._version
+    torch.manual_seed(3)
+    random.seed(3)
+    assert ampwise.trace(lambda x: (model(x) - model(x).detach()).sqrt().mean(), x), "roots of negative numbers"
+    after = torch.rand(1), random.random()
+    torch.manual_seed(3)
+    random.seed(3)
+    assert (torch.rand(1), random.random()) == after
+    assert all(torch.equal(state[name], tensor) for name, tensor in model.state_dict().items())
+    assert all(bool((parameter.grad == 7).all()) for parameter in model.parameters())
+    assert torch.equal(x, given)
+    assert x._version >= version
+
+
+def test_a_graph_of_someone_else_stays_whole():
+    x = torch.rand(3, requires_grad=True)
+    kept = torch.zeros(3)
+    theirs = (x * kept).sum()  # which has saved what the function is going to write to
+    ampwise.trace(lambda: kept.add_(1).log().sub(torch.inf).sum())
+    theirs.backward()
+    assert torch.equal(x.grad, torch.zeros(3))
+
+
+def test_a_function_that_cannot_be_run_twice_is_explained_without_a_closer_look():
+    batches = iter([torch.zeros(3)])
+
+    def consuming():
+        x = next(batches)
+        return x.log().sum()  # here: consumed
+
+    (finding,) = ampwise.trace(consuming)
+    assert finding.place.line == line_of("consumed")
+    assert "could not be run once more" in finding.evidence["note"]
+    assert "StopIteration" in finding.evidence["note"]
+
+
+def test_grad_mode_and_autocast_are_those_of_the_caller_afterwards():
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        ampwise.trace(lambda x: x.log().sum(), torch.zeros(2))
+        assert not torch.is_grad_enabled()
+        assert torch.is_autocast_enabled("cpu")
+        assert torch.get_autocast_dtype("cpu") == torch.bfloat16
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_what_is_compiled_is_replayed_as_written(backend):
+    model = Squares()
+
+    def loss(x):
+        return (F.relu(model(x)) - 1e9).clamp_max(0).sum().log()  # here: compiled
+
+    compiled = torch.compile(loss, backend=backend)
+    compiled(torch.ones(2, 4))
+    assert found(compiled, torch.ones(2, 4)) == [("unstable-loss", line_of("compiled"))]
