@@ -346,7 +346,51 @@ def auto(alike):
     return {"error_text": error, "said": said.getvalue()}
 
 
+def explained(wrapper, precision, fault, on):
+    """Four steps of which the second goes bad on some ranks: what is found, said, and left of the training."""
+    ended = []
+    for trace in (False, True):
+        torch.manual_seed(dist.get_rank())
+        model, said = network(wrapper, norm=wrapper == "ddp"), io.StringIO()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        scaling = {"scaling": {"init_scale": 4.0}} if precision == "fp16" else {}
+        with redirect_stderr(said):
+            engine = Engine(model, optimizer, precision, trace=trace, **scaling)
+            for number in range(4):
+                x, y = batch_of(number, of=dist.get_rank())
+                is_bad = number == 1 and dist.get_rank() in on
+                if is_bad and fault == "bad batch":
+                    x[0, 0] = torch.nan
+                engine.step(partial(FAULTS.get(fault, loss_of) if is_bad else loss_of, model), x, y)
+            findings = engine.findings
+        ended.append(digest([each.reshape(-1) for each in (*whole(model), *model.buffers(), torch.get_rng_state())]))
+    return {
+        "weights": ended,
+        "findings": [(each.rule.name, each.place.rank, each.place.step) for each in findings],
+        "said": said.getvalue(),
+        "skipped": engine.history["skipped"],
+    }
+
+
+def loss_with_an_infinite_derivative(model, inputs, targets):
+    outputs = model(inputs).float()
+    return (outputs - targets).square().mean() + (outputs * 0.0).square().sum().sqrt()
+
+
+def loss_that_cannot_be_had_twice(model, inputs, targets):
+    if hasattr(model, "was_called"):
+        raise LookupError("there is no more data")
+    model.was_called = True
+    return loss_of(model, inputs, targets) * torch.nan
+
+
+FAULTS = {
+    "infinite derivative": loss_with_an_infinite_derivative,
+    "once": loss_that_cannot_be_had_twice,
+}
+
 CASES = {
+    "engine_explained": explained,
     "engine_train": train,
     "engine_statistics": statistics,
     "engine_resume": resume,

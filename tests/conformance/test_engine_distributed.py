@@ -278,3 +278,30 @@ def test_fsdp2_in_the_middle_of_a_window_is_not_saved():
             "BadInput: state_dict() in the middle of a window: FSDP2 has its gradients, and does not give them. "
             "Save when step.closed is true."
         )
+
+
+# A bad step is explained by all ranks together, and told by the first
+
+
+@every_wrapper
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+@pytest.mark.parametrize("fault", ["bad batch", "infinite derivative"])
+@pytest.mark.parametrize("on", [[0], [1], [0, 1]], ids=["rank 0", "rank 1", "both"])
+def test_a_bad_step_is_explained_with_the_rank_it_arose_on(ask, wrapper, precision, fault, on):
+    answers = ask("explained", wrapper=wrapper, precision=precision, fault=fault, on=on)
+    first, second = answers
+    kind = {"bad batch": "bad-batch", "infinite derivative": "infinite-derivative"}[fault]
+    assert first["findings"] == [[kind, on[0], 2]]
+    assert second["findings"] == []
+    assert first["said"].count("error[AMP9") == 1
+    assert "AMP9" not in second["said"]
+    for answer in answers:
+        assert answer["skipped"] == [False, True, False, False]
+        assert answer["weights"][0] == answer["weights"][1], "as if nobody had looked"
+
+
+def test_a_rank_that_cannot_run_again_does_not_leave_the_others_waiting(ask):
+    answers = ask("explained", wrapper="ddp", precision="fp32", fault="once", on=[1])
+    for answer in answers:
+        assert answer["skipped"] == [False, True, False, False]
+        assert answer["findings"] == []

@@ -16,6 +16,8 @@ from torch.nn import functional as F
 
 from ampwise.watch.bad_steps import APART
 from ampwise.watch.calls import MOST, Calls
+from ampwise.watch.kept import as_they_were
+from ampwise.watch.replaying import _backward, _forget_poisoned_statistics
 from ampwise.watch.watch import Watch
 
 HERE = Path(__file__).name
@@ -179,7 +181,8 @@ def test_without_a_scaler_the_step_is_replayed_before_its_weights_are_gone():
     assert not about_replays(watch)  # all later steps are bad for the weights' sake, which is known
 
 
-def test_a_derivative_that_is_infinite_is_found_by_going_back_from_what_came_in():
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_derivative_that_is_infinite_is_found_by_going_back_from_what_came_in(fused):
     class Length(nn.Module):
         def __init__(self):
             super().__init__()
@@ -191,7 +194,7 @@ def test_a_derivative_that_is_infinite_is_found_by_going_back_from_what_came_in(
     def script():
         torch.manual_seed(0)
         model = Length()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=fused)
         scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
         for size in (1.0, 1.0, 0.0, 1.0):
             optimizer.zero_grad()
@@ -203,6 +206,35 @@ def test_a_derivative_that_is_infinite_is_found_by_going_back_from_what_came_in(
     assert (found.rule.name, found.place.line, found.place.step) == ("infinite-derivative", line_of("derivative"), 3)
     assert traced(found)["symptom"] == "gradients"
     assert traced(found)["phase"] == "backward"
+
+
+@pytest.mark.parametrize("source", ["torch", "python", "numpy"])
+def test_a_fault_of_chance_comes_again_with_the_same_random_numbers(source):
+    draw = {"torch": lambda: torch.rand(()).item(), "python": random.random, "numpy": numpy.random.rand}[source]
+
+    class Unlucky(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc = nn.Linear(16, 4)
+
+        def forward(self, x):
+            return self.fc(x) / (draw() > 0.2)  # chance
+
+    def script():
+        torch.manual_seed(0), random.seed(0), numpy.random.seed(0)
+        model = Unlucky()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+        for x, y in batches(40):
+            optimizer.zero_grad()
+            scaler.scale(F.cross_entropy(model(x), y)).backward()
+            _ = [draw() for _ in range(7)]
+            scaler.step(optimizer)
+            scaler.update()
+
+    watch = watched(script)
+    assert only_op_in(watch).place.line == line_of("chance")
+    assert not about_replays(watch)
 
 
 def test_one_of_several_micro_batches_is_found():
@@ -247,6 +279,34 @@ def test_a_model_that_gives_logits_and_a_loss_is_gone_back_through_once():
 
     found = only_op_in(watched(script))
     assert (found.rule.name, found.place.line) == ("infinite-derivative", line_of("loss within"))
+
+
+def test_gradients_of_outputs_that_others_are_made_of_are_counted_once():
+    fc = nn.Linear(4, 2)
+    kept = {}
+
+    def run():
+        logits = fc(torch.ones(3, 4))
+        return [logits, logits.square().mean()]
+
+    logits, loss = run()
+    logits.register_hook(lambda gradient: kept.update({0: gradient}))
+    loss.backward()
+    alone, fc.weight.grad = fc.weight.grad, None
+    _backward(run(), {**kept, 1: torch.ones(())})
+    assert torch.equal(fc.weight.grad, alone)
+
+
+def test_statistics_that_the_bad_step_has_left_are_put_aside():
+    trained, other = nn.BatchNorm1d(2), nn.BatchNorm1d(2).eval()
+    for each in (trained, other):
+        each.running_mean.fill_(math.nan)
+    buffer = trained.running_mean
+    with as_they_were([trained, other]):
+        _forget_poisoned_statistics([trained, other])
+        assert trained.running_mean.tolist() == [0.0, 0.0]
+        assert other.running_mean.isnan().all()  # these are read, and may be the cause
+    assert trained.running_mean is buffer
 
 
 # What is not found, and said
@@ -480,10 +540,12 @@ def test_all_goes_on_as_it_would_have(kind, fused, capfd):
 def test_the_watch_does_not_count_what_it_runs_itself():
     watch = watched(lambda: train_in_half(steps=8, bad=(2,), model=None))
     assert sum(watch._tracker.conduct.forwards.values()) == 8
+    assert watch._kinds["Backward"] == 8
     assert watch.steps == 8
 
 
-def test_a_compiled_model_is_replayed_as_written_and_compiled_once():
+@pytest.mark.parametrize("part", [False, True])
+def test_a_compiled_model_is_replayed_as_written_and_compiled_once(part):
     compiled = []
 
     def backend(graph, inputs):
@@ -494,7 +556,8 @@ def test_a_compiled_model_is_replayed_as_written_and_compiled_once():
         torch.manual_seed(0)
         model = Net()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        fast = torch.compile(model, backend=backend)
+        fast = model if part else torch.compile(model, backend=backend)
+        model.block.fc = torch.compile(model.block.fc, backend=backend) if part else model.block.fc
         scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
         for step, (x, y) in enumerate(batches(5), 1):
             if step == 3:

@@ -147,7 +147,8 @@ class BadSteps:
         So is this one, where its loss can be read without waiting: gradients may be finite though the loss is not.
         """
         self.settle()
-        self._looked_into = loss is not None and loss.device.type == "cpu" and not math.isfinite(loss)
+        readable = loss is not None and loss.device.type == "cpu" and not self._ranks.several
+        self._looked_into = readable and not math.isfinite(loss or 0.0)
         if self._looked_into:
             assert loss is not None
             self._explain(Bad(number, precision, float(loss), scale or 1.0, self._passes))
@@ -167,7 +168,8 @@ class BadSteps:
         if awaited is None:
             return
         step, skipped = awaited.step, awaited.outcome.skipped
-        if skipped or not math.isfinite(step.loss):
+        # Ranks know the same of a skip, and each its own loss only: they look together or not at all.
+        if skipped or not (self._ranks.several or math.isfinite(step.loss)):
             # The scale was halved since.
             scale = step.scale * 2 if awaited.outcome.scaled and skipped else step.scale
             moved = () if skipped else ("Its gradients were finite, so that the weights have moved by a step since.",)

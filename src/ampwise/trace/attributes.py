@@ -9,27 +9,25 @@ from torch.nn import Module
 
 __all__ = ["Attributes"]
 
-HELD = ("_buffers", "_parameters")  # dictionaries whose entries may be replaced
-
 
 class Attributes:
-    """Of modules, as they were when they were noted. What an attribute is made of is not copied."""
+    """Of modules, as they were when they were noted. What an attribute is made of is not copied.
+
+    Parameters are left alone: FSDP puts gathered ones in their places, and knows by itself where it is.
+    """
 
     def __init__(self) -> None:
-        self._noted: dict[int, tuple[Module, dict[str, Any], list[dict[str, Any]]]] = {}
+        self._noted: dict[int, tuple[Module, dict[str, Any], dict[str, Any]]] = {}
 
     def note(self, models: Iterable[Module]) -> None:
         for module in (inner for model in models for inner in model.modules()):
             if id(module) not in self._noted:
-                held = [dict(module.__dict__[name]) for name in HELD]
-                self._noted[id(module)] = module, dict(module.__dict__), held
+                self._noted[id(module)] = module, dict(module.__dict__), dict(module._buffers)
 
     def put_back(self) -> None:
-        for module, attributes, held in self._noted.values():
+        for module, attributes, buffers in self._noted.values():
             for name in module.__dict__.keys() - attributes.keys():
                 del module.__dict__[name]
             module.__dict__.update(attributes)
-            for name, entries in zip(HELD, held, strict=True):
-                now = module.__dict__[name]
-                now.clear()
-                now.update(entries)
+            module._buffers.clear()
+            module._buffers.update(buffers)

@@ -19,7 +19,7 @@ from ampwise.trace.looking import Look, look
 from ampwise.trace.optimizers import facts_of_optimizer
 from ampwise.trace.recorder import Looker
 from ampwise.trace.replay import Replay, Settings, Subject, Taped
-from ampwise.trace.slicing import Ancestry, ancestry_of, is_by_hand
+from ampwise.trace.slicing import Ancestry, ancestry_of, first_computed, is_by_hand
 from ampwise.trace.sources import Origins
 from ampwise.trace.tape import Given, Op, Tape
 from ampwise.trace.together import Together
@@ -44,27 +44,28 @@ def findings_of(incident: Incident) -> list[Finding]:
 def incident_of(subject: Subject, together: Together = ALONE) -> Incident | None:
     """None if there is nothing wrong but the loss scale, which will be lowered. The same on all ranks."""
     with Replay(subject) as replay:
-        loss_was_fine = subject.loss is not None and math.isfinite(subject.loss)
-        may_be_ordinary = all(together.all_of(loss_was_fine)) and subject.scale > 1
-        if may_be_ordinary and all(together.all_of(replay.plain(Settings()).finite)):
+        if _is_ordinary(replay, together):
             return None
-        taped = replay.taped(Settings(only_if_finite=not together.in_step))
-        if all(together.all_of(taped.ended.finite)):
+        taped = together.each(lambda: replay.taped(Settings(only_if_finite=not together.in_step)))
+        if together.all_hold(lambda: taped.ended.finite):
             return _not_reproduced(replay, taped.ended.gradients)
-        incident = _found(replay, taped, together)
-        return _of_all(incident, together)
+        return _of_all(_found(replay, taped, together), together)
+
+
+def _is_ordinary(replay: Replay, together: Together) -> bool:
+    """Only the scaled gradients are too large: without the scale, all is finite."""
+    loss, scale = replay.subject.loss, replay.subject.scale
+    may_be = scale > 1 and together.all_hold(lambda: loss is not None and math.isfinite(loss))
+    return may_be and together.all_hold(lambda: replay.plain(Settings()).finite)
 
 
 def _found(replay: Replay, taped: Taped, together: Together) -> Incident | None:
     """What happened on this rank; None if nothing."""
     inquiry = None if taped.ended.finite else Inquiry(replay, taped)
     wanted = [] if inquiry is None else inquiry.wanted
-    looks = {}
-    if together.in_step:
-        backward = any(together.all_of(any(op.phase != "forward" for op in wanted)))
-        looks = looked_at(replay, wanted, backward=backward)
-    elif wanted:
-        looks = looked_at(replay, wanted, backward=any(op.phase != "forward" for op in wanted))
+    backward = any(op.phase != "forward" for op in wanted)
+    backward |= together.in_step  # sharded weights are given back in the backward pass
+    looks = looked_at(replay, wanted, backward=backward) if wanted or together.in_step else {}
     if inquiry is None:
         return None
     incident = inquiry.incident(looks)
@@ -76,11 +77,16 @@ def _of_all(incident: Incident | None, together: Together) -> Incident | None:
     if not together.several:
         return incident
     found = [(rank, each) for rank, each in enumerate(together.all_of(incident)) if each is not None]
-    began = [pair for pair in found if pair[1].kind != "from-another-rank"] or found
+    began = [pair for pair in found if not _came_in(pair[1])] or found
     rank, chosen = began[0]
-    also = [str(other) for other, each in began[1:] if each.kind == chosen.kind]
+    also = [str(other) for other, each in began[1:] if (each.kind, each.site) == (chosen.kind, chosen.site)]
     remarks = (*chosen.remarks, f"Also on rank {', '.join(also)}.") if also else chosen.remarks
     return chosen.but(rank=rank, ranks=together.size, remarks=remarks)
+
+
+def _came_in(incident: Incident) -> bool:
+    """From another rank, or from memory of nobody's, which is what some exchanges look like from here."""
+    return incident.kind == "from-another-rank" or (incident.source is not None and incident.source.what == "other")
 
 
 def _not_reproduced(replay: Replay, gradients: int) -> Incident:
@@ -194,10 +200,17 @@ class Inquiry:
             if kind == "nan" or not self._origins.is_meant(given, ancestry)
         ]
         op = ancestry.computed[0] if ancestry.computed else None
+        if op is None and sources and self._is_nobodys(*sources[0]):
+            # The way back is lost, in an exchange among ranks or in memory that was written to unseen.
+            op = first_computed(self._tape)
+            sources = [] if op is not None else sources
         if sources and (op is None or sources[0][0] is None or sources[0][0].index <= op.index):
             return None, sources[0]
-        meant = ancestry.from_infinities or ancestry.by_hand or ancestry.unseen
+        meant = ancestry.from_infinities or ancestry.by_hand
         return op or (meant[0] if meant else None), None
+
+    def _is_nobodys(self, reader: Op | None, given: Given) -> bool:
+        return (reader is None or reader.site.file is None) and self._origins.is_unknown(given)
 
     def birth(self, op: Op, looks: Mapping[int, Look]) -> Birth:
         tape, seen = self._tape, looks.get(op.index)

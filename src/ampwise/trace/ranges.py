@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-__all__ = ["FINITE", "Ranges", "local", "readable"]
+__all__ = ["FINITE", "Ranges", "has_memory", "local", "readable"]
 
 FINITE = -1  # the slot of what cannot be anything else: whole numbers, nothing at all
 AT_ONCE = 4096  # results that wait on a device before they are read
@@ -67,6 +67,11 @@ def local(tensor: Tensor) -> Tensor:
     return inner if isinstance(inner, Tensor) else tensor
 
 
+def has_memory(tensor: Tensor) -> bool:
+    """FSDP gives the memory of gathered weights back, and keeps the tensors: to read them would be the end."""
+    return tensor.layout != torch.strided or tensor.untyped_storage().nbytes() > 0
+
+
 def readable(tensor: Tensor) -> Tensor | None:
     """Its values in a form that can be compared; None where nothing can be other than finite."""
     tensor = local(tensor).detach()
@@ -74,6 +79,6 @@ def readable(tensor: Tensor) -> Tensor | None:
         tensor = tensor.values() if tensor.layout != torch.sparse_coo else tensor._values()
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor.resolve_conj())
-    if not tensor.is_floating_point() or tensor.numel() == 0 or tensor.is_meta:
+    if not tensor.is_floating_point() or tensor.numel() == 0 or tensor.is_meta or not has_memory(tensor):
         return None
     return tensor.float() if tensor.element_size() == 1 else tensor

@@ -13,9 +13,9 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ampwise.evidence.op_families import base_name
+from ampwise.evidence.op_families import base_name, is_collective
 from ampwise.trace.paths import Paths
-from ampwise.trace.ranges import local
+from ampwise.trace.ranges import FINITE, local
 from ampwise.trace.tape import Given, Op, Storage, Tape, Written
 from ampwise.trace.undo import Undo, written_arguments
 from ampwise.trace.where import is_recomputed, line_here, site_of
@@ -33,14 +33,15 @@ class _Facts:
     name: str
     writes: tuple[tuple[int, str], ...]
     is_view: bool
+    is_filled_later: bool  # its result is not there yet: scratch memory, or what other ranks send
 
 
 @lru_cache(maxsize=8192)
 def _facts(func: Any) -> _Facts:
-    returns = func._schema.returns
+    name, returns = str(func), func._schema.returns
     aliased = [each.alias_info for each in returns]
     is_view = bool(returns) and all(info is not None and not info.is_write for info in aliased)
-    return _Facts(name=str(func), writes=written_arguments(func), is_view=is_view)
+    return _Facts(name, written_arguments(func), is_view, is_collective(name) or "empty" in base_name(name))
 
 
 def tensors_in(things: Any) -> Iterator[Tensor]:
@@ -143,7 +144,7 @@ class Recorder(Undoing):
                 self.undo.before_write(tensor)
         index = len(self.tape.ops)
         result = func(*args, **kwargs)
-        slots = self._put_down(index, given, written, result)
+        slots = self._put_down(index, given, written, result, unmeasured=facts.is_filled_later)
         self.tape.ops.append(self._op(index, facts.name, args, kwargs, given, slots, result))
         return result
 
@@ -160,7 +161,9 @@ class Recorder(Undoing):
             known = storage.measured[view] = (len(storage.writers), self.tape.ranges.add(inner))
         return Given(storage, *known)
 
-    def _put_down(self, index: int, given: tuple[Given, ...], written: list[Tensor], result: Any) -> tuple[int, ...]:
+    def _put_down(
+        self, index: int, given: tuple[Given, ...], written: list[Tensor], result: Any, *, unmeasured: bool
+    ) -> tuple[int, ...]:
         """Note who has written what; the slots of the results."""
         taken = {id(each.storage) for each in given}
         slots = []
@@ -176,6 +179,9 @@ class Recorder(Undoing):
                 continue  # the input's memory, though the schema does not say so
             if storage is None or not is_written:
                 storage = self._storages[storage_id(inner)] = Storage()
+            if unmeasured:
+                storage.writers.append(Written(index, FINITE))
+                continue
             slot = self.tape.ranges.add(inner)
             storage.writers.append(Written(index, slot))
             storage.measured[_view_of(inner)] = len(storage.writers), slot

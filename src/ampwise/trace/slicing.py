@@ -6,10 +6,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from math import isinf
 
-from ampwise.evidence.op_families import family_of
+from ampwise.evidence.op_families import family_of, is_collective
 from ampwise.trace.tape import Given, Op, Tape
 
-__all__ = ["Ancestry", "ancestry_of", "producer_of"]
+__all__ = ["Ancestry", "ancestry_of", "first_computed", "is_by_hand", "producer_of"]
 
 NAN, INF = "nan", "inf"
 
@@ -21,12 +21,12 @@ class Ancestry:
     computed: list[Op] = field(default_factory=list)  # bad results of finite inputs
     by_hand: list[Op] = field(default_factory=list)  # infinities that were written as such
     from_infinities: list[Op] = field(default_factory=list)  # NaN of infinities
-    sources: list[tuple[Op | None, Given, str]] = field(default_factory=list)  # came in, bad; by whom it was read
-    unseen: list[Op] = field(default_factory=list)  # their inputs were bad, and nobody was seen to have made them so
+    # What came in, bad, and who read it: it was there before, or nobody was seen to have put it there.
+    sources: list[tuple[Op | None, Given, str]] = field(default_factory=list)
 
     @property
     def is_empty(self) -> bool:
-        return not (self.computed or self.by_hand or self.from_infinities or self.sources or self.unseen)
+        return not (self.computed or self.by_hand or self.from_infinities or self.sources)
 
 
 def ancestry_of(tape: Tape, targets: Iterable[Given]) -> Ancestry:
@@ -45,11 +45,9 @@ def ancestry_of(tape: Tape, targets: Iterable[Given]) -> Ancestry:
         seen.add(key)
         if op is not None:
             waiting += _followed(tape, op, kind, found)
-        elif given.storage.leaf is not None:
+        else:
             found.sources.append((reader, given, kind))
-        elif reader is not None:
-            found.unseen.append(reader)
-    for ops in (found.computed, found.by_hand, found.from_infinities, found.unseen):
+    for ops in (found.computed, found.by_hand, found.from_infinities):
         ops.sort(key=lambda op: op.index)
     found.sources.sort(key=lambda source: -1 if source[0] is None else source[0].index)
     return found
@@ -60,7 +58,10 @@ def producer_of(tape: Tape, given: Given, kind: str) -> Op | None:
     earlier = given.storage.writers[: given.writers][::-1]
     exact = [each for each in earlier if _is(tape, each.slot, kind)]
     any_bad = exact or [each for each in earlier if tape.ranges.is_bad(each.slot)]
-    return tape.ops[any_bad[0].op] if any_bad else None
+    # What other ranks have sent is not measured when it is asked for, as it is not there yet.
+    sent = [each for each in earlier if is_collective(tape.ops[each.op].name)]
+    found = any_bad or sent
+    return tape.ops[found[0].op] if found else None
 
 
 def _followed(tape: Tape, op: Op, kind: str, found: Ancestry) -> list[tuple[Op | None, Given, str]]:
@@ -80,6 +81,16 @@ def _followed(tape: Tape, op: Op, kind: str, found: Ancestry) -> list[tuple[Op |
     else:
         found.computed.append(op)
     return []
+
+
+def first_computed(tape: Tape) -> Op | None:
+    """The first operation of all that made something bad of finite inputs, whoever read it."""
+    for op in tape.ops:
+        made = tape.made(op)
+        of_finite = made and not any(tape.ranges.is_bad(given.slot) for given in op.inputs)
+        if of_finite and not (made == INF and is_by_hand(op)):
+            return op
+    return None
 
 
 def is_by_hand(op: Op) -> bool:

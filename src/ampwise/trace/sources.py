@@ -23,7 +23,7 @@ class Origins:
 
     def __init__(self, subject: Subject) -> None:
         self._subject = subject
-        self._known: dict[int, tuple[str, str, Tensor]] = {}
+        self._known: dict[int, tuple[str, str, Tensor | None]] = {}
         for what, named in (
             ("batch", subject.batch),
             ("buffer", subject.buffers()),
@@ -32,10 +32,13 @@ class Origins:
             for name, tensor in named.items():
                 self._known[storage_id(tensor)] = what, name, tensor
 
-    def _of(self, given: Given) -> tuple[str, str, Tensor]:
+    def _of(self, given: Given) -> tuple[str, str, Tensor | None]:
         leaf = given.storage.leaf
-        assert leaf is not None
-        return self._known.get(storage_id(leaf), ("other", "", leaf))
+        return ("other", "", leaf) if leaf is None else self._known.get(storage_id(leaf), ("other", "", leaf))
+
+    def is_unknown(self, given: Given) -> bool:
+        """Neither the model's nor the batch's."""
+        return self._of(given)[0] == "other"
 
     def parameter(self, given: Given) -> Tensor | None:
         what, _, tensor = self._of(given)
@@ -52,11 +55,11 @@ class Origins:
 
     def source(self, given: Given, first_use: Birth | None) -> Source:
         what, name, tensor = self._of(given)
-        rows = _bad_rows(tensor) if what in ("batch", "other") else []
+        rows = _bad_rows(tensor) if what in ("batch", "other") and tensor is not None else []
         return Source(
             what=what,
             name=name,
-            values=values_of(tensor),
+            values=None if tensor is None else values_of(tensor),
             module_class=self._class_of(name) if what in ("buffer", "parameter") else "",
             rows=tuple(rows[:SHOWN]),
             bad_rows=len(rows),

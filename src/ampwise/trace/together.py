@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
 
 import torch.distributed as dist
 
@@ -28,6 +29,24 @@ class Together:
     @property
     def size(self) -> int:
         return dist.get_world_size(self._group) if self.several else 1
+
+    def each(self, work: Callable[[], T]) -> T:
+        """Do some work on every rank. If one fails, all do: nobody waits for it."""
+        if not self.several:
+            return work()
+        result, failed = None, ""
+        try:
+            result = work()
+        except Exception as error:
+            failed = f"{type(error).__name__}: {error}"
+        failures = self.all_of(failed)
+        if any(failures):
+            raise RuntimeError("; ".join(f"rank {rank}: {why}" for rank, why in enumerate(failures) if why))
+        return cast("T", result)
+
+    def all_hold(self, question: Callable[[], bool]) -> bool:
+        """Whether it is so on every rank."""
+        return all(self.all_of(self.each(question)))
 
     def all_of(self, value: T) -> list[T]:
         """What every rank says, in their order."""

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
-from ampwise.trace.ranges import local
+from ampwise.trace.ranges import has_memory, local
 
 __all__ = ["Undo", "written_arguments"]
 
@@ -42,6 +42,8 @@ class Undo:
 
     def before_write(self, tensor: Tensor) -> None:
         inner = local(tensor)
+        if not has_memory(inner):
+            return
         key = (id(inner), inner.data_ptr(), inner.shape, inner.stride())
         if key not in self._known:
             self._known.add(key)
@@ -52,6 +54,7 @@ class Undo:
         """As if nothing had been written."""
         for tensor, copy, version in reversed(self._copies):
             with torch.no_grad(), version:
-                tensor.copy_(copy)
+                if has_memory(tensor):
+                    tensor.copy_(copy)
         self._copies.clear()
         self._known.clear()

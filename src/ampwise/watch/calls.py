@@ -68,6 +68,7 @@ class Call:
     too_large: int = 0  # bytes of a gradient that was not kept
     awaited: bool = False  # a step has taken it, and how that went may not be known yet
     dropped: bool = False
+    compiled: bool = False  # in whole or in part; looked at when it is to be run again
 
     def was_computed(self, tensor: Tensor) -> bool:
         """Whether one that it was given came from another computation of the step, and not from a batch."""

@@ -74,6 +74,8 @@ def explain(calls: Sequence[Call], step: BadOne) -> Told:
     if why_not:
         return Told([], f"Step {step.number} could not be replayed: {why_not}.")
     models = list(dict.fromkeys(call.model for call in calls))
+    for call in calls:
+        call.compiled = _is_compiled(call.model)
     try:
         with ExitStack() as stack:
             for context in (bare(models), as_they_were(models), silent()):
@@ -157,11 +159,11 @@ def _not_found(calls: Sequence[Call], reached: Sequence[Call], step: BadOne) -> 
 
 def _compiled(calls: Sequence[Call]) -> str:
     """Eager code has other last bits."""
-    return "; it runs compiled, and was replayed as written" if any(map(_is_compiled, calls)) else ""
+    return "; it runs compiled, and was replayed as written" if any(call.compiled for call in calls) else ""
 
 
-def _is_compiled(call: Call) -> bool:
-    return any("_orig_mod" in each._modules or each._compiled_call_impl is not None for each in call.model.modules())
+def _is_compiled(model: nn.Module) -> bool:
+    return any("_orig_mod" in each._modules or each._compiled_call_impl is not None for each in model.modules())
 
 
 # One replay
@@ -194,7 +196,7 @@ def _incident(again: Again, step: BadOne, *, backward: bool) -> Incident | None:
 
 def _remarks(calls: Sequence[Call], *, backward: bool) -> tuple[str, ...]:
     remarks = () if backward else ("The model was replayed, and not the code between its output and the loss.",)
-    return (*remarks, "It runs compiled; the replay is not.") if any(map(_is_compiled, calls)) else remarks
+    return (*remarks, "It runs compiled; the replay is not.") if any(call.compiled for call in calls) else remarks
 
 
 def _batch(calls: Sequence[Call]) -> dict[str, Tensor]:
