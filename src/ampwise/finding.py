@@ -260,6 +260,11 @@ class Rule(Frozen):
         if self.fixable not in ("", "sometimes", "always"):
             raise ValueError(f'rule {self.code}: fixable {self.fixable!r} is none of "always", "sometimes" and ""')
 
+    @property
+    def names_the_cause(self) -> bool:
+        """Whether it is about an operation: what others say is not finite, this says where it comes from."""
+        return self.code.startswith("AMP9")
+
     def at(
         self,
         place: Place,

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["captured", "plain_random", "random_state", "restore_random"]
+__all__ = ["HostDraws", "captured", "plain_random", "random_state", "restore_random"]
 
 
 def captured(device: torch.device, *, host: bool = True) -> dict[str, Any]:
@@ -29,6 +29,29 @@ def captured(device: torch.device, *, host: bool = True) -> dict[str, Any]:
     if numpy is not None:
         state["numpy"] = numpy.random.get_state(legacy=False)
     return state
+
+
+class HostDraws:
+    """Whether what is watched draws from Python's random numbers, or numpy's: few models do, and their states are slow
+    to get. It is looked at in the first passes, and now and then."""
+
+    FIRST, EVERY = 3, 200
+
+    def __init__(self) -> None:
+        self._passes = 0
+        self.seen = False
+
+    def begin(self, device: torch.device) -> dict[str, Any]:
+        """The state before a pass: with that of the host where it may matter."""
+        self._passes += 1
+        looks = self.seen or self._passes <= self.FIRST or self._passes % self.EVERY == 0
+        return captured(device, host=looks)
+
+    def end(self, before: Mapping[str, Any]) -> None:
+        """After the pass."""
+        if not self.seen and "python" in before:
+            now = captured(torch.device("cpu"))
+            self.seen = any(repr(now.get(name)) != repr(before.get(name)) for name in ("python", "numpy"))
 
 
 def random_state(device: torch.device) -> dict[str, Any]:

@@ -155,6 +155,7 @@ class Run:
             clip_norm=MAX_NORM if clip else None,
             scheduler=decaying(self.optimizer),
             scaling=SCALING if precision == "fp16" else None,
+            trace=False,  # exchanges are counted
         )
         self.weighed = weighed
 
@@ -346,7 +347,7 @@ def auto(alike):
     return {"error_text": error, "said": said.getvalue()}
 
 
-def explained(wrapper, precision, fault, on):
+def explained(wrapper, precision, fault, on, accumulate=1):
     """Four steps of which the second goes bad on some ranks: what is found, said, and left of the training."""
     ended = []
     for trace in (False, True):
@@ -355,8 +356,8 @@ def explained(wrapper, precision, fault, on):
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
         scaling = {"scaling": {"init_scale": 4.0}} if precision == "fp16" else {}
         with redirect_stderr(said):
-            engine = Engine(model, optimizer, precision, trace=trace, **scaling)
-            for number in range(4):
+            engine = Engine(model, optimizer, precision, trace=trace, accumulate=accumulate, **scaling)
+            for number in range(4 * accumulate):
                 x, y = batch_of(number, of=dist.get_rank())
                 is_bad = number == 1 and dist.get_rank() in on
                 if is_bad and fault == "bad batch":

@@ -300,6 +300,17 @@ def test_a_bad_step_is_explained_with_the_rank_it_arose_on(ask, wrapper, precisi
         assert answer["weights"][0] == answer["weights"][1], "as if nobody had looked"
 
 
+@every_wrapper
+@pytest.mark.parametrize("fault", ["bad batch", "infinite derivative"])
+def test_the_micro_batch_that_went_bad_is_found_together(ask, wrapper, fault):
+    """It is the second of three, on the second rank."""
+    first, second = ask("explained", wrapper=wrapper, precision="fp16", fault=fault, on=[1], accumulate=3)
+    assert [finding[1:] for finding in first["findings"]] == [[1, 1]]
+    for answer in (first, second):
+        assert answer["skipped"] == [True, False, False, False]
+        assert answer["weights"][0] == answer["weights"][1], "as if nobody had looked"
+
+
 def test_a_rank_that_cannot_run_again_does_not_leave_the_others_waiting(ask):
     answers = ask("explained", wrapper="ddp", precision="fp32", fault="once", on=[1])
     for answer in answers:

@@ -14,9 +14,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from ampwise.trace.kept import as_they_were
 from ampwise.watch.bad_steps import APART
 from ampwise.watch.calls import MOST, Calls
-from ampwise.watch.kept import as_they_were
 from ampwise.watch.replaying import _backward, _forget_poisoned_statistics
 from ampwise.watch.watch import Watch
 

@@ -10,7 +10,7 @@ import math
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakMethod
@@ -28,18 +28,21 @@ from ampwise.engine.statistics import Statistics
 from ampwise.engine.step import Step
 from ampwise.engine.window import Weight
 from ampwise.finding import Finding
-from ampwise.randomness import captured
+from ampwise.randomness import HostDraws
 from ampwise.trace.buffers import Buffers
 from ampwise.trace.replay import Settings, Subject
+from ampwise.trace.together import Together
 
-__all__ = ["LISTENERS", "BadSteps", "Pass"]
+__all__ = ["AROUND", "LISTENERS", "BadSteps", "Pass"]
 
 KEPT_BYTES = 256 * 2**20  # of batches, besides the last: those of a window are kept by reference
 PROBES = 16  # replays of steps that seem to have overflowed in the ordinary way, and then
 PROBED_EVERY = 100  # one more for each so many steps
 
-# Who is told of findings, with the step, instead of stderr: a watch over the script.
+# Who is told of findings, with the step, instead of stderr: a watch over the script. And what is to be around a replay,
+# which is not the script's doing.
 LISTENERS: list[Callable[[Finding, int], None]] = []
+AROUND: list[Callable[[], AbstractContextManager[Any]]] = []
 
 
 @dataclass(slots=True)
@@ -109,6 +112,7 @@ class BadSteps:
         self._ranks, self._statistics, self._device = ranks, statistics, device
         self._now = Statistics(models)
         self._buffers = Buffers(models)
+        self._draws = HostDraws()
         self._passes: list[Pass] = []
         self._awaited: Awaited | None = None
         self._policy, self._capsules = policy, capsules
@@ -125,13 +129,17 @@ class BadSteps:
         """Keep a micro-batch."""
         if not self._passes:
             self._buffers.remember()
-        kept = Pass(function, args, kwargs, factor, divisor, captured(self._device))
+        kept = Pass(function, args, kwargs, factor, divisor, self._draws.begin(self._device))
         tensors = (each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor))
         kept.versions = [(tensor, tensor._version) for tensor in tensors if not tensor.is_inference()]
         self._passes.append(kept)
         while len(self._passes) > 1 and sum(each.bytes for each in self._passes) > KEPT_BYTES:
             self._passes.pop(0)
         return kept
+
+    def pass_ended(self, kept: Pass, share: Tensor) -> None:
+        kept.share = share
+        self._draws.end(kept.random)
 
     def drop(self) -> None:
         """The window was dropped."""
@@ -188,13 +196,14 @@ class BadSteps:
             self._say_why_not(bad)
             return
         from ampwise.trace.explaining import findings_of, incident_of
-        from ampwise.trace.together import Together
 
         together = Together(self._ranks.process_group, several=self._ranks.several, in_step=self._ranks.in_step)
         if not self._is_looked_into(bad, all(together.all_of(math.isfinite(bad.loss)))):
             return
-        with self._as_it_began(), self._ranks.bypassed():
-            kept = bad.passes[-1] if together.in_step else self._guilty(bad.passes, bad.scale)
+        with ExitStack() as stack:
+            for context in (*(around() for around in AROUND), self._as_it_began(), self._ranks.bypassed()):
+                stack.enter_context(context)
+            kept = self._guilty(bad, together)
             subject = self._subject(bad, kept)
             incident = incident_of(subject, together)
             if incident is None:
@@ -243,21 +252,22 @@ class BadSteps:
         assert rerun is not None, "the engine is gone"
         return lambda settings: rerun(kept, settings)
 
-    def _guilty(self, passes: Sequence[Pass], scale: float) -> Pass:
+    def _guilty(self, bad: Bad, together: Together) -> Pass:
         """Of several micro-batches: the first whose loss is bad; else the first whose gradients are."""
-        for kept in passes:
-            if kept.share is not None and not math.isfinite(kept.share):
-                return kept
-        return passes[-1] if len(passes) == 1 else self._with_bad_gradients(passes, scale)
+        passes = bad.passes[-min(together.all_of(len(bad.passes))) :]
+        flags = together.all_of([kept.share is not None and not math.isfinite(kept.share) for kept in passes])
+        bad_losses = [kept for kept, *on_ranks in zip(passes, *flags, strict=True) if any(on_ranks)]
+        if bad_losses:
+            return bad_losses[0]
+        return passes[-1] if len(passes) == 1 else self._with_bad_gradients(passes, bad.scale, together)
 
-    def _with_bad_gradients(self, passes: Sequence[Pass], scale: float) -> Pass:
+    def _with_bad_gradients(self, passes: Sequence[Pass], scale: float, together: Together) -> Pass:
         from ampwise.trace.replay import Replay
 
         for kept in passes:
-            with Replay(
-                Subject(run=self._running(kept), device=self._device, models=self._models, random=kept.random)
-            ) as replay:
-                if not replay.plain(Settings(scale=scale)).finite:
+            subject = Subject(run=self._running(kept), device=self._device, models=self._models, random=kept.random)
+            with Replay(subject) as replay:
+                if not together.all_hold(lambda replay=replay: replay.plain(Settings(scale=scale)).finite):  # type: ignore[misc]
                     return kept
         return passes[-1]
 

@@ -227,8 +227,8 @@ class Engine:
                 factor = _on_device(factor, self.device)
             given, parameters = (args, kwargs, factor), self._trained.all_parameters
             share, extra = self._graphs.run(one_pass, loss_fn, self._window.divisor, given, parameters)
-        if kept is not None:
-            kept.share = share
+        if kept is not None and self._bad_steps is not None:
+            self._bad_steps.pass_ended(kept, share)
         return share, extra
 
     def _rerun(self, kept: Pass, settings: Settings) -> Tensor:

@@ -310,9 +310,10 @@ def _known(*steps: int | None) -> list[int]:
     return [step for step in steps if step is not None]
 
 
-def _weight(seen: Seen) -> tuple[int, int, str, str, str]:
+def _weight(seen: Seen) -> tuple[int, bool, int, str, str, str]:
     finding = seen.finding
-    return finding.severity.rank, -seen.count, finding.rule.code, str(finding.place), finding.message
+    causes_last = not finding.rule.names_the_cause
+    return finding.severity.rank, causes_last, -seen.count, finding.rule.code, str(finding.place), finding.message
 
 
 def _scales(buckets: list[Bucket]) -> dict[int, float]:

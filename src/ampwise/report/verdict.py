@@ -187,7 +187,15 @@ def _badness(seen: Seen) -> tuple[object, ...]:
     finding, place = seen.finding, seen.finding.place
     first = float("inf") if seen.first_step is None else seen.first_step
     where = (place.file or "", place.line or 0, place.parameter or "")
-    return (finding.severity.rank, -seen.count, first, finding.rule.code, *where, finding.message)
+    return (
+        finding.severity.rank,
+        not finding.rule.names_the_cause,
+        -seen.count,
+        first,
+        finding.rule.code,
+        *where,
+        finding.message,
+    )
 
 
 def _headline(finding: Finding) -> str:

@@ -13,7 +13,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 
 from ampwise.engine.precision.policy import named_modules
 from ampwise.engine.precision.region import DEVICE_TYPES
-from ampwise.trace.attributes import Attributes
+from ampwise.trace.kept import Attributes
 
 __all__ = ["Paths", "autocast_here", "prefixes"]
 

@@ -20,7 +20,7 @@ from ampwise.engine.precision.policy import named_modules
 from ampwise.engine.precision.precision import PRECISIONS
 from ampwise.engine.precision.region import forward_in
 from ampwise.randomness import random_state, restore_random
-from ampwise.trace.attributes import Attributes
+from ampwise.trace.kept import Attributes, silent
 from ampwise.trace.paths import Paths, prefixes
 from ampwise.trace.ranges import local, readable
 from ampwise.trace.recorder import Leaf, Recorder, Undoing
@@ -59,6 +59,7 @@ class Subject:
     scale: float = 1.0  # of the loss, when it failed
     random: Mapping[str, Any] | None = None  # the state of random numbers at its beginning; None: as it is now
     loss: float | None = None  # as it was
+    ran: bool = True  # before: what it prints has been printed
     step: int | None = None
     optimizers: Sequence[Optimizer] = ()
     remarks: tuple[str, ...] = ()
@@ -183,8 +184,10 @@ class Replay:
         restore_random(self._start, self.subject.device)
         torch.clear_autocast_cache()  # or weights that are cast already would not be cast again
         self._drop_gradients()
-        with _kept(self.subject.models, settings.keep), in_precision(settings.precision, self.subject.device):
+        heard = silent() if self.subject.ran else nullcontext()
+        with _kept(self.subject.models, settings.keep), in_precision(settings.precision, self.subject.device), heard:
             yield
+        self.subject.ran = True
 
     def _drop_gradients(self) -> None:
         for each in self._parameters.values():

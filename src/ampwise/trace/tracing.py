@@ -66,6 +66,7 @@ def _subject(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[s
         models=(function,) if isinstance(function, Module) else (),
         batch=batch,
         precision=autocast_here(),
+        ran=False,
     )
 
 

@@ -6,14 +6,15 @@ import sys
 from collections.abc import Iterator
 from functools import lru_cache
 from types import CodeType, FrameType
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from ampwise.evidence.conduct import Site
 from ampwise.site import kind_of
 
-__all__ = ["Line", "is_recomputed", "line_here", "site_of"]
+__all__ = ["Line", "is_recomputed", "line_here", "outermost", "site_of"]
 
 DEEPEST = 300
+T = TypeVar("T")
 OWN, LIBRARY, PASSED, BACKWARD, OPTIMIZER, CHECKPOINT = range(6)
 
 
@@ -70,6 +71,12 @@ def _kind(code: CodeType) -> int:
     if kind is None:
         kind = _KINDS[code] = _judged(code)
     return kind
+
+
+def outermost(function: T) -> T:
+    """A decorator: frames further out than this function's are not the operation's."""
+    _KINDS[function.__code__] = BACKWARD  # type: ignore[attr-defined]
+    return function
 
 
 def _judged(code: CodeType) -> int:

@@ -13,7 +13,6 @@ from ampwise.rules import rules_about
 
 __all__ = ["Findings", "checks_of"]
 
-ABOUT_OPERATIONS = "AMP9"
 MOST = 1000  # findings of a run: whoever has more of them has one cause
 
 Check = Callable[[Any], Iterator[Finding]]
@@ -106,7 +105,7 @@ class Findings:
 
 def _badness(seen: Seen) -> tuple[object, ...]:
     """Where it began comes before what came of it, however often that was seen."""
-    return (seen.finding.severity.rank, not seen.finding.rule.code.startswith(ABOUT_OPERATIONS), -seen.count)
+    return (seen.finding.severity.rank, not seen.finding.rule.names_the_cause, -seen.count)
 
 
 def _key(finding: Finding) -> tuple[Hashable, ...]:

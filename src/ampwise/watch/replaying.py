@@ -25,13 +25,13 @@ from ampwise.evidence.op_families import is_collective
 from ampwise.finding import Finding
 from ampwise.randomness import restore_random
 from ampwise.site import kind_of
-from ampwise.trace import where
 from ampwise.trace.explaining import findings_of, incident_of
+from ampwise.trace.kept import as_they_were, silent
 from ampwise.trace.names import named_tensors
 from ampwise.trace.replay import Replay, Settings, Subject
+from ampwise.trace.where import outermost
 from ampwise.watch.asking import floats_in, has_fsdp1
 from ampwise.watch.calls import OUTPUTS, Call
-from ampwise.watch.kept import as_they_were, silent
 from ampwise.watch.models import bare
 
 __all__ = ["BadOne", "Told", "explain"]
@@ -247,12 +247,9 @@ def _outputs_of(call: Call) -> list[Tensor]:
         return list(islice(floats_in(result), OUTPUTS))
 
 
+@outermost  # further out are the lines that the script runs now, which are not those that have called the model
 def _called(call: Call, args: Any, kwargs: Any) -> Any:
     return _as_written(call.model)(*args, **kwargs)
-
-
-# Further out are the lines that the script runs now, which are not those that have called the model.
-where._KINDS[_called.__code__] = where.BACKWARD
 
 
 def _anew(thing: Any) -> Any:

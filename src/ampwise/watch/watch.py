@@ -32,6 +32,7 @@ from ampwise.watch.activations import Activations, Ranges
 from ampwise.watch.asking import precisions_of, stage_of, unwrapped
 from ampwise.watch.bad_steps import BadSteps
 from ampwise.watch.calls import Calls
+from ampwise.watch.engines import Engines
 from ampwise.watch.entry_points import EntryPoints
 from ampwise.watch.findings import Findings
 from ampwise.watch.fine import what_was_fine
@@ -93,6 +94,7 @@ class Watch:
         self._flow = Flow(self.failed)
         self._calls = Calls()
         self._bad_steps = BadSteps(self._calls, self._tracker.follows, self.failed, capsules=capsules, weights=weights)
+        self._engines = Engines(self.explained, self._tracker.follows.paused, capsules, weights=weights)
         self._looked_around: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
         self._stepped_by: dict[int, Any] = {}  # optimizers whose gradients are ready: the scaler, if there is one
         self._ran: set[tuple[int, int]] = set()  # steps, by optimizer, that may have changed weights
@@ -128,6 +130,7 @@ class Watch:
             self._timing = Timing(self._patches, profile_at=to_come) if self._with_timing else None
             for optimizer, _ in self._tracker.optimizers.pairs():  # of an earlier time
                 self.optimizer_made(optimizer)
+            self._engines.listen()
         return self
 
     def remove(self) -> None:
@@ -137,6 +140,7 @@ class Watch:
                 self._timing.abandon()
                 self.time_use = self._timing.use(self._autocast())
                 self._timing = None
+            self._engines.leave()
             self._activations.end()
             self._flow.remove()
             self._models.forget()

@@ -6,31 +6,51 @@ import random
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 
-__all__ = ["as_they_were", "silent"]
+__all__ = ["Attributes", "as_they_were", "silent"]
+
+# FSDP puts gathered weights in the places of its own, and knows by itself where it is.
+LEFT_ALONE = "_parameters"
+
+
+class Attributes:
+    """What modules have when they are noted: counters, lists, buffers, generators."""
+
+    def __init__(self) -> None:
+        self._ways_back: dict[int, tuple[nn.Module, list[Callable[[], None]]]] = {}
+
+    def note(self, models: Iterable[nn.Module]) -> None:
+        for module in (inner for model in models for inner in model.modules()):
+            if id(module) not in self._ways_back:
+                self._ways_back[id(module)] = module, list(_ways_back(module))
+
+    def put_back(self) -> None:
+        for _, ways in self._ways_back.values():
+            for put in ways:
+                put()
 
 
 @contextmanager
-def as_they_were(models: Sequence[nn.Module]) -> Iterator[None]:
-    """At the end, modules have the attributes that they have now: counters, lists, buffers, generators."""
-    put_back = [each for model in models for module in model.modules() for each in _ways_back(module)]
+def as_they_were(models: Iterable[nn.Module]) -> Iterator[None]:
+    """At the end, modules have the attributes that they have now."""
+    attributes = Attributes()
+    attributes.note(models)
     try:
         yield
     finally:
-        for put in put_back:
-            put()
+        attributes.put_back()
 
 
 def _ways_back(module: nn.Module) -> Iterator[Callable[[], None]]:
     own = vars(module)
-    for value in list(own.values()):
-        way = _way_back(value)
+    for name, value in list(own.items()):
+        way = None if name == LEFT_ALONE else _way_back(value)
         if way is not None:
             yield way
     yield _refilling_dict(own)
