@@ -1,4 +1,4 @@
-"""Engines of ampwise's own in a script that is watched: they explain their bad steps themselves, and the watch hears."""
+"""Engines of ampwise in a script that is watched: they explain their bad steps themselves, and the watch hears."""
 
 from __future__ import annotations
 
