@@ -50,7 +50,7 @@ def anomaly_says(program: Program) -> Said:
                     pass
         except RuntimeError as error:
             if "returned nan values" not in str(error):
-                raise
+                return _broke(error)
             line = _named_line("\n".join(str(each.message) for each in told), program.path)
             return Said(f"line {line or '?'}", right=program.label is not None and line == program.label.line)
     return Said()
@@ -63,17 +63,26 @@ def hooks_say(program: Program) -> Said:
     case = program.case()
     found: list[str] = []
     handles = [module.register_forward_hook(_look(name, found)) for name, module in case.model.named_modules()]
-    for _ in train(case, _scaler(case), around=quiet):
-        if found:
-            break
-    for handle in handles:
-        handle.remove()
+    try:
+        for _ in train(case, _scaler(case), around=quiet):
+            if found:
+                break
+    except RuntimeError as error:
+        return _broke(error)
+    finally:
+        for handle in handles:
+            handle.remove()
     if not found:
         return Said()
     line = program.label.line if program.label is not None else 0
     spans = (_lines_of(module, program.path) for module in _upwards(case.model, found[0]))
     innermost = next((span for span in spans if span), range(0))
     return Said(f"{found[0] or 'the model'} ({type(case.model.get_submodule(found[0])).__name__})", line in innermost)
+
+
+def _broke(error: RuntimeError) -> Said:
+    """Some programs cannot be looked at in this way, or by a loop that looks at their gradients."""
+    return Said(f"an error ({str(error).split(maxsplit=6)[0].rstrip(':')}…)")
 
 
 def _scaler(case: Case) -> torch.amp.GradScaler | None:

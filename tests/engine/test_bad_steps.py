@@ -151,13 +151,47 @@ def test_what_does_not_come_again_is_said_not_to():
 
 
 def test_a_loss_function_that_cannot_be_run_again():
-    model, source = nn.Linear(4, 1), iter([torch.full((3, 4), torch.nan)])
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    engine = Engine(model, optimizer, "fp32")
-    with pytest.warns(RuntimeWarning, match="could not be explained: StopIteration"):
-        engine.step(lambda: model(next(source)).mean())
+    model, calls = nn.Linear(4, 1), []
+    engine = Engine(model, torch.optim.SGD(model.parameters(), lr=0.1), "fp32")
+
+    def loss_fn(x):
+        if calls:
+            raise LookupError("no more data")
+        calls.append(1)
+        return model(x).mean()
+
+    with pytest.warns(RuntimeWarning, match="could not be explained: LookupError"):
+        engine.step(loss_fn, torch.full((3, 4), torch.nan))
+    assert not engine.step(lambda: model(torch.ones(1, 4)).mean()).skipped
+
+
+def test_a_loss_function_that_takes_from_an_iterator_is_not_run_again():
+    model, source = nn.Linear(4, 1), iter([torch.full((3, 4), torch.nan), torch.ones(1, 4)])
+    engine = Engine(model, torch.optim.SGD(model.parameters(), lr=0.1), "fp32")
+    said = io.StringIO()
+    with redirect_stderr(said):
+        assert engine.step(lambda: model(next(source)).mean()).skipped
+        assert not engine.step(lambda: model(next(source)).mean()).skipped, "the next is still there"
+    assert "takes items from `source`" in said.getvalue()
+    assert "engine.step(loss_fn, x, y)" in said.getvalue()
+
+
+def test_a_function_that_changes_its_batch_is_known_for_it_from_its_second_step_on():
+    model = nn.Linear(4, 1)
+    engine = Engine(model, torch.optim.SGD(model.parameters(), lr=0.1), "fp32")
+
+    def loss_fn(x):
+        x.div_(x.amax(1, keepdim=True))
+        return model(x).mean()
+
+    last = torch.zeros(3, 4)
     with redirect_stderr(io.StringIO()):
-        assert not engine.step(lambda: model(torch.ones(1, 4)).mean()).skipped
+        for x in (torch.ones(3, 4), torch.ones(3, 4), last):
+            engine.step(loss_fn, x)
+    (finding,) = engine.findings
+    assert finding.rule.name == "division-by-zero"
+    assert "note" not in finding.evidence
+    assert last.isnan().all(), "as the function has left it"
 
 
 def test_a_step_in_pieces_says_what_can_be_explained():

@@ -11,7 +11,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 from weakref import WeakMethod
 
@@ -19,21 +19,20 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves
 
 from ampwise.engine.capsules import FOR_ALL, Capsules
+from ampwise.engine.passes import Pass, as_given, drawn_from
 from ampwise.engine.ranks import Ranks
 from ampwise.engine.scaling.outcome import Outcome
 from ampwise.engine.statistics import Statistics
 from ampwise.engine.step import Step
-from ampwise.engine.window import Weight
 from ampwise.finding import Finding
 from ampwise.randomness import HostDraws
 from ampwise.trace.buffers import Buffers
 from ampwise.trace.replay import Settings, Subject
 from ampwise.trace.together import Together
 
-__all__ = ["AROUND", "LISTENERS", "BadSteps", "Pass"]
+__all__ = ["AROUND", "LISTENERS", "Bad", "BadSteps"]
 
 KEPT_BYTES = 256 * 2**20  # of batches, besides the last: those of a window are kept by reference
 PROBES = 16  # replays of steps that seem to have overflowed in the ordinary way, and then
@@ -43,29 +42,6 @@ PROBED_EVERY = 100  # one more for each so many steps
 # which is not the script's doing.
 LISTENERS: list[Callable[[Finding, int], None]] = []
 AROUND: list[Callable[[], AbstractContextManager[Any]]] = []
-
-
-@dataclass(slots=True)
-class Pass:
-    """A micro-batch, by reference, and what was when it began."""
-
-    function: Callable[..., Any]
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    factor: Weight | None
-    divisor: int
-    random: dict[str, Any]
-    share: Tensor | None = None  # of the loss, once it is there
-    versions: list[tuple[Tensor, int]] = field(default_factory=list)
-
-    @property
-    def bytes(self) -> int:
-        return sum(tensor.nbytes for tensor, _ in self.versions)
-
-    @property
-    def is_changed(self) -> bool:
-        """Its batch was written to since."""
-        return any(tensor._version != version for tensor, version in self.versions)
 
 
 @dataclass(slots=True)
@@ -118,8 +94,9 @@ class BadSteps:
         self._policy, self._capsules = policy, capsules
         self._failed = 0  # steps whose loss was bad
         self._probed = 0
-        self._in_pieces_told = False
+        self._said_why_not = False
         self._looked_into = False  # the step at hand
+        self._mutates = False  # a loss function has changed its batch in place
 
     # While training
 
@@ -130,8 +107,8 @@ class BadSteps:
         if not self._passes:
             self._buffers.remember()
         kept = Pass(function, args, kwargs, factor, divisor, self._draws.begin(self._device))
-        tensors = (each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor))
-        kept.versions = [(tensor, tensor._version) for tensor in tensors if not tensor.is_inference()]
+        if self._mutates:
+            kept.copy_batch()
         self._passes.append(kept)
         while len(self._passes) > 1 and sum(each.bytes for each in self._passes) > KEPT_BYTES:
             self._passes.pop(0)
@@ -164,6 +141,7 @@ class BadSteps:
     def closed(self, step: Step, outcome: Outcome) -> None:
         """A window was closed: look now if its outcome is known, else before the next update."""
         self._buffers.step_over()
+        self._mutates = self._mutates or any(kept.is_changed for kept in self._passes)
         if not self._looked_into:
             self._awaited = Awaited(step.bare(), outcome, self._passes)
         self._passes, self._looked_into = [], False
@@ -193,15 +171,19 @@ class BadSteps:
 
     def _look_into(self, bad: Bad) -> None:
         if not bad.passes:
-            self._say_why_not(bad)
+            self._say_in_pieces(bad)
             return
         from ampwise.trace.explaining import findings_of, incident_of
 
         together = Together(self._ranks.process_group, several=self._ranks.several, in_step=self._ranks.in_step)
         if not self._is_looked_into(bad, all(together.all_of(math.isfinite(bad.loss)))):
             return
+        if drawn := next(filter(None, together.all_of(drawn_from(bad.passes))), ""):
+            self._say_drawn(bad, drawn)
+            return
         with ExitStack() as stack:
-            for context in (*(around() for around in AROUND), self._as_it_began(), self._ranks.bypassed()):
+            contexts = (self._as_it_began(), as_given(bad.passes), self._ranks.bypassed())
+            for context in (*(around() for around in AROUND), *contexts):
                 stack.enter_context(context)
             kept = self._guilty(bad, together)
             subject = self._subject(bad, kept)
@@ -256,7 +238,7 @@ class BadSteps:
         """Of several micro-batches: the first whose loss is bad; else the first whose gradients are."""
         passes = bad.passes[-min(together.all_of(len(bad.passes))) :]
         flags = together.all_of([kept.share is not None and not math.isfinite(kept.share) for kept in passes])
-        bad_losses = [kept for kept, *on_ranks in zip(passes, *flags, strict=True) if any(on_ranks)]
+        bad_losses: list[Pass] = [kept for kept, *on_ranks in zip(passes, *flags, strict=True) if any(on_ranks)]
         if bad_losses:
             return bad_losses[0]
         return passes[-1] if len(passes) == 1 else self._with_bad_gradients(passes, bad.scale, together)
@@ -272,8 +254,11 @@ class BadSteps:
         return passes[-1]
 
     def _remarks(self, kept: Pass) -> Iterator[str]:
-        if kept.is_changed:
-            yield "The batch was changed in place since the step began: it is replayed with what is there now."
+        if kept.is_changed and not kept.copies:
+            yield (
+                "The batch was changed in place by the step, and it was replayed with what is left: what is said to "
+                "have come in may have been made here. From now on a copy of the batch is kept."
+            )
         if any(map(_is_compiled, (*self._models, kept.function))):
             yield "What torch.compile has compiled was replayed as it is written."
 
@@ -288,15 +273,25 @@ class BadSteps:
         finally:
             self._now.restore()
 
-    def _say_why_not(self, bad: Bad) -> None:
-        if self._in_pieces_told or math.isfinite(bad.loss) or not self._ranks.speaks:
-            return
-        self._in_pieces_told = True
-        print(
-            f"ampwise: the loss of step {bad.number} is {bad.loss}. Which operation it came from can be said of steps "
-            "that can be run again: engine.step(loss_fn, x, y), or ampwise.trace(loss_fn, x, y).",
-            file=sys.stderr,
+    def _say_drawn(self, bad: Bad, drawn: str) -> None:
+        self._say_once(
+            bad,
+            f"It was not run again to see why: the loss function takes items from `{drawn}`, and would take the next. "
+            "Give it the batch: engine.step(loss_fn, x, y).",
         )
+
+    def _say_in_pieces(self, bad: Bad) -> None:
+        self._say_once(
+            bad,
+            "Which operation it came from can be said of steps that can be run again: engine.step(loss_fn, x, y), or "
+            "ampwise.trace(loss_fn, x, y).",
+        )
+
+    def _say_once(self, bad: Bad, why: str) -> None:
+        """Why a step with a bad loss is not explained."""
+        if not self._said_why_not and not math.isfinite(bad.loss) and self._ranks.speaks:
+            self._said_why_not = True
+            print(f"ampwise: the loss of step {bad.number} is {bad.loss}. {why}", file=sys.stderr)
 
     def _tell(self, found: Sequence[Finding], step: int) -> None:
         known = {(finding.rule.code, finding.place.file, finding.place.line) for finding in self.findings}

@@ -15,7 +15,8 @@ from ampwise.report.wording import size
 from ampwise.trace.replay import Subject
 
 if TYPE_CHECKING:
-    from ampwise.engine.bad_steps import Bad, Pass
+    from ampwise.engine.bad_steps import Bad
+    from ampwise.engine.passes import Pass
 
 __all__ = ["FOR_ALL", "Capsules", "checked_capsules"]
 

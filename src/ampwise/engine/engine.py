@@ -26,11 +26,12 @@ from ampwise.engine.arguments import (
     loss_and_extra,
     where,
 )
-from ampwise.engine.bad_steps import BadSteps, Pass
+from ampwise.engine.bad_steps import BadSteps
 from ampwise.engine.batches import Batches
 from ampwise.engine.capsules import Capsules, checked_capsules
 from ampwise.engine.clipping import Clipping
 from ampwise.engine.graph import Graphs
+from ampwise.engine.passes import Pass
 from ampwise.engine.precision.arithmetic import Arithmetic
 from ampwise.engine.precision.policy import Policy
 from ampwise.engine.precision.precision import choose

@@ -84,6 +84,7 @@ class Birth:
     module: str = ""  # path: "blocks.3.mlp.fc"
     module_class: str = ""
     derivative_of: str = ""  # of a backward operation: the forward operation
+    hidden: str = ""  # of a backward operation: what the forward operation had made, and others have hidden since
     inputs: tuple[Values, ...] = ()
     output: Values | None = None
     by_hand: bool = False  # the infinity was written there as one: a mask, a constant
@@ -169,6 +170,8 @@ KINDS = (
     "cancelled-infinities",
     "unstable-loss",
 )
+# Families of operations that fail in one way, unless FP64 would do.
+FIXED = {"normalisation": "division-by-zero", "determinant": "outside-domain", "loss": "unstable-loss"}
 OF_SOURCES = {"parameter": "bad-weights", "buffer": "poisoned-statistics"}
 
 
@@ -238,24 +241,33 @@ class Incident:
         if birth.phase == "backward" and not birth.live:
             overflowed = birth.exact == "finite" or (birth.exact is None and birth.dtype in NARROW)
             return "gradient-overflow" if overflowed else "infinite-derivative"
-        return self._kind_of_forward(birth)
+        kind = self._kind_of_forward(birth)
+        # In a hook, or in a backward pass of one's own.
+        return "gradient-overflow" if birth.phase == "backward" and kind.endswith("overflow") else kind
 
     def _kind_of_forward(self, birth: Birth) -> str:
-        if birth.family == "mean" and birth.made == "nan":
+        if birth.made == "nan" and (birth.family == "mean" or any(0 in each.shape for each in birth.inputs)):
             return "mean-of-nothing"
         if birth.family == "softmax" and birth.made == "nan":
             return "fully-masked-row"
         in_loss = self.has_modules and (not birth.module_class or birth.module_class.endswith("Loss"))
-        if in_loss and (birth.family == "exponential" or (birth.family == "logarithm" and birth.outside_domain)):
+        if in_loss and (birth.family == "exponential" or (birth.family == "logarithm" and _is_outside(birth))):
             return "unstable-loss"
+        if birth.family in FIXED and not (birth.family == "normalisation" and birth.exact == "finite"):
+            return FIXED[birth.family]
         if birth.zero_divisors:
             return "division-by-zero"
-        if birth.outside_domain or (birth.made == "nan" and birth.family in ("logarithm", "root", "power", "arc")):
+        if _is_outside(birth) or (birth.made == "nan" and birth.family in ("logarithm", "root", "power", "arc")):
             return "outside-domain"
         if birth.family == "division" and birth.exact != "finite":
             return "division-by-zero"
         fits_fp32 = birth.exact in ("finite", None) and (birth.exact_largest or 0.0) <= FP32_MAX
         return "half-overflow" if birth.dtype in NARROW and fits_fp32 else "overflow"
+
+
+def _is_outside(birth: Birth) -> bool:
+    """Where nobody could look: a logarithm is infinite at the end of what it takes, and nowhere else."""
+    return bool(birth.outside_domain) or (birth.output is None and birth.family in ("logarithm", "arc"))
 
 
 FP32_MAX = math.ldexp(2 - 2**-23, 127)

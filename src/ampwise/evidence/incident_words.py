@@ -106,6 +106,8 @@ def operation(birth: Birth) -> str:
 
 def derivative(birth: Birth) -> str:
     """Of a backward operation: "the derivative of `sqrt` at train.py:12"."""
+    if birth.live:
+        return f"{operation(birth)}, in the backward pass,"
     if not birth.derivative_of:
         return f"a derivative, computed by {operation(birth)},"
     within = f", in {_module(birth)}," if birth.module else ""

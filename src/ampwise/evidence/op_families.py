@@ -39,6 +39,14 @@ FAMILIES: dict[str, frozenset[str]] = {
     "mean": frozenset(
         {"mean", "nanmean", "var", "std", "var_mean", "std_mean", "nll_loss_forward", "nll_loss2d_forward", "nansum"}
     ),
+    # They divide by a standard deviation or a norm inside.
+    "normalisation": frozenset(
+        {"native_layer_norm", "native_group_norm", "native_batch_norm", "native_batch_norm_legit", "fused_rms_norm"}
+        | {"cudnn_batch_norm", "miopen_batch_norm", "batch_norm_with_update", "weight_norm_interface"}
+    ),
+    # Losses of torch that take exp or log inside, as written.
+    "loss": frozenset({"soft_margin_loss", "ctc_loss", "cudnn_ctc_loss"}),
+    "determinant": frozenset({"linalg_slogdet", "logdet"}),
     "matrix": frozenset(
         {"mm", "addmm", "bmm", "baddbmm", "addmv", "mv", "dot", "linear", "convolution", "matmul", "addbmm"}
         | {"mkldnn_linear", "thnn_conv2d", "slow_conv2d_forward", "mkldnn_convolution", "cudnn_convolution"}

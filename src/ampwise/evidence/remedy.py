@@ -153,11 +153,13 @@ def _margin(birth: Birth) -> str:
 
 
 def _outside_domain(incident: Incident, birth: Birth) -> list[Remedy]:
-    return [_clamped_argument(birth, birth.name)]
+    return [_clamped_argument(birth, birth.name)] if birth.family != "determinant" else []
 
 
 def _infinite_derivative(incident: Incident, birth: Birth) -> list[Remedy]:
     name = birth.derivative_of
+    if name == "div":
+        return _division(incident, birth)
     return [_clamped_argument(birth, name)] if name in ROOTED else []
 
 
@@ -167,7 +169,15 @@ ROOTED = ("sqrt", "rsqrt", "pow", "log", "acos", "asin", "atanh", "reciprocal", 
 
 def _division(incident: Incident, birth: Birth) -> list[Remedy]:
     tiny = TINY.get(birth.dtype, TINY_ELSEWHERE)
-    if birth.inputs and (birth.inputs[-1].low or 0.0) < 0:  # which clamp_min would make positive
+    others = birth.inputs[1:]  # what is divided is the first; a divisor of whole numbers is not among them
+    divisor = others[-1] if others else None
+    if birth.name in ("rsqrt", "reciprocal"):
+        code = f"y = x.clamp_min({tiny}).{birth.name}()"
+    elif birth.name in ("pow", "float_power"):
+        code = f"y = x.clamp_min({tiny}).{birth.name}(exponent)"
+    elif birth.family == "normalisation":
+        code = "norm = nn.LayerNorm(width, eps=1e-5)  # whichever it is: an eps above 0"
+    elif divisor is not None and (divisor.low or 0.0) < 0:  # which clamp_min would make positive
         code = f"y = a / torch.where(b.abs() < {tiny}, {tiny}, b)"
     else:
         code = f"y = a / b.clamp_min({tiny})  # clamp_min(1) where b counts something"
@@ -200,7 +210,7 @@ def _mean(incident: Incident, birth: Birth) -> list[Remedy]:
 def _unstable_loss(incident: Incident, birth: Birth) -> list[Remedy]:
     if birth.family == "exponential":
         return [_clamped_exponent(birth)]
-    return [_clamped_argument(birth, birth.name)]
+    return [_clamped_argument(birth, birth.name)] if birth.family != "loss" else []
 
 
 BY_KIND: dict[str, Callable[[Incident, Birth], list[Remedy]]] = {

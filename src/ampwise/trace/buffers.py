@@ -12,10 +12,11 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.nn import Module
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parameter import is_lazy
+
+from ampwise.trace.undo import overwrite
 
 __all__ = ["Buffers"]
 
@@ -78,16 +79,11 @@ class Buffers:
         for each in self._remembered:
             each.module._buffers[each.name] = each.tensor
             if each.copy is not None:
-                _write(each.tensor, each.copy)
+                overwrite(each.tensor, each.copy)
         try:
             yield
         finally:
             for (each, tensor), copy in zip(now, held, strict=True):
                 each.module._buffers[each.name] = tensor
                 if tensor is not None and copy is not None:
-                    _write(tensor, copy)
-
-
-def _write(tensor: Tensor, values: Tensor) -> None:
-    with torch.no_grad(), _unsafe_preserve_version_counter(tensor):
-        tensor.copy_(values)
+                    overwrite(tensor, copy)

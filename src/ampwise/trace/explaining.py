@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from ampwise.evidence.incident import Birth, Incident, Literal, OptimizerFacts
-from ampwise.evidence.op_families import base_name
+from ampwise.evidence.incident import Birth, Incident, Literal, OptimizerFacts, Source
+from ampwise.evidence.op_families import base_name, family_of
 from ampwise.finding import Finding
 from ampwise.rules import rules_about
 from ampwise.trace.looking import Look, look
@@ -177,7 +177,10 @@ class Inquiry:
             found = self._origins.source(given, first_use)
             return incident.but(source=found, optimizer=self._optimizer_of(given))
         birth = None if self._op is None else self.birth(self._op, looks)
-        later = None if self._nan_op is None or self._nan_op is self._op else self.birth(self._nan_op, looks)
+        if self._op is not None and birth is not None and any(map(math.isnan, self._op.scalars)):
+            return incident.but(source=Source(what="number", first_use=birth))
+        is_later = birth is not None and birth.made != "nan" and self._nan_op is not self._op
+        later = self.birth(self._nan_op, looks) if is_later and self._nan_op is not None else None
         return incident.but(birth=birth, nan_birth=later)
 
     def _remarks(self) -> tuple[str, ...]:
@@ -199,7 +202,8 @@ class Inquiry:
             for reader, given, kind in ancestry.sources
             if kind == "nan" or not self._origins.is_meant(given, ancestry)
         ]
-        op = ancestry.computed[0] if ancestry.computed else None
+        computed = [each for each in ancestry.computed if not self._is_mask(each, ancestry)]
+        op = self._asked_for(computed[0]) if computed else None
         if op is None and sources and self._is_nobodys(*sources[0]):
             # The way back is lost, in an exchange among ranks or in memory that was written to unseen.
             op = first_computed(self._tape)
@@ -211,6 +215,21 @@ class Inquiry:
 
     def _is_nobodys(self, reader: Op | None, given: Given) -> bool:
         return (reader is None or reader.site.file is None) and self._origins.is_unknown(given)
+
+    def _has_infinite_number(self, op: Op) -> bool:
+        """Of Python's, among its arguments, and made NaN of it: `mask * float('-inf')`."""
+        return any(map(math.isinf, op.scalars)) and self._tape.made(op) == "nan"
+
+    def _is_mask(self, op: Op, ancestry: Ancestry) -> bool:
+        """The logarithm of what is 0 or 1, on its way into a softmax, is -inf on purpose."""
+        reaches = ancestry.from_infinities and family_of(ancestry.from_infinities[0].name) == "softmax"
+        ends = [self._tape.ranges[given.slot] for given in op.inputs]
+        return bool(reaches) and family_of(op.name) == "logarithm" and all(each in ((0, 0), (0, 1)) for each in ends)
+
+    def _asked_for(self, op: Op) -> Op:
+        """torch.logdet fills in NaN by itself where the determinant is negative: then it is the determinant's."""
+        near = self._tape.ops[max(op.index - NEAR, 0) : op.index] if any(map(math.isnan, op.scalars)) else ()
+        return next((each for each in near if each.site == op.site and family_of(each.name) == "determinant"), op)
 
     def birth(self, op: Op, looks: Mapping[int, Look]) -> Birth:
         tape, seen = self._tape, looks.get(op.index)
@@ -225,8 +244,9 @@ class Inquiry:
             module=op.module,
             module_class=op.module_class,
             derivative_of="" if forward is None else base_name(forward.name),
+            hidden="" if forward is None else tape.made(forward),
             by_hand=op in self._ancestry.by_hand,
-            from_infinities=op in self._ancestry.from_infinities,
+            from_infinities=op in self._ancestry.from_infinities or self._has_infinite_number(op),
             literals=tuple(self._literals(op)),
         )
         if seen is None:

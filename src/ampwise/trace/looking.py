@@ -49,7 +49,7 @@ def look(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any,
     masked = _masked_rows(func, args)
     exact = _whole_in_double(func, args, kwargs) if _size(args, kwargs) <= WHOLE else None
     result = func(*args, **kwargs)
-    first = next(iter(tensors_in(result if isinstance(result, list | tuple) else (result,))), None)
+    first = _worst(result)
     if exact is None and first is not None:
         exact = _some_in_double(func, args, first)
     verdict, largest = ("", None) if exact is None else _judged(exact)
@@ -112,8 +112,16 @@ def _whole_in_double(func: Any, args: Any, kwargs: Any) -> Tensor | None:
             result = func(*tree_map(_widened, args), **tree_map(_widened, kwargs))
     except Exception:  # an operation that has no FP64, or none for these arguments
         return None
-    first = next(iter(tensors_in(result if isinstance(result, list | tuple) else (result,))), None)
+    first = _worst(result)
     return first if first is not None and first.is_floating_point() else None
+
+
+def _worst(result: Any) -> Tensor | None:
+    """Of several results, the first that is not finite; else the first."""
+    found = list(tensors_in(result if isinstance(result, list | tuple) else (result,)))
+    values = [(each, readable(each)) for each in found]
+    bad = (each for each, numbers in values if numbers is not None and not bool(numbers.isfinite().all()))
+    return next(bad, found[0] if found else None)
 
 
 def _devices(args: Any) -> list[Any]:

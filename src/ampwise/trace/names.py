@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping
+from io import IOBase
 from typing import Any
 
 from torch import Tensor
@@ -22,6 +23,18 @@ def named_tensors(function: Callable[..., Any], args: tuple[Any, ...], kwargs: M
             if len(found) < MOST:
                 found.setdefault(path, tensor)
     return found
+
+
+def iterators_of(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[str]:
+    """Names of what a function would take the next items of, if it were run again."""
+    known = dict(_bound(function, args, kwargs))
+    inner = inspect.unwrap(getattr(function, "__func__", function))
+    if inspect.isfunction(inner):
+        outside = inspect.getclosurevars(inner)
+        own = getattr(getattr(function, "__self__", None), "__dict__", {})
+        mine = {f"self.{name}": own[name] for name in inner.__code__.co_names if name in own}
+        known |= {**outside.globals, **outside.nonlocals, **mine}
+    return [name for name, each in known.items() if isinstance(each, Iterator) and not isinstance(each, IOBase)]
 
 
 def _bound(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:

@@ -16,6 +16,10 @@ from ampwise.trace.recorder import dtype_name
 __all__ = ["facts_of_optimizer"]
 
 
+# What optimizers call that whose root they divide by: Adam, RMSprop, Adagrad, Adamax.
+SECOND = ("exp_avg_sq", "square_avg", "sum", "exp_inf")
+
+
 def facts_of_optimizer(optimizers: Sequence[Optimizer], parameter: Tensor) -> OptimizerFacts | None:
     """None if none of them trains it, or it was not trained yet."""
     for optimizer in optimizers:
@@ -32,7 +36,7 @@ def _facts(optimizer: Optimizer, group: dict[str, Any], parameter: Tensor) -> Op
         return None
     values = local(parameter).detach()
     bad = values.isfinite().logical_not()
-    eps, second = group.get("eps"), state.get("exp_avg_sq", state.get("square_avg"))
+    eps, second = group.get("eps"), next((state[name] for name in SECOND if name in state), None)
     zeros = None
     if isinstance(second, Tensor) and second.shape == parameter.shape:
         zeros = int(((local(second) == 0) & bad).sum())

@@ -75,6 +75,8 @@ def has_memory(tensor: Tensor) -> bool:
 def readable(tensor: Tensor) -> Tensor | None:
     """Its values in a form that can be compared; None where nothing can be other than finite."""
     tensor = local(tensor).detach()
+    if tensor._is_zerotensor():  # zeros without memory, as second derivatives have them
+        return None
     if tensor.is_sparse or tensor.layout != torch.strided:
         tensor = tensor.values() if tensor.layout != torch.sparse_coo else tensor._values()
     if tensor.is_complex():

@@ -76,6 +76,7 @@ class Undoing(TorchDispatchMode):
         self.undo = Undo()
         self.leaves: dict[int, Leaf] = {}  # trained tensors that were read
         self._made: set[int] = set()  # storages that are the replay's own
+        self._generators: dict[torch.Generator, Tensor] = {}  # of the script's own, and where they were
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -85,6 +86,7 @@ class Undoing(TorchDispatchMode):
         for tensor in _written(facts, args, kwargs):
             if storage_id(tensor) not in self._made:
                 self.undo.before_write(tensor)
+        self.note_generators(kwargs)
         taken = list(tensors_in((*args, *kwargs.values())))
         for tensor in taken:
             self.note_leaf(tensor)
@@ -95,6 +97,11 @@ class Undoing(TorchDispatchMode):
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
         return func(*args, **kwargs)
 
+    def note_generators(self, kwargs: Any) -> None:
+        for each in kwargs.values():
+            if isinstance(each, torch.Generator) and each not in self._generators:
+                self._generators[each] = each.get_state()
+
     def note_leaf(self, tensor: Tensor) -> None:
         if tensor.requires_grad and tensor.is_leaf and id(tensor) not in self.leaves:
             self.leaves[id(tensor)] = Leaf(tensor, tensor.grad)
@@ -104,6 +111,8 @@ class Undoing(TorchDispatchMode):
         self.undo.put_back()
         for leaf in self.leaves.values():
             leaf.tensor.grad = leaf.gradient
+        for generator, state in self._generators.items():
+            generator.set_state(state)
 
 
 class Looker(Undoing):
@@ -142,6 +151,7 @@ class Recorder(Undoing):
         for tensor in written:
             if self._storages[storage_id(tensor)].leaf is not None:
                 self.undo.before_write(tensor)
+        self.note_generators(kwargs)
         index = len(self.tape.ops)
         result = func(*args, **kwargs)
         slots = self._put_down(index, given, written, result, unmeasured=facts.is_filled_later)
@@ -213,9 +223,9 @@ class Recorder(Undoing):
         if is_forward:
             op.module, op.module_class = self._paths.here()
             op.phase = "optimizer" if line.in_optimizer else "forward"
-            self._note_sequence(index)
         else:
             self._place_in_backward(op, node, live=line.own is not None)
+        self._note_sequence(index)  # a backward pass has nodes of its own where there is a second derivative
         return op
 
     def _note_sequence(self, index: int) -> None:
@@ -240,6 +250,8 @@ class Recorder(Undoing):
 
     def _forward_of(self, node: Any) -> Op | None:
         number = node._sequence_nr()
+        if node.name().endswith("CopySlices"):  # around an operation in place on a view, numbered after its own
+            number = max((each for each in self._by_sequence if each < number), default=number)
         found = self._by_sequence.get(number, []) if number < NO_SEQUENCE else []
         ops = [self.tape.ops[index] for index in reversed(found) if index < len(self.tape.ops)]
         if len(ops) > 1 and not isinstance(node, BackwardCFunction):

@@ -62,13 +62,18 @@ class Subject:
     ran: bool = True  # before: what it prints has been printed
     step: int | None = None
     optimizers: Sequence[Optimizer] = ()
+    others: Sequence[Module] = ()  # models that ran, and are not among those: a teacher
     remarks: tuple[str, ...] = ()
 
     def parameters(self) -> dict[str, Tensor]:
-        return self._named("named_parameters")
+        return self._named("named_parameters", self.models)
 
     def buffers(self) -> dict[str, Tensor]:
-        return self._named("named_buffers")
+        return self._named("named_buffers", self.models)
+
+    def of_others(self, which: str) -> dict[str, Tensor]:
+        named = [(type(model).__name__, pair) for model in self.others for pair in getattr(model, which)()]
+        return {f"{owner}.{name}": tensor for owner, (name, tensor) in named}
 
     def evaluating(self) -> list[str]:
         """The modules in evaluation mode."""
@@ -79,10 +84,10 @@ class Subject:
         ]
         return [name for name, module in modules if not module.training]
 
-    def _named(self, which: str) -> dict[str, Tensor]:
+    def _named(self, which: str, models: Sequence[Module]) -> dict[str, Tensor]:
         """By the names they have where nothing is wrapped."""
         found: dict[str, Tensor] = {}
-        for prefix, model in zip(prefixes(self.models), self.models, strict=True):
+        for prefix, model in zip(prefixes(models), models, strict=True):
             for path, module in named_modules(model).items():
                 for name, tensor in getattr(module, which)(recurse=False):
                     found.setdefault(".".join(part for part in (prefix, path, name) if part), tensor)
@@ -164,6 +169,8 @@ class Replay:
         tape.has_modules = paths.any_ran
         if not self.subject.models:
             self._adopt(paths.roots, recorder.leaves)
+        given = set(map(id, self.subject.models))
+        self.subject.others = [each for each in paths.roots if id(each) not in given]
         self.subject.precision = self.subject.precision or paths.precision or "fp32"
         known = {id(each): name for name, each in self._parameters.items()}
         gradients = {}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import inf
+
 from torch import Tensor
 
 from ampwise.evidence.incident import Birth, Source
@@ -26,6 +28,8 @@ class Origins:
         self._known: dict[int, tuple[str, str, Tensor | None]] = {}
         for what, named in (
             ("batch", subject.batch),
+            ("buffer", subject.of_others("named_buffers")),
+            ("parameter", subject.of_others("named_parameters")),
             ("buffer", subject.buffers()),
             ("parameter", subject.parameters()),
         ):
@@ -46,11 +50,12 @@ class Origins:
 
     def is_meant(self, given: Given, ancestry: Ancestry) -> bool:
         """Infinities, and no NaN: whether they are there on purpose, as those of a mask."""
-        what, name, _ = self._of(given)
+        what, name, tensor = self._of(given)
         if what == "parameter" or not ancestry.from_infinities:
             return False
         if what == "buffer":
-            return not name.rpartition(".")[2].startswith("running_")
+            is_mask = tensor is not None and not bool((local(tensor) == inf).any())  # masks are of -inf
+            return is_mask and not name.rpartition(".")[2].startswith("running_")
         return what == "other" or family_of(ancestry.from_infinities[0].name) == "softmax"
 
     def source(self, given: Given, first_use: Birth | None) -> Source:

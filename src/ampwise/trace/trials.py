@@ -129,10 +129,12 @@ def _tiny(tensor: Tensor) -> float:
 def _clamped_divisor(func: Any, args: Any, kwargs: Any, _: str) -> Any:
     swapped = func.__name__ in ("__rtruediv__", "__rdiv__", "reciprocal", "rsqrt")
     position = 0 if swapped else 1
-    if len(args) <= position or not isinstance(args[position], Tensor):
-        return func(*args, **kwargs)
-    divisor = args[position]
-    if not divisor.is_floating_point():
+    divisor = args[position] if len(args) > position else None
+    if isinstance(divisor, int | float):
+        divisor = divisor or (1 if isinstance(divisor, int) else _tiny(args[0]))
+    elif not isinstance(divisor, Tensor):
+        raise NotImplementedError(func.__name__)  # not tried, and nothing is said to have been
+    elif not (divisor.is_floating_point() or divisor.is_complex()):
         divisor = divisor.clamp_min(1)
     else:
         divisor = torch.where(divisor.abs() < _tiny(divisor), torch.full_like(divisor, _tiny(divisor)), divisor)

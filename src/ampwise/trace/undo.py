@@ -15,7 +15,7 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from ampwise.trace.ranges import has_memory, local
 
-__all__ = ["Undo", "written_arguments"]
+__all__ = ["Undo", "overwrite", "written_arguments"]
 
 # Arguments that operations write to though their schema does not say so.
 UNSAID = frozenset({"running_mean", "running_var"})
@@ -31,6 +31,12 @@ def written_arguments(func: Any) -> tuple[tuple[int, str], ...]:
         for position, argument in enumerate(schema.arguments)
         if (argument.alias_info is not None and argument.alias_info.is_write) or (quiet and argument.name in UNSAID)
     )
+
+
+def overwrite(tensor: Tensor, values: Tensor) -> None:
+    """Put values into a tensor such that nobody who has it saved for a backward pass takes it for a mistake."""
+    with torch.no_grad(), _unsafe_preserve_version_counter(tensor):
+        tensor.copy_(values)
 
 
 class Undo:

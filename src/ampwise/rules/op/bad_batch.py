@@ -37,6 +37,8 @@ def check(incident: Incident) -> Iterator[Finding]:
 
 
 def _what(source: Source) -> str:
+    if source.what == "number" and source.first_use is not None:
+        return f"{operation(source.first_use)} was given a number that is NaN: one of Python's, computed before"
     came = "was given to the step" if source.what == "batch" else "is used by the step and comes from outside of it"
     first = f", and was read first by {operation(source.first_use)}" if source.first_use is not None else ""
     name = f"`{source.name}`" if source.name else "a tensor"

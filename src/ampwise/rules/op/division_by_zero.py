@@ -37,6 +37,8 @@ def check(incident: Incident) -> Iterator[Finding]:
 
 def _what(birth: Birth) -> str:
     gives = f"{operation(birth)} gives {made_of(birth.made)} in {title(birth.dtype)}"
+    if birth.family == "normalisation":
+        return f"{gives}: what it divides by, a spread or a length, is 0, and nothing is added to it (eps)"
     if not birth.zero_divisors:
         return f"{gives}: the divisor is 0, or next to it"
     return f"{gives}: {counted(birth.zero_divisors, _divisors(birth), 'divisor')} 0"

@@ -37,4 +37,6 @@ def check(incident: Incident) -> Iterator[Finding]:
 
 
 def _what(birth: Birth) -> str:
-    return f"{derivative(birth)} is {made_of(birth.made)}, though the forward pass is finite there"
+    forward = f"so was its result ({made_of(birth.hidden)}), which a later operation hides" if birth.hidden else ""
+    finite = "though the forward pass is finite there"
+    return f"{derivative(birth)} is {made_of(birth.made)}{f'; {forward}' if forward else f', {finite}'}"

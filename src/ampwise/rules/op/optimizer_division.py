@@ -67,4 +67,6 @@ def _advice(facts: OptimizerFacts) -> str:
     if facts.eps_becomes != 0:
         return ""
     eps = "1e-4" if facts.dtype in NARROW else "1e-8"
-    return f"{RULE.fix}\n    optimizer = {facts.name}(model.parameters(), eps={eps})"
+    plain = "Give it an eps above 0: the updates of weights that had no gradient yet are divided by it alone."
+    fix = RULE.fix if facts.dtype in NARROW else plain
+    return f"{fix}\n    optimizer = {facts.name}(model.parameters(), eps={eps})"

@@ -45,6 +45,8 @@ def check(incident: Incident) -> Iterator[Finding]:
 
 def _advice(name: str) -> str:
     module, _, buffer = name.rpartition(".")
-    if not module or buffer not in STATISTICS:
+    if buffer not in STATISTICS:
+        return "It is no running statistic: look where it is made or loaded (a division by 0?), and build it again."
+    if not module:
         return ""
     return f"{RULE.fix}\n    model.get_submodule({module!r}).reset_running_stats()"

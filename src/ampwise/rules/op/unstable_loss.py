@@ -36,5 +36,10 @@ def check(incident: Incident) -> Iterator[Finding]:
 
 
 def _what(birth: Birth) -> str:
+    if birth.name.endswith("ctc_loss"):
+        return (
+            f"{operation(birth)} gives {result_of(birth)}: a target is longer than its input (repeats need one more), "
+            "so that no alignment has a probability above 0; leave it out, or `zero_infinity=True`"
+        )
     gives = f"in the loss, {operation(birth)} gives {result_of(birth)} in {title(birth.dtype)}"
     return f"{gives}{because(outside(birth) if birth.outside_domain else how_far(birth))}"

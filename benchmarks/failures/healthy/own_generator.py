@@ -1,0 +1,35 @@
+"""Noise from a generator of the model's own, while the loss scale settles."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from benchmarks.failures.case import Case
+
+
+class Noisy(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Linear(4, 2)
+        self.generator = torch.Generator().manual_seed(5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x + torch.randn(x.shape, generator=self.generator))
+
+
+def case() -> Case:
+    torch.manual_seed(19)
+    model = Noisy()
+
+    def loss_fn(x: Tensor, label: Tensor) -> Tensor:
+        return F.cross_entropy(model(x), label)
+
+    batches = [(torch.randn(8, 4), torch.randint(2, (8,))) for _ in range(14)]
+    options = {"scaling": {"init_scale": 2.0**24}}
+    return Case(
+        model=model,
+        loss_fn=loss_fn,
+        batches=batches,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        options=options,
+    )
