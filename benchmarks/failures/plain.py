@@ -102,4 +102,4 @@ def _unscaled(loss: Tensor) -> Tensor:
 
 def _bad_gradients(case: Case) -> tuple[str, ...]:
     grads = {name: parameter.grad for name, parameter in case.model.named_parameters() if parameter.grad is not None}
-    return tuple(name for name, grad in grads.items() if not grad.isfinite().all())
+    return tuple(name for name, grad in grads.items() if not grad.to_dense().isfinite().all())
