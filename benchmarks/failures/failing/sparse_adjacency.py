@@ -26,7 +26,9 @@ def case() -> Case:
 
     def graph(bad: bool) -> Tensor:
         values = torch.tensor([0.5, 0.5, 1.0, float("nan") if bad else 1.0])
-        return torch.sparse_coo_tensor(torch.tensor([[0, 0, 1, 2], [1, 2, 0, 0]]), values, (3, 3), check_invariants=True)
+        return torch.sparse_coo_tensor(
+            torch.tensor([[0, 0, 1, 2], [1, 2, 0, 0]]), values, (3, 3), check_invariants=True
+        )
 
     batches = [(graph(step == 2), torch.randn(3, 4), torch.randint(2, (3,))) for step in range(4)]
     return Case(
