@@ -6,10 +6,12 @@ import math
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 __all__ = ["FINITE", "Ranges", "has_memory", "local", "readable"]
 
 FINITE = -1  # the slot of what cannot be anything else: whole numbers, nothing at all
+PLAIN = (Tensor, Parameter)
 AT_ONCE = 4096  # results that wait on a device before they are read
 
 Kind = tuple[torch.device, torch.dtype]
@@ -63,6 +65,8 @@ class Ranges:
 
 def local(tensor: Tensor) -> Tensor:
     """What this rank has of a tensor that is spread over several."""
+    if type(tensor) in PLAIN:
+        return tensor
     inner = getattr(tensor, "_local_tensor", None)
     return inner if isinstance(inner, Tensor) else tensor
 

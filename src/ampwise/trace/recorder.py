@@ -22,6 +22,8 @@ from ampwise.trace.where import is_recomputed, line_here, site_of
 
 __all__ = ["Leaf", "Looker", "Recorder", "Undoing", "dtype_name", "storage_id", "tensors_in"]
 
+# Operations that share the memory of their input though their schema does not say so.
+UNSAID_VIEWS = ("aten._unsafe_view.", "aten._reshape_alias.", "aten.lift_fresh.", "aten.alias.")
 NO_SEQUENCE = 2**63  # what nodes that follow no operation say instead of a number
 Look = Callable[[int, Any, tuple[Any, ...], dict[str, Any]], Any]
 
@@ -33,6 +35,7 @@ class _Facts:
     name: str
     writes: tuple[tuple[int, str], ...]
     is_view: bool
+    draws: bool  # random numbers, maybe from a generator of the script's
     is_filled_later: bool  # its result is not there yet: scratch memory, or what other ranks send
 
 
@@ -41,7 +44,9 @@ def _facts(func: Any) -> _Facts:
     name, returns = str(func), func._schema.returns
     aliased = [each.alias_info for each in returns]
     is_view = bool(returns) and all(info is not None and not info.is_write for info in aliased)
-    return _Facts(name, written_arguments(func), is_view, is_collective(name) or "empty" in base_name(name))
+    is_view |= name.startswith(UNSAID_VIEWS)
+    draws = any("Generator" in str(argument.type) for argument in func._schema.arguments)
+    return _Facts(name, written_arguments(func), is_view, draws, is_collective(name) or "empty" in base_name(name))
 
 
 def tensors_in(things: Any) -> Iterator[Tensor]:
@@ -83,16 +88,22 @@ class Undoing(TorchDispatchMode):
         facts = _facts(func)
         if facts.is_view:
             return func(*args, **kwargs)
+        for tensor in tensors_in(args):
+            self.note_leaf(tensor)
+        if facts.draws:
+            self.note_generators(kwargs)
+        if not facts.writes:
+            result = self.run(func, args, kwargs)
+            self._made.update(map(storage_id, _results(result)))
+            return result
         for tensor in _written(facts, args, kwargs):
             if storage_id(tensor) not in self._made:
                 self.undo.before_write(tensor)
-        self.note_generators(kwargs)
-        taken = list(tensors_in((*args, *kwargs.values())))
-        for tensor in taken:
-            self.note_leaf(tensor)
-        result = self.run(func, args, kwargs)
-        self._made |= {storage_id(tensor) for tensor in _results(result)} - set(map(storage_id, taken))
-        return result
+        return self.run(func, args, kwargs)
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # nothing is compiled in a replay, and the wrapper for it takes its time at each operation
 
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
         return func(*args, **kwargs)
@@ -125,7 +136,8 @@ class Looker(Undoing):
 
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
         self._count += 1
-        if self._wanted.get(self._count) != str(func):
+        name = self._wanted.get(self._count)
+        if name is None or name != str(func):
             return func(*args, **kwargs)
         return self._look(self._count, func, args, kwargs)
 
@@ -151,7 +163,8 @@ class Recorder(Undoing):
         for tensor in written:
             if self._storages[storage_id(tensor)].leaf is not None:
                 self.undo.before_write(tensor)
-        self.note_generators(kwargs)
+        if facts.draws:
+            self.note_generators(kwargs)
         index = len(self.tape.ops)
         result = func(*args, **kwargs)
         slots = self._put_down(index, given, written, result, unmeasured=facts.is_filled_later)
