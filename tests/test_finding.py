@@ -252,3 +252,15 @@ def test_edits_one_by_one_from_the_end_are_the_edits_together(case):
 def test_no_edits_and_edits_that_change_nothing_leave_the_text(text):
     assert edited(text, []) == text
     assert edited(text, as_edits(text, [(0, len(text), text)])) == text
+
+
+def test_a_finding_is_printed_as_text_and_shown_short():
+    fix = "Tried:\n    y = x.clamp(max=10)\nIn general: \x1b[2J"
+    finding = Rule(**GOOD).at(Place(file="train.py", line=18), "it is\x1b[2J so", evidence={"trace": {}}, fix=fix)
+    assert repr(finding) == "<Finding AMP101 clip-scaled-grads at train.py:18>"
+    assert str(finding).splitlines() == [
+        r"train.py:18: AMP101 clip-scaled-grads: it is\x1b[2J so",
+        "    Tried:",
+        "        y = x.clamp(max=10)",
+        r"    In general: \x1b[2J",
+    ]

@@ -332,6 +332,16 @@ class Finding(Frozen):
             if one.overlaps(other):
                 raise ValueError(f"rule {self.rule.code}: the edits {one} and {other} overlap")
 
+    def __repr__(self) -> str:
+        # All of its parts are pages; as_dict() has them.
+        return f"<Finding {self.rule.code} {self.rule.name} at {self.place}>"
+
+    def __str__(self) -> str:
+        from ampwise.printers.terminal import printable
+
+        fix = "\n".join(f"    {printable(line)}" for line in self.fix.split("\n"))
+        return f"{printable(f'{self.place}: {self.rule.code} {self.rule.name}: {self.message}')}\n{fix}"
+
     def __hash__(self) -> int:
         # The evidence is a dictionary, which has no hash.
         return hash((self.rule, self.place, self.message, self.fix, self.edits, self.safe))

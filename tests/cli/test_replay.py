@@ -220,7 +220,10 @@ def test_without_weights_those_of_the_model_are_used(here, capsys):
     assert code == 1
     assert "bad-batch" in out
     assert "without weights" in err
-    assert "The capsule has no weights" in out
+    assert "The capsule has no weights: these are what make() made." in out
+    code, out, _ = replay(capsys, saved(torch.ones(3, 4), weights=False))
+    assert (code, out.startswith("finite in fp16 on cpu: the loss is ")) == (0, True)
+    assert out.endswith(" gradients. The capsule has no weights: these are what make() made.\n")
 
 
 def test_the_model_alone_will_do(here, capsys):
@@ -228,6 +231,13 @@ def test_the_model_alone_will_do(here, capsys):
     assert code == 1
     assert "half-overflow" in out
     assert "There was no loss function: the backward pass begins at the sum of what the model returns." in out
+
+
+def test_of_the_model_alone_the_sum_of_the_outputs_is_told(here, capsys):
+    path = saved(*overflowing())
+    _, out, _ = replay(capsys, path, "--build", "train:make_alone", "--precision", "fp32")
+    assert out.startswith("finite in fp32 on cpu: the sum of the outputs is 4.32e+06, and so are all 1 gradients.")
+    assert "loss" not in out
 
 
 def test_another_precision_holds_for_autocast_in_the_model_too(here, capsys):

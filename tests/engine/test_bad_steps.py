@@ -160,8 +160,10 @@ def test_a_loss_function_that_cannot_be_run_again():
         calls.append(1)
         return model(x).mean()
 
-    with pytest.warns(RuntimeWarning, match="could not be explained: LookupError"):
+    said = io.StringIO()
+    with redirect_stderr(said):
         engine.step(loss_fn, torch.full((3, 4), torch.nan))
+    assert "step 1 could not be explained: run again, it fails with LookupError: no more data" in said.getvalue()
     assert not engine.step(lambda: model(torch.ones(1, 4)).mean()).skipped
 
 

@@ -42,6 +42,7 @@ BACKWARD = {"phase": "backward", "live": False}
         (came("parameter", name="SGD", steps=3), "bad-weights"),
         (came("parameter", name="Adam", eps=1e-8, steps=3, zero_denominators=0), "bad-weights"),
         (came("parameter", name="Adam", eps=1e-8, steps=3, zero_denominators=4), "optimizer-division"),
+        (came("parameter", name="Adam", eps=1e-8, steps=3, zero_denominators=4, lr=float("nan")), "bad-weights"),
         (came("parameter", name="Adagrad", eps=1e-10, steps=3), "optimizer-division"),
         (came("buffer", name="Adam", eps=1e-8, steps=3), "poisoned-statistics"),
         (born("aten.addcdiv_.default", phase="optimizer"), "optimizer-division"),
@@ -98,14 +99,21 @@ def test_the_culprit_is_where_it_was_born_or_read_first():
 @pytest.mark.parametrize(
     ("values", "text"),
     [
-        (Values(dtype="fp16"), "fp16 a number"),
+        (Values(dtype="fp16"), "fp16 number"),
+        (Values(dtype="fp32", low=0.0, high=0.0, census=Census(zeros=1)), "fp32 number 0"),
+        (Values(dtype="fp32", census=Census(nans=1)), "fp32 number NaN"),
         (Values(dtype="fp16", shape=(2, 3), low=-1.0, high=65504.0), "fp16 2×3, -1 to 65,504"),
         (
             Values(dtype="fp16", shape=(2,), low=1.0, high=1.0, census=Census(binades={-1: 1}, nans=1)),
-            "fp16 2, 1, 1 × NaN",
+            "fp16 2, 1, 1 NaN",
         ),
         (Values(dtype="fp16", shape=(2,), census=Census(zeros=2)), "fp16 2, all 0"),
-        (Values(dtype="fp16", shape=(2000,), census=Census(zeros=500, infs=1500)), "fp16 2000, 500 × 0, 1,500 × inf"),
+        (Values(dtype="fp16", shape=(2000,), census=Census(zeros=500, infs=1500)), "fp16 2000, 500 zeros, 1,500 inf"),
+        (
+            Values(dtype="fp16", shape=(9,), negative_infs=2, census=Census(zeros=1, infs=3, binades={0: 5})),
+            "fp16 9, 1 zero, 1 inf, 2 -inf",
+        ),
+        (Values(dtype="fp16", shape=(3,), negative_infs=3, census=Census(infs=3)), "fp16 3, all -inf"),
     ],
 )
 def test_words_for_a_tensor(values, text):

@@ -6,10 +6,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from ampwise import Engine, Policy
+import ampwise
 from ampwise.evidence.incident import Birth, Incident, Values
 from ampwise.evidence.remedy import BY_KIND, CHANGES, remedies_for, tiny_for
 
+SIGNED = "y = a / torch.where(b.abs() < 1e-12, 1e-12, b)"
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 
 
@@ -120,8 +121,8 @@ def test_exponents(op, dtype):
 def test_rows_that_are_masked_throughout():
     (remedy,) = remedies_for(incident("aten._softmax.default", "fp32", "nan", from_infinities=True))
     scores = torch.tensor([[1.0, -math.inf], [-math.inf, -math.inf]])
-    assert_mends(f"{remedy.code}\ny = weights", scores=scores)
-    shares, _ = run(f"{remedy.code}\ny = weights", scores=scores.detach())
+    assert_mends(remedy.code, scores=scores)
+    shares, _ = run(remedy.code, scores=scores.detach())
     assert shares.tolist() == [[1.0, 0.0], [0.0, 0.0]]
 
 
@@ -132,7 +133,7 @@ def test_means_of_nothing():
     assert run(deviation.code, x=torch.ones(1))[0] == 0
     (entropy,) = remedies_for(incident("aten.nll_loss_forward.default", "fp32", "nan"))
     labels = {"labels": torch.tensor([-100, -100])}
-    assert run_with(f"{entropy.code}\ny = loss", labels, logits=torch.zeros(2, 3)) == 0
+    assert run_with(entropy.code, labels, logits=torch.zeros(2, 3)) == 0
 
 
 def run_with(code, constants, **names):
@@ -142,23 +143,79 @@ def run_with(code, constants, **names):
 
 
 def test_a_module_in_fp32_then_bf16():
-    first, second = remedies_for(incident("aten.addmm.default", "fp16", exact="finite", exact_largest=1e5))
+    overflow = incident("aten.addmm.default", "fp16", exact="finite", exact_largest=1e5).but(device="cpu")
+    first, second = remedies_for(overflow)
     assert (first.change, first.argument) == ("keep", "fc")
     assert (second.change, second.argument) == ("precision", "bf16")
     for remedy in (first, second):
         model = torch.nn.Sequential()
         model.add_module("fc", torch.nn.Linear(2, 2))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        scope = {"Engine": Engine, "Policy": Policy, "model": model, "optimizer": optimizer}
+        scope = {"ampwise": ampwise, "torch": torch, "model": model, "optimizer": optimizer}
         exec(remedy.code, scope)
-        assert isinstance(scope["engine"], Engine)
+        assert isinstance(scope["engine"], ampwise.Engine)
 
 
 @pytest.mark.parametrize("name", ['a"b', "a\\b", "a\nb", "a'b", "\u202e", "\ud800", "fc"])
 def test_names_of_modules_are_quoted(name):
     remedy, _ = remedies_for(incident("aten.addmm.default", "fp16", exact="finite", exact_largest=1e5, module=name))
-    policy = eval(remedy.code.removeprefix("engine = Engine(model, optimizer, ")[:-1], {"Policy": Policy})
-    assert policy == Policy("fp16").keep("fp32", name)
+    with_engine, by_hand = remedy.code.split("\n")
+    shown = with_engine.removeprefix("engine = ampwise.Engine(model, optimizer, ")[:-1]
+    assert eval(shown, {"ampwise": ampwise}) == ampwise.Policy("fp16").keep("fp32", name)
+    assert by_hand == f"{shown}.apply(model)  # in a loop of your own"
+
+
+def test_a_module_kept_in_a_loop_of_ones_own():
+    (remedy, _) = remedies_for(incident("aten.addmm.default", "fp16", exact="finite", exact_largest=1e5))
+    model = torch.nn.Sequential()
+    model.add_module("fc", torch.nn.Linear(4, 4))
+    torch.nn.init.constant_(model.fc.weight, 300.0)
+    x = torch.full((3, 4), 300.0)
+    with torch.autocast("cpu", torch.float16):
+        assert not model(x).isfinite().all()
+    exec(remedy.code.split("\n")[1], {"ampwise": ampwise, "model": model})
+    with torch.autocast("cpu", torch.float16):
+        assert model(x).isfinite().all()
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_autocast_is_that_of_the_device(device):
+    codes = [
+        remedy.code
+        for module in ("", "fc")
+        for remedy in remedies_for(
+            incident("aten.addmm.default", "fp16", exact="finite", exact_largest=1e5, module=module).but(device=device)
+        )
+    ]
+    shown = "".join(codes)
+    assert shown.count(f'torch.autocast("{device}"') == shown.count("autocast(") == 3
+
+
+@pytest.mark.parametrize(
+    ("op", "facts", "code"),
+    [
+        ("aten.div.Tensor", {"inputs": (Values(dtype="fp32"),)}, "y = a / b.clamp_min(1)"),
+        ("aten.remainder.Tensor", {}, "y = a % b.clamp_min(1e-12)  # clamp_min(1) where b counts something"),
+        ("aten.reciprocal.default", {"inputs": (Values(dtype="fp32", low=-1.0, high=1.0),)}, SIGNED),
+    ],
+)
+def test_divisors_of_other_kinds(op, facts, code):
+    (remedy,) = remedies_for(incident(op, "fp32", zero_divisors=1, **facts))
+    assert remedy.code == code
+
+
+def test_the_logarithm_of_a_softmax_is_mended_as_such():
+    (remedy,) = remedies_for(incident("aten._log_softmax.default", "fp32", "nan", from_infinities=True))
+    shares, _ = run(remedy.code, scores=torch.tensor([[0.0, 0.0], [-math.inf, -math.inf]]))
+    assert shares.tolist() == [[pytest.approx(-math.log(2))] * 2, [0.0, 0.0]]
+
+
+def test_attention_is_mended_by_its_mask():
+    (remedy,) = remedies_for(incident("aten._scaled_dot_product_flash_attention_for_cpu.default", "fp32", "nan"))
+    q = torch.ones(1, 2, 4)
+    mask = torch.tensor([[True, False], [False, False]])
+    result = run_with(remedy.code, {"mask": mask}, q=q, k=q, v=q)
+    assert result[0, :, 0].tolist() == [1.0, 0.0]
 
 
 def test_weights_in_half_are_not_told_to_use_autocast():

@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 from ampwise.finding import Place, Rule, Severity
 from ampwise.record.rows import Seen
 from ampwise.report.verdict import ending, happened, how_many, mood, opening, skip_rate, steps_of, verdict, worst_first
+from ampwise.rules.op import half_overflow
 
 
-def rule(severity, code="AMP999", summary="Something is off."):
+def rule(severity, code="AMP799", summary="Something is off."):
     return Rule(code=code, name="odd", severity=severity, summary=summary, why="w", fix="f", bad="b", good="g")
 
 
@@ -163,6 +164,11 @@ def test_the_numbers_add_up(findings):
 )
 def test_how_often(one, told):
     assert happened(one) == told
+
+
+def test_of_an_operation_replays_are_counted_and_not_steps():
+    one = Seen(finding=half_overflow.RULE.at(Place(), "m"), count=5, first_step=13, last_step=28)
+    assert happened(one) == "in 5 replays, first at step 13, last at step 28"
 
 
 @pytest.mark.parametrize(

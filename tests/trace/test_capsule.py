@@ -5,6 +5,7 @@ import hashlib
 import json
 import math
 import os
+import re
 import struct
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,13 +15,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ampwise import Capsules
 from ampwise.engine.precision.policy import Policy
 from ampwise.errors import BadInput
 from ampwise.finding import Place
 from ampwise.randomness import random_state, restore_random
 from ampwise.rules import find_rule
 from ampwise.tensors_on_disk import DTYPES, read_tensors
-from ampwise.trace.capsule import Contents, read, size_of, write
+from ampwise.trace.capsule import Contents, next_path, read, size_of, write
 from ampwise.trace.capsule.layout import BATCH, FACTS, SEAL, WEIGHTS
 
 CPU = torch.device("cpu")
@@ -453,3 +455,24 @@ def test_nothing_is_pickled_or_run():
     for module in (tensors, reading, tree):
         text = Path(module.__file__).read_text()
         assert not [word for word in ("pickle", "torch.load", "eval(", "exec(", "import_module") if word in text]
+
+
+def test_where_it_will_be_is_known_before(tmp_path):
+    contents = Contents(step=20)
+    for expected in ("step-000020", "step-000020-2"):
+        announced = next_path(tmp_path, contents)
+        assert announced == tmp_path / expected
+        assert write(tmp_path, contents) == announced
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"folder": 3}, "Capsules(3): a folder is expected, such as Capsules('capsules')."),
+        ({"arguments": [1]}, "Capsules(arguments=[1]): a dict by name is expected, such as {'width': 64}."),
+        ({"arguments": {1: 2}}, "Capsules(arguments={1: 2}): a dict by name is expected, such as {'width': 64}."),
+    ],
+)
+def test_where_and_how_are_asked_for_in_words(given, said):
+    with pytest.raises(BadInput, match=f"^{re.escape(said)}$"):
+        Capsules(**{"folder": "capsules", **given})

@@ -35,13 +35,21 @@ def test_function_and_room_are_one():
 
 
 def test_what_is_no_function_is_refused():
-    with pytest.raises(BadInput, match=r"trace\(\) takes a function"):
+    with pytest.raises(BadInput, match=r"trace\(\) takes a function.*: trace\(loss_fn, x, y\). Not Tensor\.$"):
         ampwise.trace(torch.ones(2))
 
 
 def test_a_function_without_tensors_or_loss():
-    assert ampwise.trace(lambda: None) == []
-    assert ampwise.trace(lambda text: text.upper(), "x") == []
+    for function, given in (
+        (lambda: None, ()),
+        (lambda: 3.0, ()),
+        (lambda text: text.upper(), ("x",)),
+        (lambda x: x.sum().item(), (torch.ones(2),)),
+    ):
+        with pytest.raises(BadInput, match="returned no tensor, and no operation of it was seen to fail; return the l"):
+            ampwise.trace(function, *given)
+    with pytest.raises(BadInput, match="returned no tensor but float, and NaN or inf arose in it"):
+        ampwise.trace(lambda x: x.log().sum().item(), torch.zeros(2))
 
     def without():
         return torch.zeros(3).log().sum()  # here: no arguments
@@ -110,6 +118,97 @@ def test_a_function_that_runs_backward_itself():
 
     assert found(step, torch.ones(1)) == [("infinite-derivative", line_of("own backward"))]
     assert weight.grad is None
+
+
+def test_a_function_that_runs_backward_and_returns_nothing():
+    weight = torch.tensor([4.0], requires_grad=True)
+    assert ampwise.trace(lambda: (weight * 2).sqrt().sum().backward()) == []
+
+    def number():
+        loss = (weight * 2).sqrt().sum()
+        loss.backward()
+        return loss.item()
+
+    assert ampwise.trace(number) == [], "its gradients were looked at"
+    assert ampwise.trace(lambda x: None if x.add(1).dim() else 0, torch.ones(1)) == [], "operations were seen"
+
+
+# What is shown is what was tried
+
+NOTHING = float("-inf")
+COUNTS, NUMBERS = torch.tensor([0, 3]), torch.tensor([2.0, 6.0])
+
+
+@pytest.mark.parametrize(
+    ("function", "given"),
+    [
+        (lambda a, b: a / b, {"a": NUMBERS, "b": 0}),
+        (lambda a, b: a / b, {"a": NUMBERS, "b": 0.0}),
+        (lambda a, b: a / b, {"a": NUMBERS, "b": COUNTS}),
+        (lambda a, b: a / b, {"a": NUMBERS, "b": torch.tensor([0.0, 3.0])}),
+        (lambda a, b: a / b, {"a": NUMBERS, "b": torch.tensor([0.0, -3.0])}),
+        (lambda a, b: a / b, {"a": NUMBERS.half() / 1e4, "b": torch.tensor([0.0, -3.0]).half()}),
+        (lambda a, b: a / b, {"a": 1, "b": torch.tensor([0.0, -3.0])}),
+        (lambda a, b: a % b, {"a": NUMBERS, "b": torch.tensor([0.0, 3.5])}),
+        (lambda x, exponent: x**exponent, {"x": torch.tensor([0.0, 2.0]), "exponent": -2}),
+        (lambda x, exponent: x.pow(exponent), {"x": torch.tensor([-1.0, 2.0]), "exponent": 0.5}),
+        (lambda x: x.rsqrt(), {"x": torch.tensor([0.0, 2.0])}),
+        (lambda x: x.log(), {"x": torch.tensor([-1.0, 0.0, 2.0])}),
+        (lambda x: x.log(), {"x": torch.tensor([-1.0, 0.0, 2.0]).half()}),
+        (lambda x: x.acos(), {"x": torch.tensor([1.5, 0.5])}),
+        (lambda x: x.log1p(), {"x": torch.tensor([-1.0, 0.5])}),
+        (lambda x: torch.logit(x), {"x": torch.tensor([0.0, 1.0])}),
+        (lambda x, p: torch.xlogy(x, p), {"x": NUMBERS, "p": torch.tensor([0.0, 1.0])}),
+        (lambda x: x.exp(), {"x": torch.tensor([200.0, 1.0])}),
+        (lambda x: x.cosh(), {"x": torch.tensor([-200.0, 1.0])}),
+        (lambda x: x.exp(), {"x": torch.tensor([20.0, 1.0]).half()}),
+        (lambda scores: scores.softmax(-1), {"scores": torch.tensor([[0.0, 1.0], [NOTHING, NOTHING]])}),
+        (lambda scores: F.softmax(scores, dim=0), {"scores": torch.tensor([[0.0, NOTHING], [1.0, NOTHING]])}),
+        (lambda scores: scores.log_softmax(-1), {"scores": torch.tensor([[0.0, 1.0], [NOTHING, NOTHING]])}),
+        (lambda x: x.mean(), {"x": torch.ones(0)}),
+        (lambda x: x.mean(0), {"x": torch.ones(0, 3)}),
+        (lambda x: x.mean(0, keepdim=True), {"x": torch.ones(0, 3)}),
+        (lambda x: x.std(), {"x": torch.ones(1)}),
+        (lambda output, target: F.mse_loss(output, target), {"output": torch.ones(0), "target": torch.ones(0)}),
+        (
+            lambda logits, labels: F.cross_entropy(logits, labels),
+            {"logits": torch.ones(2, 3), "labels": torch.tensor([-100, -100])},
+        ),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:std")
+def test_code_that_is_shown_does_what_was_tried(function, given):
+    findings = ampwise.trace(lambda **given: function(**given).double().sum(), **given)
+    (trial,) = findings[0].evidence["trace"]["trials"]
+    scope = {"torch": torch, "F": F, "y": function(**given), **given}
+    exec(trial["code"], scope)
+    assert trial["finite"]
+    assert trial["code"] in "\n".join(line.removeprefix("    ") for line in findings[0].fix.split("\n"))
+    assert scope["y"].double().sum().item() == trial["loss_after"]
+
+
+@pytest.mark.filterwarnings("ignore:std")
+def test_what_the_code_cannot_do_to_a_call_is_not_said_to_have_been_tried():
+    for function, given in (
+        (lambda x: x.std(0, True), torch.ones(1, 3)),
+        (lambda x: x.mean((0, 1)), torch.ones(0, 3)),
+        (lambda x: (-2.0) ** x, torch.tensor([0.5])),
+    ):
+        (finding,) = ampwise.trace(lambda x, function=function: function(x).sum(), given)
+        assert "Tried" not in finding.fix
+        assert "trials" not in finding.evidence["trace"]
+
+
+@pytest.mark.parametrize(("rate", "said"), [(1e38, "1e+38"), (float("nan"), "NaN")])
+def test_an_absurd_learning_rate_is_named(rate, said):
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=rate)
+    engine = ampwise.Engine(model, optimizer, precision="fp32")
+    for _ in range(3):
+        engine.step(lambda x: model(x).square().mean(), torch.full((2, 2), 1e3))
+    assert engine.findings
+    finding = next(each for each in engine.findings if each.rule.name == "bad-weights")
+    assert f"of SGD with a learning rate of {said}" in finding.message
 
 
 def test_the_optimizer_of_a_function():

@@ -4,6 +4,7 @@ import copy
 import json
 import math
 import random
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -112,6 +113,9 @@ def test_a_product_that_leaves_fp16_is_named_with_line_module_and_step(fused):
     assert traced(found)["op"] == "aten.mul.Tensor"
     assert traced(found)["symptom"] == "loss"
     assert any(trial["finite"] for trial in traced(found)["trials"])
+    assert traced(found)["remarks"][-1] == (
+        "The remedies were tried on the model's output: gradients are those of its mean."
+    )
     assert not about_replays(watch)
 
 
@@ -320,9 +324,41 @@ def test_a_fault_of_the_loss_function_is_said_to_lie_behind_the_model():
     assert not ops_in(watch)
     (sentence, *_) = about_replays(watch)
     assert sentence == (
-        "Step 1 was replayed, and Net is finite: what went bad lies between its output and the loss, which a run "
-        "cannot replay, or does not come again; `ampwise.trace(loss_fn, batch)` can."
+        "Step 1 was replayed, and Net is finite. What went bad lies after its output, which a run cannot replay, or "
+        "does not come again; `ampwise.trace(loss_fn, batch)` can look there."
     )
+    (loss,) = [seen.finding for seen in watch.seen() if seen.finding.rule.code == "AMP612"]
+    assert loss.fix == (
+        "The model's own part is finite: it arose between its output and the loss. Put that into a function, and ask "
+        "`ampwise.trace(loss_fn, x, y)`."
+    )
+
+
+def test_where_the_operation_is_named_the_symptoms_point_to_it():
+    symptoms = {"AMP612", "AMP613"}
+    found = [seen.finding for seen in watched(train_in_half).seen()]
+    assert {each.fix for each in found if each.rule.code in symptoms} == {"See the finding about the operation."}
+    assert "--activations" not in " ".join(each.fix for each in found)
+
+
+@pytest.mark.parametrize(
+    ("read_up_to", "said"),
+    [
+        (2, "the weights were finite before, so it arose in this forward pass, from the data or an operation"),
+        (1, "whether the weights were finite before is not known"),
+    ],
+)
+def test_weights_whose_last_gradients_nobody_has_read_are_not_called_finite(read_up_to, said):
+    with Watch(timing=False) as watch:
+        model = nn.Linear(4, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in (1, 2, 3):
+            watch._gradients._reads.asked = lambda step=step: step <= read_up_to
+            optimizer.zero_grad()
+            (model(torch.ones(2, 4)).mean() + (math.nan if step == 3 else 0.0)).backward()
+            optimizer.step()
+    (loss,) = [seen.finding.message for seen in watch.findings if seen.finding.rule.code == "AMP612"]
+    assert loss == f"the loss is nan: {said}"
 
 
 def test_what_the_script_computes_between_two_models_is_no_batch():
@@ -574,7 +610,7 @@ def test_a_compiled_model_is_replayed_as_written_and_compiled_once(part):
     found = only_op_in(watched(script))
     assert len(compiled) == 2 * alone
     assert found.rule.name == "bad-batch"
-    assert "It runs compiled; the replay is not." in traced(found)["remarks"]
+    assert "It runs compiled; the replay, as written, fails too." in traced(found)["remarks"]
 
 
 def test_a_step_within_the_scripts_own_autocast():
@@ -692,6 +728,7 @@ def test_capsules_are_written_where_they_are_asked_for(tmp_path, weights):
     done = subprocess.run([*command, "train.py"], cwd=tmp_path, capture_output=True, text=True, check=True)
     assert "AMP901" in done.stderr
     assert "capsule: " in done.stderr
+    assert re.search(r"^ampwise: saving step 2 in \S+saved \([\d.]+ \w+\)$", done.stderr, re.MULTILINE)
     (capsule,) = (tmp_path / "saved").iterdir()
     contents = read(capsule)
     assert contents.step == 2

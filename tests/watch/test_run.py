@@ -122,6 +122,26 @@ def test_stdin_is_the_scripts(write, tmp_path):
     assert ampwise("run", "-q", "-o", "run", "train.py", folder=tmp_path, input="hello\n").stdout == "HELLO\n"
 
 
+IDLE_POOL = """
+from concurrent.futures import {kind}
+if __name__ == "__main__":
+    pool = {kind}(1)
+    assert pool.submit(abs, -3).result() == 3
+    left = pool.submit(print, "done at the end", flush=True)
+"""
+
+
+@pytest.mark.parametrize("kind", ["ThreadPoolExecutor", "ProcessPoolExecutor"])
+def test_a_pool_that_nobody_has_shut_down_does_not_keep_the_run_alive(write, tmp_path, kind):
+    write(IDLE_POOL.format(kind=kind) + textwrap.indent(TRAINING + "step()\n", "    "))
+    run = ampwise("run", "-q", "-o", "run", "train.py", folder=tmp_path)  # which waits for two minutes at most
+    assert (run.returncode, run.stdout, run.stderr) == (0, "done at the end\n", "")
+    record = Run.read(tmp_path / "run")
+    assert record.status == "finished"
+    assert len(record.steps) == 1
+    assert not [sentence for sentence in record.facts["not_measured"] if "could not be followed" in sentence]
+
+
 def test_children_of_a_fork_leave_the_record_alone(write, tmp_path):
     write(
         TRAINING
@@ -236,6 +256,40 @@ def test_ranks_each_write_a_part(write, tmp_path, module):
     assert "-f" in again.stderr
 
 
+BAD_ON_ONE_RANK = """
+import math
+import torch
+from torch import distributed, nn
+from torch.nn.parallel import DistributedDataParallel
+
+distributed.init_process_group("gloo")
+torch.manual_seed(0)
+model = DistributedDataParallel(nn.Linear(4, 1))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(3):
+    x = torch.ones(2, 4)
+    if step == 1 and distributed.get_rank() == 1:
+        x[0] = math.nan
+    optimizer.zero_grad()
+    model(x).mean().backward()
+    optimizer.step()
+distributed.destroy_process_group()
+"""
+
+
+def test_the_rank_that_went_bad_is_named_and_the_others_guess_no_more(write, tmp_path):
+    write(BAD_ON_ONE_RANK)
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    run = ampwise("run", "-o", "run", "--every", "1", *launcher, "train.py", folder=tmp_path)
+    assert run.returncode == 0, run.stderr
+    record = Run.read(tmp_path / "run")
+    (batch,) = [seen.finding for seen in record.merged_findings() if seen.finding.rule.code == "AMP901"]
+    assert (batch.place.rank, batch.place.step) == (1, 2)
+    others = [seen.finding for seen in record.findings if seen.finding.rule.code in ("AMP612", "AMP613")]
+    assert {each.fix for each in others} == {"See the finding about the operation."}
+    assert "another rank" not in " ".join(record.facts["not_measured"])
+
+
 # Bad input
 
 
@@ -245,6 +299,7 @@ def test_ranks_each_write_a_part(write, tmp_path, module):
         (["no_such.py"], "no_such.py: no such file. For a module: ampwise run -m no_such."),
         (["folder"], "folder is a folder without __main__.py. Name the script in it."),
         (["--every", "0", "train.py"], "--every"),
+        (["--capsule", "train.py/saved", "train.py"], "train.py is not a folder. Name another folder."),
         ([], "SCRIPT"),
     ],
 )

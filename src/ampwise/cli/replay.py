@@ -119,9 +119,14 @@ def _say(text: str) -> None:
 
 
 def _finite(contents: Contents, rerun: Rerun) -> str:
-    """A sentence on a step that is finite here."""
+    """On a step that is finite here, or about which there is nothing else to say."""
+    return " ".join((_ending(contents, rerun), *rerun.remarks))
+
+
+def _ending(contents: Contents, rerun: Rerun) -> str:
     ended, scaled = rerun.ended, rerun.scaled
-    loss = "there is no loss" if ended.loss is None else f"the loss is {ended.loss:.6g}"
+    what = "the sum of the outputs" if rerun.summed else "the loss"
+    loss = f"there is no {what}" if ended.loss is None else f"{what} is {ended.loss:.6g}"
     if not ended.finite:
         return f"not finite in {rerun.precision} on {rerun.device}: {loss}, and no operation was found that made it so."
     told = f"finite in {rerun.precision} on {rerun.device}: {loss}, and so are all {ended.gradients} gradients."
@@ -130,6 +135,6 @@ def _finite(contents: Contents, rerun: Rerun) -> str:
             f"{told} Only times the loss scale of {contents.scale:g} do {len(scaled.bad)} of them overflow, which is "
             "what a scaler lowers its scale for."
         )
-    if rerun.as_it_was:
+    if rerun.as_it_was and contents.weights:
         return f"{told} The step that was saved was not: it depends on something that a capsule does not hold."
     return told

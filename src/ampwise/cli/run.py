@@ -69,10 +69,24 @@ def run(args: argparse.Namespace) -> int:
     script = Script(args.script, tuple(args.args), args.module)
     if not is_launcher(script):  # torchrun by its name alone will do
         script.check()
+    _check_capsules(args)
     folder = Path(args.output) if args.output else _new_folder(script)
     code = _launched(script, folder, args) if is_launcher(script) else _watched(script, folder, args)
     sys.stdout.flush()
     return code
+
+
+def _check_capsules(args: argparse.Namespace) -> None:
+    """Before hours of training, at the end of which there would be no room for what went bad in them."""
+    import os
+
+    if args.capsule is None:
+        return
+    path = Path(args.capsule).absolute()
+    there = next(each for each in (path, *path.parents) if os.path.lexists(each))  # what is missing is made when needed
+    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+        why = "may not be written to" if there.is_dir() else "is not a folder"
+        raise BadInput(f"--capsule {args.capsule}: {there} {why}. Name another folder.")
 
 
 def _watched(script: Script, folder: Path, args: argparse.Namespace) -> int:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import sys
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
@@ -165,7 +164,12 @@ class BadSteps:
         try:
             self._look_into(bad)
         except Exception as error:  # ours, or the script's when it is run again; training goes on
-            warnings.warn(f"ampwise: a bad step could not be explained: {error!r}", RuntimeWarning, stacklevel=5)
+            what = ": ".join(part for part in (type(error).__name__, str(error)) if part)
+            if self._ranks.speaks:
+                print(
+                    f"ampwise: step {bad.number} could not be explained: run again, it fails with {what}",
+                    file=sys.stderr,
+                )
 
     # A bad step
 
@@ -191,8 +195,9 @@ class BadSteps:
             if incident is None:
                 return
             found = findings_of(incident)
-            if incident.rank == together.rank:  # where it arose
-                found = self._saved_with(subject, bad, kept, found)
+            # Saved by the rank where it arose, and told by the first.
+            path = self._saved(subject, bad, kept, found) if incident.rank == together.rank else ""
+            found = _saved_at(next(filter(None, together.all_of(path)), ""), found)
         if not together.several or together.rank == 0:
             self._tell(found, bad.number)
 
@@ -204,13 +209,11 @@ class BadSteps:
         self._failed += 1
         return self._failed & (self._failed - 1) == 0
 
-    def _saved_with(self, subject: Subject, bad: Bad, kept: Pass, found: list[Finding]) -> list[Finding]:
-        """The findings, which say where the step was saved if it was."""
+    def _saved(self, subject: Subject, bad: Bad, kept: Pass, found: Sequence[Finding]) -> str:
+        """Where the step was saved, or "" if it was not."""
         capsules = self._capsules or next(iter(FOR_ALL), None)
-        if capsules is None:
-            return found
-        path = capsules.save(subject, bad, kept, self._policy, found)
-        return found if path is None else [each.but(evidence={**each.evidence, "capsule": str(path)}) for each in found]
+        path = None if capsules is None else capsules.save(subject, bad, kept, self._policy, found)
+        return "" if path is None else str(path)
 
     def _subject(self, bad: Bad, kept: Pass) -> Subject:
         from ampwise.trace.names import named_tensors
@@ -304,6 +307,11 @@ class BadSteps:
             from ampwise.printers import print_findings
 
             print_findings(new, file=sys.stderr)
+
+
+def _saved_at(path: str, found: Sequence[Finding]) -> list[Finding]:
+    """The findings, which say where the step was saved if it was."""
+    return [each.but(evidence={**each.evidence, "capsule": path}) if path else each for each in found]
 
 
 def _is_compiled(thing: Any) -> bool:

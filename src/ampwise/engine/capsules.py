@@ -45,6 +45,10 @@ class Capsules:
         arguments: Mapping[str, Any] | None = None,
         weights: bool = True,
     ) -> None:
+        if not isinstance(folder, str | os.PathLike):
+            raise BadInput(f"Capsules({folder!r}): a folder is expected, such as Capsules('capsules').")
+        if not isinstance(arguments, Mapping | None) or not all(isinstance(name, str) for name in arguments or ()):
+            raise BadInput(f"Capsules(arguments={arguments!r}): a dict by name is expected, such as {{'width': 64}}.")
         if build is not None and (not isinstance(build, str) or not all(build.partition(":"))):
             raise BadInput(f'Capsules(build={build!r}): a function is expected by name: "module:function".')
         self._folder, self._build, self._arguments = Path(folder), build, dict(arguments or {})
@@ -62,7 +66,7 @@ class Capsules:
         if self._saved >= MOST:
             return None
         self._saved += 1
-        from ampwise.trace.capsule import Contents, size_of, write
+        from ampwise.trace.capsule import Contents, next_path, size_of, write
 
         contents = Contents(
             args=kept.args,
@@ -83,7 +87,10 @@ class Capsules:
         )
         try:
             how_large = size(size_of(contents, self._weights))
-            print(f"ampwise: saving step {bad.number} in {self._folder} ({how_large})", file=sys.stderr)
+            print(
+                f"ampwise: saving step {bad.number} in {next_path(self._folder, contents)} ({how_large})",
+                file=sys.stderr,
+            )
             return write(self._folder, contents, weights=self._weights)
         except (BadInput, OSError) as error:
             print(f"ampwise: step {bad.number} could not be saved: {error}", file=sys.stderr)

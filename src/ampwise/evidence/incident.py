@@ -19,6 +19,7 @@ from ampwise.evidence.wording import number
 
 __all__ = ["KINDS", "Birth", "Incident", "Literal", "OptimizerFacts", "Source", "Trial", "Values"]
 
+LARGEST_LR = 1e3
 NARROW = ("fp16", "fp8_e4m3", "fp8_e4m3fn", "fp8_e5m2")  # formats that FP32 holds more than
 
 
@@ -32,19 +33,32 @@ class Values:
     high: float | None = None
     census: Census | None = None
     name: str = ""  # of the argument: "self", "other", "mat1"
+    negative_infs: int = 0  # of the census's, where somebody looked
 
     def __str__(self) -> str:
-        shape = "×".join(map(str, self.shape)) if self.shape else "a number"
+        if not self.shape:
+            return " ".join(filter(None, (self.dtype, "number", self._number())))
         extent = "" if self.low is None or self.high is None else f", {_range(self.low, self.high)}"
-        return f"{self.dtype} {shape}{extent}{self._counts()}"
+        return f"{self.dtype} {'×'.join(map(str, self.shape))}{extent}{self._counts()}"
+
+    def _number(self) -> str:
+        if self.low is not None:
+            return number(self.low)
+        return next((name for name, count in self.special.items() if count), "")
 
     def _counts(self) -> str:
-        if self.census is None:
-            return ""
-        counts = {"0": self.census.zeros, "inf": self.census.infs, "NaN": self.census.nans}
-        named = [f"{count:,} × {name}" for name, count in counts.items() if count and count < self.census.count]
-        whole = [f"all {name}" for name, count in counts.items() if count and count == self.census.count]
+        total = self.census.count if self.census is not None else 0
+        whole = [f"all {name}" for name, count in self.special.items() if count and count == total]
+        named = [_of(count, name) for name, count in self.special.items() if count and count < total]
         return "".join(f", {each}" for each in (*whole, *named))
+
+    @property
+    def special(self) -> dict[str, int]:
+        """How many are 0 or not finite, by what they are."""
+        if self.census is None:
+            return {}
+        below = min(self.negative_infs, self.census.infs)
+        return {"0": self.census.zeros, "inf": self.census.infs - below, "-inf": below, "NaN": self.census.nans}
 
     def as_dict(self) -> dict[str, Any]:
         plain: dict[str, Any] = {"dtype": self.dtype, "shape": list(self.shape)}
@@ -54,11 +68,19 @@ class Values:
             plain |= {"low": self.low, "high": self.high}
         if self.census is not None:
             plain["census"] = self.census.as_dict()
+        if self.negative_infs:
+            plain["negative_infs"] = self.negative_infs
         return plain
 
 
 def _range(low: float, high: float) -> str:
     return number(low) if low == high else f"{number(low)} to {number(high)}"
+
+
+def _of(count: int, name: str) -> str:
+    if name == "0":
+        return f"{count:,} zero{'s' if count != 1 else ''}"
+    return f"{count:,} {name}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,11 +153,18 @@ class OptimizerFacts:
     steps: int = 0  # that it has taken
     zero_denominators: int | None = None  # of the bad weights, how many have a second moment of 0
     bad_weights: int = 0
+    lr: float | None = None
 
     @property
     def has_divided(self) -> bool:
         """It may have made the weights bad by a division: not if it has none (SGD), or never divided them by 0."""
-        return self.steps > 0 and self.eps is not None and self.zero_denominators != 0
+        divides = self.steps > 0 and self.eps is not None and self.zero_denominators != 0
+        return divides and not self.has_absurd_lr
+
+    @property
+    def has_absurd_lr(self) -> bool:
+        """A learning rate that spoils any weights by itself."""
+        return self.lr is not None and not abs(self.lr) <= LARGEST_LR
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,6 +201,7 @@ KINDS = (
 )
 # Families of operations that fail in one way, unless FP64 would do.
 FIXED = {"normalisation": "division-by-zero", "determinant": "outside-domain", "loss": "unstable-loss"}
+DEFINED_IN_PART = ("logarithm", "gamma", "root", "power", "arc")
 OF_SOURCES = {"parameter": "bad-weights", "buffer": "poisoned-statistics"}
 
 
@@ -187,6 +217,7 @@ class Incident:
     nan_birth: Birth | None = None  # where infinities became NaN, if that was elsewhere
     source: Source | None = None  # or what came in
     precision: str = "fp32"
+    device: str = "cuda"  # as torch.autocast calls it
     scale: float = 1.0  # of the loss, when it failed
     fitting_scale: float | None = None  # the largest power of two at which gradients would be finite
     step: int | None = None
@@ -257,7 +288,7 @@ class Incident:
             return FIXED[birth.family]
         if birth.zero_divisors:
             return "division-by-zero"
-        if _is_outside(birth) or (birth.made == "nan" and birth.family in ("logarithm", "root", "power", "arc")):
+        if _is_outside(birth) or (birth.made == "nan" and birth.family in DEFINED_IN_PART):
             return "outside-domain"
         if birth.family == "division" and birth.exact != "finite":
             return "division-by-zero"
@@ -267,7 +298,7 @@ class Incident:
 
 def _is_outside(birth: Birth) -> bool:
     """Where nobody could look: a logarithm is infinite at the end of what it takes, and nowhere else."""
-    return bool(birth.outside_domain) or (birth.output is None and birth.family in ("logarithm", "arc"))
+    return bool(birth.outside_domain) or (birth.output is None and birth.family in ("logarithm", "gamma", "arc"))
 
 
 FP32_MAX = math.ldexp(2 - 2**-23, 127)

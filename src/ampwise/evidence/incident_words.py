@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from ampwise.errors import AmpwiseError
 from ampwise.evidence.conduct import Site
@@ -20,6 +21,7 @@ __all__ = [
     "how_far",
     "listed",
     "made_of",
+    "operands",
     "operation",
     "outside",
     "result_of",
@@ -81,6 +83,7 @@ DOMAINS = {
     "logit": "not between 0 and 1",
     "lgamma": "0 or a negative whole number",
     "digamma": "0 or a negative whole number",
+    "polygamma": "0 or a negative whole number",
     "sqrt": "below 0",
     "rsqrt": "0 or below",
     "pow": "0 or below, which this exponent does not allow",
@@ -102,6 +105,39 @@ NAMED = 3  # things in a sentence
 def operation(birth: Birth) -> str:
     """What it was, and whose: "the matrix product (addmm) of `blocks.3.fc` (Linear)"."""
     return f"{_called(birth.op, birth.name)}{f' of {_module(birth)}' if birth.module else ''}"
+
+
+def operands(birth: Birth) -> list[str]:
+    """What it was given, each by what it is there: "divisor (FP16 64, 0 to 2, 12 zeros)"."""
+    inputs = {replace(values, name=""): values.name for values in reversed(birth.inputs)}
+    if len(inputs) == 1 < len(birth.inputs):  # as `h * h` is
+        return [f"input ({_shown(birth.inputs[0])}) {'twice' if len(birth.inputs) == 2 else 'throughout'}"]
+    return [f"{_role(birth, values.name)}({_shown(values)})" for values in birth.inputs]
+
+
+def _shown(values: Values) -> str:
+    return str(values).replace(values.dtype, title(values.dtype), 1)
+
+
+def _role(birth: Birth, argument: str) -> str:
+    """torch's own name for an argument, unless it says nothing."""
+    forward = birth.phase == "forward"
+    if birth.name in DIVIDES:
+        known = {"self": "dividend", "other": "divisor"}
+    elif forward and (birth.name == "addmm" or (birth.name == "mm" and "Linear" in birth.module_class)):
+        known = {"self": "bias" if birth.name == "addmm" else "input", "mat1": "input", "mat2": "weight"}
+    else:
+        known = SIDES if len(birth.inputs) > 1 else dict.fromkeys(SIDES, "input")
+    name = known.get(argument, argument)
+    return f"{name} " if name else ""
+
+
+# Whose first argument is divided by the second.
+DIVIDES = ("div", "divide", "true_divide", "floor_divide", "remainder", "fmod")
+SIDES = {
+    **dict.fromkeys(("self", "mat1", "batch1", "tensor1"), "left"),
+    **dict.fromkeys(("other", "mat2", "batch2", "tensor2", "vec", "tensor"), "right"),
+}
 
 
 def derivative(birth: Birth) -> str:
@@ -213,8 +249,9 @@ def bad_values(values: Values | None) -> str:
     census = values.census if values is not None else None
     if census is None or census.finite:
         return "values that are not finite"
-    kinds = [f"{count:,} {name}" for name, count in (("NaN", census.nans), ("inf", census.infs)) if count]
-    return f"{' and '.join(kinds)} among {census.count:,} value{'s' if census.count != 1 else ''}"
+    special = values.special if values is not None else {}
+    kinds = [f"{special[name]:,} {name}" for name in ("NaN", "inf", "-inf") if special[name]]
+    return f"{listed(kinds)} among {census.count:,} value{'s' if census.count != 1 else ''}"
 
 
 def spot(site: Site) -> str:

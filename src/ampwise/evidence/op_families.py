@@ -12,9 +12,8 @@ __all__ = ["FAMILIES", "base_name", "family_of", "is_collective", "is_custom"]
 # What a family is called → its operations.
 FAMILIES: dict[str, frozenset[str]] = {
     "exponential": frozenset({"exp", "exp2", "expm1", "sinh", "cosh", "softplus"}),
-    "logarithm": frozenset(
-        {"log", "log2", "log10", "log1p", "logit", "xlogy", "special_xlog1py", "lgamma", "digamma", "polygamma"}
-    ),
+    "logarithm": frozenset({"log", "log2", "log10", "log1p", "logit", "xlogy", "special_xlog1py"}),
+    "gamma": frozenset({"lgamma", "digamma", "polygamma", "mvlgamma"}),
     "root": frozenset({"sqrt", "rsqrt"}),
     "power": frozenset({"pow", "float_power"}),
     "arc": frozenset({"acos", "asin", "acosh", "atanh", "erfinv", "special_ndtri"}),

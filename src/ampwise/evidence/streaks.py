@@ -28,7 +28,7 @@ class BadStep:
     scale: float | None = None  # None without a scaler
     parameters: tuple[str, ...] = ()  # whose gradients were not finite
     module: str | None = None  # the first whose output was not finite, if known
-    healthy_before: bool = True  # the weights were finite before the step
+    healthy_before: bool | None = True  # the weights were finite before the step; None: not known
 
     @property
     def bad_loss(self) -> bool:
@@ -118,7 +118,7 @@ class Streaks:
 
     def add_details(self, bad: BadStep) -> None:
         self.add_bad(bad.step, bad.loss, bad.scale)
-        if bad.loss is None and not bad.healthy_before:
+        if bad.loss is None and bad.healthy_before is False:
             self._spoiled(bad.step, bad_loss=False)
         self.bad.append(bad)
         if len(self.bad) > 2 * KEPT_BAD:

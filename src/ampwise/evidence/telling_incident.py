@@ -6,17 +6,19 @@ there to the loss or the gradients, and what was tried against it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 from ampwise.evidence.incident import Birth, Incident, Literal, OptimizerFacts, Source, Trial, Values, plain
-from ampwise.evidence.incident_words import NAMED, listed, made_of, result_of, spot, title
+from ampwise.evidence.incident_words import NAMED, listed, made_of, operands, result_of, spot, title
 from ampwise.evidence.remedy import remedies_for
 from ampwise.evidence.wording import number
 from ampwise.finding import Finding, Place, Rule
 
 __all__ = ["cascade", "evidence_of", "fix_of", "given", "place_of", "told"]
 
+ABSURD = 1e6  # times larger than a loss is
 NAMED_GRADIENTS = 10  # in the evidence; the count tells the rest
 INDENT = "    "  # of code, by which printers know it
 
@@ -58,17 +60,12 @@ def given(birth: Birth | None) -> str:
     if birth is None:
         return ""
     literals = [_literal(literal) for literal in birth.literals[:NAMED]]
-    inputs = [_input(values) for values in birth.inputs]
+    inputs = operands(birth)
     return "; ".join([*literals, *([f"it was given {listed(inputs)}"] if inputs else [])])
 
 
 def _literal(literal: Literal) -> str:
     return f"{number(literal.value)} is {number(literal.becomes)} in {title(literal.dtype)}"
-
-
-def _input(values: Values) -> str:
-    words = str(values).replace(values.dtype, title(values.dtype), 1)
-    return f"{values.name} ({words})" if values.name else f"({words})"
 
 
 def cascade(incident: Incident) -> str:
@@ -109,7 +106,8 @@ def fix_of(incident: Incident, advice: str) -> str:
     helped = next((trial for trial in incident.trials if trial.finite), None)
     failed = [trial for trial in incident.trials if not trial.finite]
     if helped is not None:
-        head = f"Tried in the replay, and it helps: {helped.what} ({_outcome(incident, helped)})."
+        verdict = "Tried in the replay" if _is_absurd(incident, helped) else "Tried in the replay, and it helps"
+        head = f"{verdict}: {helped.what} ({_outcome(incident, helped)})."
         return "\n".join(
             [_one_line(head), *_code(helped.code), *_without_help(incident, failed), f"In general: {advice}"]
         )
@@ -127,6 +125,8 @@ def _without_help(incident: Incident, failed: Sequence[Trial]) -> list[str]:
 
 def _outcome(incident: Incident, trial: Trial) -> str:
     """Before and after."""
+    if trial.finite and trial.loss is not None and _is_absurd(incident, trial):
+        return f"finite, but the loss is {number(trial.loss)}"
     losses = [number(loss) for loss in (incident.loss, trial.loss) if loss is not None]
     same = len(losses) == 2 and losses[0] == losses[1]
     loss = [] if not losses or trial.loss is None else [f"loss {' → '.join(losses[:1] if same else losses)}"]
@@ -134,6 +134,12 @@ def _outcome(incident: Incident, trial: Trial) -> str:
         return ", ".join([*loss, "gradients finite"])
     bad = f"{trial.bad_gradients:,} gradient{'s' if trial.bad_gradients != 1 else ''} not finite"
     return ", ".join([*loss, *([bad] if trial.bad_gradients else [])]) or "still not finite"
+
+
+def _is_absurd(incident: Incident, trial: Trial) -> bool:
+    """Finite, and nothing to learn from: the number that was clamped is still far too large."""
+    before = abs(incident.loss) if incident.loss is not None and math.isfinite(incident.loss) else 1.0
+    return trial.loss is not None and abs(trial.loss) > ABSURD * max(before, 1.0)
 
 
 def _untried(incident: Incident) -> list[str]:
@@ -241,6 +247,7 @@ def _optimizer(facts: OptimizerFacts | None) -> dict[str, Any] | None:
             "eps": facts.eps,
             "eps_becomes": facts.eps_becomes,
             "dtype": facts.dtype,
+            "lr": facts.lr,
             "steps": facts.steps,
             "zero_denominators": facts.zero_denominators,
             "bad_weights": facts.bad_weights,

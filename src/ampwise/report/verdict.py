@@ -103,9 +103,10 @@ def how_many(findings: Sequence[Finding]) -> str:
 def happened(seen: Seen) -> str:
     """How often, from when to when, and where among the ranks: "×120, first at step 1, last at step 120".
 
-    Empty for what was seen once and at no step: that goes without saying.
+    Empty for what was seen once and at no step: that goes without saying. Not every bad step is replayed.
     """
-    told = ["once" if seen.count == 1 else f"×{seen.count:,}"]
+    often = f"in {seen.count:,} replays" if seen.finding.rule.names_the_cause else f"×{seen.count:,}"
+    told = ["once" if seen.count == 1 else often]
     if seen.first_step is not None and seen.first_step == seen.last_step:
         told.append(f"at step {seen.first_step:,}")
     elif seen.first_step is not None:

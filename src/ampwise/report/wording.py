@@ -42,8 +42,11 @@ def one_line(evidence: Mapping[str, Any]) -> str:
 
     >>> one_line({"norm": 1.5258789e-05, "lost_share": 0.4131, "scale": None, "worst": ["head", "stem"]})
     'norm: 1.52588e-05; lost share: 41.3%; worst: head, stem'
+    >>> one_line({"note": "It runs compiled.", "capsule": "step-000012"})
+    'note: It runs compiled; capsule: step-000012'
     """
-    return "; ".join(f"{_key(name)}: {_evidence(name, value)}" for name, value in evidence.items() if value is not None)
+    told = [f"{_key(name)}: {_evidence(name, value)}" for name, value in evidence.items() if value is not None]
+    return "; ".join([*(part.removesuffix(".") for part in told[:-1]), *told[-1:]])
 
 
 def _evidence(name: object, value: object) -> str:

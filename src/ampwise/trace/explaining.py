@@ -134,6 +134,7 @@ def _known(subject: Subject, gradients: int) -> Incident:
     """What is known before anything is found."""
     return Incident(
         precision=subject.precision or "fp32",
+        device=subject.device.type,
         scale=subject.scale,
         step=subject.step,
         gradients=gradients,
@@ -192,8 +193,10 @@ class Inquiry:
 
     def _optimizer_of(self, given: Given) -> OptimizerFacts | None:
         parameter = self._origins.parameter(given)
-        optimizers = self._replay.subject.optimizers
-        return None if parameter is None else facts_of_optimizer(optimizers, parameter)
+        subject = self._replay.subject
+        if parameter is None:
+            return None
+        return facts_of_optimizer(subject.optimizers, parameter, taken=(subject.step or 1) - 1)
 
     def _guilty(self, ancestry: Ancestry) -> tuple[Op | None, tuple[Op | None, Given] | None]:
         """The operation, or what came in: whichever is first of those that did not mean to."""
@@ -211,7 +214,14 @@ class Inquiry:
         if sources and (op is None or sources[0][0] is None or sources[0][0].index <= op.index):
             return None, sources[0]
         meant = ancestry.from_infinities or ancestry.by_hand
-        return op or (meant[0] if meant else None), None
+        return self._began(op) if op is not None else (meant[0] if meant else None), None
+
+    def _began(self, op: Op) -> Op:
+        """A gradient that the loss is made of may be the derivative of what was infinite before: there it began."""
+        forward = None if op.live or op.forward is None else self._tape.ops[op.forward]
+        if forward is None or self._symptom != "loss" or not self._tape.made(forward):
+            return op
+        return op if any(self._tape.ranges.is_bad(given.slot) for given in forward.inputs) else forward
 
     def _is_nobodys(self, reader: Op | None, given: Given) -> bool:
         return (reader is None or reader.site.file is None) and self._origins.is_unknown(given)

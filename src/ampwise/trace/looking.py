@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from ampwise.trace.recorder import dtype_name, tensors_in
 __all__ = ["Look", "look", "values_of"]
 
 WHOLE = 2**22  # numbers: up to here an operation is computed whole in FP64, above for some of its bad results
+PIECE = 2**24  # numbers of a large tensor that are copied at a time
 SOME = 64
 NARROW = (torch.float16, torch.bfloat16, torch.float32)
 
@@ -47,9 +48,12 @@ def look(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any,
     )
     zero_divisors, outside = _zero_divisors(func, args), _outside_domain(func, args)
     masked = _masked_rows(func, args)
-    exact = _whole_in_double(func, args, kwargs) if _size(args, kwargs) <= WHOLE else None
+    wide = _whole_in_double(func, args, kwargs) if _size(args, kwargs) <= WHOLE else []
     result = func(*args, **kwargs)
-    first = _worst(result)
+    made = _all_in(result)
+    worst = _worst(made)
+    first = made[worst] if made else None
+    exact = wide[worst] if len(wide) == len(made) > 0 and wide[worst].is_floating_point() else None
     if exact is None and first is not None:
         exact = _some_in_double(func, args, first)
     verdict, largest = ("", None) if exact is None else _judged(exact)
@@ -72,17 +76,18 @@ def values_of(tensor: Tensor, name: str = "") -> Values:
     if values is None:
         return plain
     low, high = _finite_range(values)
-    return Values(dtype=plain.dtype, shape=plain.shape, low=low, high=high, census=census(values), name=name)
+    return replace(plain, low=low, high=high, census=census(values), negative_infs=int((values == -math.inf).sum()))
 
 
 def _finite_range(values: Tensor) -> tuple[float, float] | tuple[None, None]:
     """In pieces, as a copy of the finite values of a large tensor may not fit."""
-    ends = []
-    for piece in values.flatten().split(WHOLE) if values.is_contiguous() else values.unbind() if values.dim() else ():
-        finite = piece[piece.isfinite()]
-        if finite.numel():
-            ends += [value.item() for value in torch.aminmax(finite)]
-    return (min(ends), max(ends)) if ends else (None, None)
+    lows, highs = [], []
+    for piece in values.flatten().split(PIECE) if values.is_contiguous() or not values.dim() else values.unbind():
+        finite = piece.isfinite()
+        lows.append(torch.where(finite, piece, math.inf).amin())
+        highs.append(torch.where(finite, piece, -math.inf).amax())
+    low, high = float(torch.stack(lows).amin()), float(torch.stack(highs).amax())
+    return (low, high) if low <= high else (None, None)
 
 
 def _size(args: Any, kwargs: Any) -> int:
@@ -106,22 +111,24 @@ def _widened(each: Any) -> Any:
     return torch.float64 if each in NARROW else each
 
 
-def _whole_in_double(func: Any, args: Any, kwargs: Any) -> Tensor | None:
+def _whole_in_double(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
+    """All its results; none if it cannot be run in FP64."""
     try:
         with torch.random.fork_rng(devices=_devices(args)):
-            result = func(*tree_map(_widened, args), **tree_map(_widened, kwargs))
+            return _all_in(func(*tree_map(_widened, args), **tree_map(_widened, kwargs)))
     except Exception:  # an operation that has no FP64, or none for these arguments
-        return None
-    first = _worst(result)
-    return first if first is not None and first.is_floating_point() else None
+        return []
 
 
-def _worst(result: Any) -> Tensor | None:
-    """Of several results, the first that is not finite; else the first."""
-    found = list(tensors_in(result if isinstance(result, list | tuple) else (result,)))
-    values = [(each, readable(each)) for each in found]
-    bad = (each for each, numbers in values if numbers is not None and not bool(numbers.isfinite().all()))
-    return next(bad, found[0] if found else None)
+def _all_in(result: Any) -> list[Tensor]:
+    return list(tensors_in(result if isinstance(result, list | tuple) else (result,)))
+
+
+def _worst(made: list[Tensor]) -> int:
+    """Of several results, the place of the first that is not finite; else that of the first."""
+    values = [readable(each) for each in made]
+    bad = (at for at, numbers in enumerate(values) if numbers is not None and not bool(numbers.isfinite().all()))
+    return next(bad, 0)
 
 
 def _devices(args: Any) -> list[Any]:
@@ -216,17 +223,25 @@ OUTSIDE = {
     "atanh": lambda x: x.abs() >= 1,
     "erfinv": lambda x: x.abs() >= 1,
     "acosh": lambda x: x < 1,
+    "lgamma": lambda x: (x <= 0) & (x == x.floor()),
+    "digamma": lambda x: (x <= 0) & (x == x.floor()),
+    "special_ndtri": lambda x: (x <= 0) | (x >= 1),
+    # Of their second argument.
+    "xlogy": lambda x: x <= 0,
+    "special_xlog1py": lambda x: x <= -1,
+    "polygamma": lambda x: (x <= 0) & (x == x.floor()),
 }
+SECOND = ("xlogy", "special_xlog1py", "polygamma")
 
 
 def _outside_domain(func: Any, args: Any) -> int:
     name = base_name(str(func))
-    if name == "xlogy" and isinstance(args[1], Tensor):
-        return _count(args[1] <= 0)
     if name == "pow":
         base, exponent = _number(args[0]), _number(args[1])
         return 0 if base is None or exponent is None else _count((base < 0) & (exponent != exponent.round()))
     is_outside = OUTSIDE.get(name)
+    if name in SECOND:
+        args = args[1:]
     given = args[0] if args and isinstance(args[0], list | tuple) else args[:1]
     tensors = [each for each in given if isinstance(each, Tensor) and each.is_floating_point()]
     return 0 if is_outside is None else sum(_count(is_outside(tensor)) for tensor in tensors)

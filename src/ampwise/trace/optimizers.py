@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,32 +21,42 @@ __all__ = ["facts_of_optimizer"]
 SECOND = ("exp_avg_sq", "square_avg", "sum", "exp_inf")
 
 
-def facts_of_optimizer(optimizers: Sequence[Optimizer], parameter: Tensor) -> OptimizerFacts | None:
-    """None if none of them trains it, or it was not trained yet."""
+def facts_of_optimizer(optimizers: Sequence[Optimizer], parameter: Tensor, *, taken: int = 0) -> OptimizerFacts | None:
+    """None if none of them trains it, or it was not trained yet.
+
+    taken: how many steps there were, for an optimizer that does not count them.
+    """
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             if any(each is parameter for each in group["params"]):
-                return _facts(optimizer, group, parameter)
+                return _facts(optimizer, group, parameter, taken)
     return None
 
 
-def _facts(optimizer: Optimizer, group: dict[str, Any], parameter: Tensor) -> OptimizerFacts | None:
+def _facts(optimizer: Optimizer, group: dict[str, Any], parameter: Tensor, taken: int) -> OptimizerFacts | None:
     state = optimizer.state.get(parameter, {})
-    steps = int(float(state.get("step", 1 if state else 0)))
+    # One with an eps keeps something from its first step on: if there is nothing, all steps so far were skipped.
+    uncounted = taken if "eps" not in group else 0
+    steps = int(float(state.get("step", uncounted or (1 if state else 0))))
+    facts = OptimizerFacts(name=type(optimizer).__name__, steps=steps, lr=_learning_rate(group))
     if not steps:
-        return None
+        return facts if facts.has_absurd_lr else None
     values = local(parameter).detach()
     bad = values.isfinite().logical_not()
     eps, second = group.get("eps"), next((state[name] for name in SECOND if name in state), None)
     zeros = None
     if isinstance(second, Tensor) and second.shape == parameter.shape:
         zeros = int(((local(second) == 0) & bad).sum())
-    return OptimizerFacts(
-        name=type(optimizer).__name__,
+    return replace(
+        facts,
         eps=float(eps) if isinstance(eps, int | float) else None,
         eps_becomes=float(torch.tensor(eps, dtype=values.dtype)) if isinstance(eps, int | float) else None,
         dtype=dtype_name(values.dtype),
-        steps=steps,
         zero_denominators=zeros,
         bad_weights=int(bad.sum()),
     )
+
+
+def _learning_rate(group: dict[str, Any]) -> float | None:
+    rate = group.get("lr")
+    return float(rate) if isinstance(rate, int | float) or (isinstance(rate, Tensor) and rate.numel() == 1) else None

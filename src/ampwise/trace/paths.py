@@ -21,19 +21,19 @@ __all__ = ["Paths", "autocast_here", "prefixes"]
 class Paths:
     """The names of modules, and those that are running in this thread, the outermost first."""
 
-    def __init__(self, models: Sequence[Module] = ()) -> None:
+    def __init__(self, models: Sequence[Module], attributes: Attributes) -> None:
         self._names: dict[int, str] = {}
         self._kept: list[Module] = []  # whose ids are known: they must not go away
         self.any_ran = False
         self.precision = ""  # of autocast, where some module ran under it
         self._running = threading.local()
-        self.attributes = Attributes()  # of models, as they were when they were first met
+        self._attributes = attributes  # of models that are met only now, as they were then
         for prefix, model in zip(prefixes(models), models, strict=True):
             self._learn(model, prefix)
 
     def _learn(self, model: Module, prefix: str) -> None:
         self._kept.append(model)
-        self.attributes.note([model])
+        self._attributes.note([model])
         for name, module in named_modules(model).items():
             self._names.setdefault(id(module), ".".join(part for part in (prefix, name) if part))
 

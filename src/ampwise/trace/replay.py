@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -19,10 +20,10 @@ from torch.utils._python_dispatch import _disable_current_modes
 from ampwise.engine.precision.policy import named_modules
 from ampwise.engine.precision.precision import PRECISIONS
 from ampwise.engine.precision.region import forward_in
-from ampwise.randomness import random_state, restore_random
+from ampwise.randomness import captured, restore_random
 from ampwise.trace.kept import Attributes, silent
 from ampwise.trace.paths import Paths, prefixes
-from ampwise.trace.ranges import local, readable
+from ampwise.trace.ranges import Ranges, local, readable
 from ampwise.trace.recorder import Leaf, Recorder, Undoing
 from ampwise.trace.tape import Tape
 
@@ -112,12 +113,15 @@ class Replay:
     def __init__(self, subject: Subject) -> None:
         self.subject = subject
         self._parameters = subject.parameters()
+        self._attributes = Attributes()  # of the models
         self._stack = ExitStack()
 
     def __enter__(self) -> Replay:
-        now = random_state(self.subject.device)
-        self._start = self.subject.random or now
+        now = captured(self.subject.device)
+        self._start = {**now, **(self.subject.random or {})}
         self._stack.callback(restore_random, now, self.subject.device)
+        self._stack.enter_context(_uncollected())
+        self._attributes.note(self.subject.models)
         gradients = [(each, each.grad) for each in self._parameters.values()]
         self._stack.callback(_put_back, gradients)
         self._stack.enter_context(_eager())
@@ -130,18 +134,17 @@ class Replay:
         self, settings: Settings, change: AbstractContextManager[Any] | None = None, mode: Undoing | None = None
     ) -> Ended:
         """Run it, and say how it ended."""
-        mode, attributes = mode or Undoing(), Attributes()
-        attributes.note(self.subject.models)
+        mode = mode or Undoing()
         try:
             with self._set(settings), change or nullcontext(), mode:
                 result = self.subject.run(settings)
             return self._ended(result)
         finally:
-            self._put_back(mode, attributes)
+            self._put_back(mode)
 
     def taped(self, settings: Settings) -> Taped:
         """Run it, with each operation written down."""
-        paths = Paths(self.subject.models)
+        paths = Paths(self.subject.models, self._attributes)
         recorder = Recorder(paths)
         try:
             with self._set(settings), paths.watched(), recorder:
@@ -149,7 +152,7 @@ class Replay:
             with torch.no_grad():
                 return self._taped(recorder, paths, result)
         finally:
-            self._put_back(recorder, paths.attributes)
+            self._put_back(recorder)
 
     def _adopt(self, models: Sequence[Module], leaves: Mapping[int, Leaf]) -> None:
         """Models that are known only now. Their gradients were what the recorder found."""
@@ -159,9 +162,9 @@ class Replay:
         gradients = [(each, had.get(id(each), each.grad)) for each in self._parameters.values()]
         self._stack.callback(_put_back, gradients)
 
-    def _put_back(self, mode: Undoing, attributes: Attributes) -> None:
+    def _put_back(self, mode: Undoing) -> None:
         mode.put_back()
-        attributes.put_back()
+        self._attributes.put_back()
         self._drop_gradients()
 
     def _taped(self, recorder: Recorder, paths: Paths, result: Any) -> Taped:
@@ -203,8 +206,10 @@ class Replay:
     def _ended(self, result: Any) -> Ended:
         found = next(iter(tensors_of(result)), None)
         loss = None if found is None else _number(found)
-        named = {name: each.grad for name, each in self._parameters.items() if each.grad is not None}
-        return Ended(loss, tuple(name for name, grad in named.items() if not _is_finite(grad)), len(named))
+        ranges = Ranges()
+        slots = {name: ranges.add(each.grad) for name, each in self._parameters.items() if each.grad is not None}
+        ranges.settle()
+        return Ended(loss, tuple(name for name, slot in slots.items() if ranges.is_bad(slot)), len(slots))
 
 
 class Taped(NamedTuple):
@@ -245,6 +250,18 @@ def _is_finite(gradient: Tensor) -> bool:
 def _put_back(gradients: Sequence[tuple[Tensor, Tensor | None]]) -> None:
     for parameter, gradient in gradients:
         parameter.grad = gradient
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """Thousands of objects come and go, and to collect garbage among all that a program has takes as long as a step."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 def _eager() -> AbstractContextManager[Any]:

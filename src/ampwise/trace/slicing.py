@@ -31,7 +31,7 @@ class Ancestry:
 
 def ancestry_of(tape: Tape, targets: Iterable[Given]) -> Ancestry:
     """Of all that is bad in the targets."""
-    found = Ancestry()
+    found, targets = Ancestry(), list(targets)
     seen: set[object] = set()
     waiting: list[tuple[Op | None, Given, str]] = [(None, given, _badness(tape, given)) for given in targets]
     while waiting:
@@ -49,8 +49,35 @@ def ancestry_of(tape: Tape, targets: Iterable[Given]) -> Ancestry:
             found.sources.append((reader, given, kind))
     for ops in (found.computed, found.by_hand, found.from_infinities):
         ops.sort(key=lambda op: op.index)
+    if found.sources:
+        needed = _needed(tape, targets)
+        found.sources = [(_first_reader(tape, needed, *source[:2]), *source[1:]) for source in found.sources]
     found.sources.sort(key=lambda source: -1 if source[0] is None else source[0].index)
     return found
+
+
+def _needed(tape: Tape, targets: Iterable[Given]) -> set[int]:
+    """The operations that the targets come from, whatever these made: also those that chose an index."""
+    needed: set[int] = set()
+    seen: dict[int, int] = {}  # how many of a memory's writers were followed
+    waiting = list(targets)
+    while waiting:
+        given = waiting.pop()
+        writers = given.storage.writers[seen.get(id(given.storage), 0) : given.writers]
+        seen[id(given.storage)] = max(seen.get(id(given.storage), 0), given.writers)
+        new = {each.op for each in writers} - needed
+        needed |= new
+        waiting += [each for index in new for each in tape.ops[index].inputs]
+    return needed
+
+
+def _first_reader(tape: Tape, needed: set[int], reader: Op | None, given: Given) -> Op | None:
+    """Of those that the targets come from, the first that took it and made something bad of it."""
+    for op in tape.ops[: 0 if reader is None else reader.index]:
+        takes = any(each.storage is given.storage and tape.ranges.is_bad(each.slot) for each in op.inputs)
+        if takes and op.index in needed and tape.made(op):
+            return op
+    return reader
 
 
 def producer_of(tape: Tape, given: Given, kind: str) -> Op | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import NoneType
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from ampwise.finding import Finding
 from ampwise.trace.explaining import Inquiry, findings_of, looked_at, swallowed_in
 from ampwise.trace.names import named_tensors
 from ampwise.trace.paths import autocast_here
-from ampwise.trace.replay import Replay, Settings, Subject, tensors_of
+from ampwise.trace.replay import Replay, Settings, Subject, Taped, tensors_of
 from ampwise.trace.trials import tried
 
 __all__ = ["trace"]
@@ -35,11 +36,16 @@ def trace(function: Callable[..., Any], /, *args: Any, swallowed: bool = False, 
     infinite-derivative
     """
     if not callable(function):
-        raise BadInput(f"trace() takes a function, and what it is to be given: trace(loss_fn, x, y). Not {function!r}.")
-    subject = _subject(function, args, kwargs)
+        raise BadInput(
+            "trace() takes a function, and what it is to be given: trace(loss_fn, x, y). "
+            f"Not {type(function).__name__}."
+        )
+    returned: list[type] = []  # of what it has returned
+    subject = _subject(function, args, kwargs, returned)
     with torch.enable_grad(), Replay(subject) as replay:
         taped = replay.taped(Settings(only_if_finite=True))
         if taped.ended.finite:
+            _refuse_unseen(taped, returned[-1])
             found = swallowed_in(replay, taped) if swallowed else ()
             return [finding for incident in found for finding in findings_of(incident)]
         inquiry = Inquiry(replay, taped)
@@ -48,11 +54,31 @@ def trace(function: Callable[..., Any], /, *args: Any, swallowed: bool = False, 
         return findings_of(incident.but(trials=tried(replay, incident)))
 
 
-def _subject(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Subject:
+def _refuse_unseen(taped: Taped, returned: type) -> None:
+    """Nothing was found; but nothing came back to be looked at, and there were no gradients."""
+    went_back = taped.ended.gradients or any(op.phase != "forward" for op in taped.tape.ops)
+    if taped.results or went_back or (returned is NoneType and len(taped.tape)):
+        return
+    if any(map(taped.tape.made, taped.tape.ops)):
+        raise BadInput(
+            f"trace(): the function returned no tensor but {returned.__name__}, and NaN or inf arose in it, perhaps on "
+            "purpose; return the loss, not a number, and it says where."
+        )
+    raise BadInput(
+        "trace(): the function returned no tensor, and no operation of it was seen to fail; return the loss, not a "
+        "number."
+    )
+
+
+def _subject(
+    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], returned: list[type]
+) -> Subject:
+    """returned: where the type of what the function returns is put."""
     batch = named_tensors(function, args, kwargs)
 
     def run(settings: Settings) -> Any:
         result = function(*args, **kwargs)
+        returned.append(type(result))
         found = list(tensors_of(result))
         loss = next((each for each in found if each.numel() == 1 and each.is_floating_point()), None)
         trained = loss if loss is not None and loss.requires_grad else _together(found)

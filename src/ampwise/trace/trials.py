@@ -12,22 +12,34 @@ from torch.overrides import TorchFunctionMode
 
 from ampwise.evidence.conduct import Site
 from ampwise.evidence.incident import Incident, Trial
-from ampwise.evidence.remedy import Remedy, remedies_for, tiny_for
+from ampwise.evidence.remedy import (
+    LOSSES,
+    Remedy,
+    clamped_argument,
+    kept_divisor,
+    mean_of_some,
+    opened_rows,
+    remedies_for,
+)
+from ampwise.trace.recorder import dtype_name
 from ampwise.trace.replay import Replay, Settings
 from ampwise.trace.where import line_here
 
 __all__ = ["tried"]
 
 MOST = 3  # remedies that are tried
-Change = Callable[[Any, tuple[Any, ...], dict[str, Any], str], Any]
+# Calls a function with the change that a remedy says; the remedy comes back with what the call has shown of its code.
+Change = Callable[[Any, tuple[Any, ...], dict[str, Any], Remedy], tuple[Any, Remedy]]
 
 # What functions are called in Python that come down to an operation of another name.
 CALLED = {
     "div": {"__truediv__", "__rtruediv__", "__itruediv__", "true_divide", "divide", "__floordiv__", "floor_divide"},
+    "floor_divide": {"__floordiv__"},
+    "remainder": {"__mod__"},
     "reciprocal": {"__rtruediv__", "__rdiv__"},
     "pow": {"__pow__", "__rpow__", "__ipow__", "float_power"},
-    "nll_loss_forward": {"cross_entropy_loss", "nll_loss", "nll_loss_nd"},
-    "nll_loss2d_forward": {"cross_entropy_loss", "nll_loss", "nll_loss_nd", "nll_loss2d"},
+    "nll_loss_forward": {"cross_entropy", "cross_entropy_loss", "nll_loss", "nll_loss_nd"},
+    "nll_loss2d_forward": {"cross_entropy", "cross_entropy_loss", "nll_loss", "nll_loss_nd", "nll_loss2d"},
     "addmm": {"linear", "matmul", "__matmul__", "mm"},
     "mm": {"linear", "matmul", "__matmul__"},
     "bmm": {"matmul", "__matmul__", "einsum", "baddbmm"},
@@ -41,11 +53,11 @@ CALLED = {
 
 
 class Adjusted(TorchFunctionMode):
-    """Functions of some names, called at a line, behave as ``change`` says."""
+    """Functions of some names, called at a line, behave as a remedy says."""
 
-    def __init__(self, names: set[str], site: Site, change: Change, argument: str) -> None:
+    def __init__(self, names: set[str], site: Site, remedy: Remedy) -> None:
         super().__init__()
-        self._names, self._site, self._change, self._argument = names, site, change, argument
+        self._names, self._site, self.remedy = names, site, remedy
         self.met = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -57,7 +69,8 @@ class Adjusted(TorchFunctionMode):
         if shown is None or (shown[0], shown[1]) != (self._site.file, self._site.line):
             return func(*args, **kwargs)
         self.met = True
-        return self._change(func, args, kwargs, self._argument)
+        result, self.remedy = BY_CHANGE[self.remedy.change](func, args, kwargs, self.remedy)
+        return result
 
 
 def tried(replay: Replay, incident: Incident) -> tuple[Trial, ...]:
@@ -83,6 +96,7 @@ def _tried(replay: Replay, incident: Incident, remedy: Remedy) -> Trial | None:
             ended = replay.plain(Settings(only_if_finite=True), adjusted)
             if not adjusted.met:
                 return None
+            remedy = adjusted.remedy
     except Exception:  # the script's own, which other numbers may lead elsewhere
         return None
     return Trial(
@@ -98,70 +112,121 @@ def _adjusted(incident: Incident, remedy: Remedy) -> Adjusted:
     birth = incident.birth
     assert birth is not None
     name = birth.derivative_of or birth.name
-    return Adjusted({name, *CALLED.get(name, ())}, birth.site, BY_CHANGE[remedy.change], remedy.argument)
+    return Adjusted({name, *CALLED.get(name, ())}, birth.site, remedy)
 
 
-def _clamped_argument(func: Any, args: Any, kwargs: Any, name: str) -> Any:
-    position = 1 if name in ("xlogy", "special_xlog1py") else 0
+class Untried(Exception):
+    """What the code says cannot be done to this call: nothing is said to have been tried."""
+
+
+def _with(args: tuple[Any, ...], position: int, given: Any) -> tuple[Any, ...]:
+    return (*args[:position], given, *args[position + 1 :])
+
+
+def _clamped_argument(func: Any, args: Any, kwargs: Any, remedy: Remedy) -> Any:
+    op = remedy.argument
+    position = 1 if op in ("xlogy", "special_xlog1py") else 0
     given = args[position] if len(args) > position else None
-    if not isinstance(given, Tensor) or name in ("linalg_vector_norm", "norm", "polygamma"):
-        raise NotImplementedError(name)  # not tried, and nothing is said to have been
-    low, high = _bounds(name, given)
-    return func(*args[:position], given.clamp(low, high), *args[position + 1 :], **kwargs)
+    swapped = func.__name__ == "__rpow__"  # a tensor that is the exponent
+    if not isinstance(given, Tensor) or swapped or op in ("linalg_vector_norm", "norm", "polygamma"):
+        raise Untried(op)
+    remedy = clamped_argument(op, dtype_name(given.dtype))
+    return func(*_with(args, position, given.clamp(remedy.low, remedy.high)), **kwargs), remedy
 
 
-def _bounds(name: str, given: Tensor) -> tuple[float, float | None]:
-    """Where a function is defined, and finite with its derivative."""
-    near = {torch.bfloat16: 1e-2, torch.float16: 1e-3}.get(given.dtype, 1e-6)
-    if name in ("acos", "asin", "atanh", "erfinv"):
-        return -1 + near, 1 - near
-    if name in ("logit", "special_ndtri"):
-        return near, 1 - near
-    if name in ("log1p", "special_xlog1py"):
-        return -1 + near, None
-    return (1 + near if name == "acosh" else _tiny(given)), None
+def _clamped_divisor(func: Any, args: Any, kwargs: Any, remedy: Remedy) -> Any:
+    name = func.__name__
+    position = 0 if name in ("__rtruediv__", "__rdiv__", "reciprocal") else 2 if name == "addcdiv" else 1
+    if len(args) <= position or not isinstance(args[position], Tensor | int | float):
+        raise Untried(name)
+    divisor = args[position]
+    narrow = divisor if isinstance(divisor, Tensor) else args[0]
+    remedy = kept_divisor(remedy.argument, dtype_name(narrow.dtype), _kind_of(divisor))
+    return func(*_with(args, position, _away_from_zero(divisor, remedy.low)), **kwargs), remedy
 
 
-def _tiny(tensor: Tensor) -> float:
-    return tiny_for("fp16" if tensor.dtype == torch.float16 else "")
+def _kind_of(divisor: Any) -> str:
+    if not isinstance(divisor, Tensor):
+        return "whole" if isinstance(divisor, int) else "number"
+    if divisor.is_complex():
+        return "signed"
+    if not divisor.is_floating_point():
+        return "count"
+    return "signed" if bool((divisor < 0).any()) else "positive"
 
 
-def _clamped_divisor(func: Any, args: Any, kwargs: Any, _: str) -> Any:
-    swapped = func.__name__ in ("__rtruediv__", "__rdiv__", "reciprocal", "rsqrt")
-    position = 0 if swapped else 1
-    divisor = args[position] if len(args) > position else None
-    if isinstance(divisor, int | float):
-        divisor = divisor or (1 if isinstance(divisor, int) else _tiny(args[0]))
-    elif not isinstance(divisor, Tensor):
-        raise NotImplementedError(func.__name__)  # not tried, and nothing is said to have been
-    elif not (divisor.is_floating_point() or divisor.is_complex()):
-        divisor = divisor.clamp_min(1)
-    else:
-        divisor = torch.where(divisor.abs() < _tiny(divisor), torch.full_like(divisor, _tiny(divisor)), divisor)
-    return func(*args[:position], divisor, *args[position + 1 :], **kwargs)
+def _away_from_zero(divisor: Any, tiny: Any) -> Any:
+    kind = _kind_of(divisor)
+    if kind in ("whole", "number"):
+        return divisor or (int(tiny) if kind == "whole" else tiny)
+    if kind == "signed":
+        return torch.where(divisor.abs() < tiny, tiny, divisor)
+    return divisor.clamp_min(int(tiny) if kind == "count" else tiny)
 
 
-def _clamped_exponent(func: Any, args: Any, kwargs: Any, limit: str) -> Any:
-    both = func.__name__ in ("sinh", "cosh")
-    return func(args[0].clamp(-float(limit) if both else None, float(limit)), *args[1:], **kwargs)
+def _clamped_exponent(func: Any, args: Any, kwargs: Any, remedy: Remedy) -> Any:
+    return func(args[0].clamp(remedy.low, remedy.high), *args[1:], **kwargs), remedy
 
 
-def _clamped_result(func: Any, args: Any, kwargs: Any, _: str) -> Any:
+def _clamped_result(func: Any, args: Any, kwargs: Any, remedy: Remedy) -> Any:
     result = func(*args, **kwargs)
     limit = torch.finfo(result.dtype).max
-    return result.clamp(-limit, limit)
+    return result.clamp(-limit, limit), remedy
 
 
-def _opened_rows(func: Any, args: Any, kwargs: Any, _: str) -> Any:
+def _opened_rows(func: Any, args: Any, kwargs: Any, remedy: Remedy) -> Any:
     scores, *others = args
-    dim = kwargs.get("dim", next((each for each in others if isinstance(each, int)), -1))
+    dim = kwargs.get("dim", others[0] if others else -1)
+    if not isinstance(dim, int) or "attention" in remedy.argument:
+        raise Untried(remedy.argument)
     nothing_left = (scores == -math.inf).all(dim, keepdim=True)
-    return func(scores.masked_fill(nothing_left, 0.0), *others, **kwargs).masked_fill(nothing_left, 0.0)
+    result = func(scores.masked_fill(nothing_left, 0.0), *others, **kwargs)
+    is_share = remedy.argument != "logsumexp"
+    return result.masked_fill(nothing_left, 0.0) if is_share else result, opened_rows(remedy.argument, dim)
 
 
-def _counted(func: Any, args: Any, kwargs: Any, _: str) -> Any:
-    result = func(*args, **kwargs)
-    return (args[0] * 0).sum() if result.numel() == 1 and not result.isfinite() else result
+def _counted(func: Any, args: Any, kwargs: Any, remedy: Remedy) -> Any:
+    op = remedy.argument
+    if op.startswith("nll_loss") or op in LOSSES:
+        return _summed_loss(func, args, kwargs) / _count(args, kwargs, op), remedy
+    if op.startswith(("var", "std")):
+        return func(*_without_correction(args), **{**_without(kwargs, "unbiased"), "correction": 0}), remedy
+    return _mean(op, args, kwargs)
+
+
+def _summed_loss(func: Any, args: Any, kwargs: Any) -> Any:
+    if len(args) != 2 or kwargs.get("reduction", "mean") != "mean":
+        raise Untried(func.__name__)
+    return func(*args, **{**_without(kwargs, "size_average", "reduce"), "reduction": "sum"})
+
+
+def _count(args: Any, kwargs: Any, op: str) -> Any:
+    if op in LOSSES:
+        return max(args[0].numel(), 1)
+    if args[1].is_floating_point():  # shares of classes, and no labels
+        raise Untried(op)
+    return (args[1] != kwargs.get("ignore_index", -100)).sum().clamp_min(1)
+
+
+def _without_correction(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    if any(isinstance(each, bool) for each in args):  # unbiased, or keepdim: who knows
+        raise Untried("correction")
+    return args
+
+
+def _mean(op: str, args: Any, kwargs: Any) -> Any:
+    given, *others = args
+    dim, keepdim = kwargs.get("dim", others[0] if others else None), bool(kwargs.get("keepdim", False))
+    known = len(others) < 2 and not set(kwargs) - {"dim", "keepdim"}
+    if op != "mean" or not known or not isinstance(dim, int | None):
+        raise Untried(op)
+    if dim is None:
+        return given.sum() / max(given.numel(), 1), mean_of_some(op)
+    return given.sum(dim, keepdim=keepdim) / max(given.shape[dim], 1), mean_of_some(op, dim, keepdim)
+
+
+def _without(kwargs: dict[str, Any], *names: str) -> dict[str, Any]:
+    return {name: value for name, value in kwargs.items() if name not in names}
 
 
 BY_CHANGE: dict[str, Change] = {

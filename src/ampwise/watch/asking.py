@@ -16,6 +16,7 @@ __all__ = [
     "autocast_precision",
     "dtype_name",
     "eps_of",
+    "first_parameter",
     "floats_in",
     "has_fsdp1",
     "inner_model",
@@ -94,10 +95,25 @@ def states_in(thing: Any, depth: int = 5) -> tuple[bool, bool]:
 
 def runs_in(model: nn.Module) -> tuple[str, str]:
     """Device and precision of a model that is about to run: autocast's, else that of its parameters."""
-    first = next((each for each in nn.Module.parameters(model) if each.is_floating_point()), None)
+    first = first_parameter(model)
     if first is None:
         return "cpu", "fp32"
     return first.device.type, autocast_precision(first.device.type) or PRECISIONS.get(first.dtype, "other")
+
+
+def first_parameter(model: nn.Module) -> Tensor | None:
+    """That holds floating-point numbers. By torch's own iterators, which name what they pass, it takes much longer."""
+    pending: list[nn.Module | None] = [model]
+    seen: set[nn.Module | None] = {None}
+    while pending:
+        module = pending.pop()
+        if module is not None and module not in seen:  # some have their parents among their parts
+            seen.add(module)
+            for each in module._parameters.values():
+                if each is not None and each.is_floating_point():
+                    return each
+            pending += reversed(module._modules.values())
+    return None
 
 
 def parameters_of(optimizer: Any) -> list[Any]:
@@ -141,7 +157,7 @@ def has_fsdp1(optimizer: Any) -> bool:
 def inner_model(model: nn.Module) -> nn.Module:
     """The user's own, inside of what it was wrapped in."""
     while True:
-        inner = getattr(model, "_orig_mod", None) or (
+        inner = model._modules.get("_orig_mod") or (
             model.module if type(model).__name__ in ("DistributedDataParallel", "DataParallel") else None
         )
         if not isinstance(inner, nn.Module):

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from ampwise.engine.capsules import MOST
 from ampwise.errors import BadInput
 from ampwise.finding import Finding
+from ampwise.printers.terminal import printable
+from ampwise.report.wording import size
 from ampwise.watch.calls import Call, Calls
 from ampwise.watch.following import Following
 from ampwise.watch.replaying import BadOne, explain
@@ -16,7 +20,6 @@ from ampwise.watch.replaying import BadOne, explain
 __all__ = ["BadSteps"]
 
 APART = 1000  # steps after which one is replayed again, however many there have been
-MOST_CAPSULES = 8  # of a run
 MOST_SENTENCES = 8  # they are much alike
 
 
@@ -37,6 +40,7 @@ class BadSteps:
         self._saved = 0
         self._counts: Counter[bool] = Counter()
         self._last: dict[bool, int] = {}
+        self.after_model = False  # a step was bad whose models, replayed, are finite
         self.sentences: dict[str, None] = {}  # what was not replayed, and why; in order, each once
 
     def explain(self, step: BadOne) -> list[Finding]:
@@ -49,17 +53,18 @@ class BadSteps:
             return []
         try:
             with self._follows.paused():
-                findings, why_not, guilty = explain(fresh, step)
+                told = explain(fresh, step)
         except Exception as error:  # the model's own perhaps, which ran well before
             self._failed(error)
             what = ": ".join(each for each in (type(error).__name__, str(error).rstrip(".")) if each)
             self._say(f"Step {step.number} could not be replayed: the model, run again, fails with {what}.")
             return []
-        if why_not:
-            self._say(why_not)
-        if findings or not step.may_be_ordinary:
-            return self._saved_with(guilty or fresh[-1], step, findings)
-        return findings
+        self.after_model |= told.after_model
+        if told.why_not:
+            self._say(told.why_not)
+        if told.findings or not step.may_be_ordinary:
+            return self._saved_with(told.call or fresh[-1], step, told.findings)
+        return told.findings
 
     def came_too_late(self, step: BadOne) -> None:
         """It is known only now that nothing can be replayed any more."""
@@ -97,18 +102,21 @@ class BadSteps:
 
     def _saved_with(self, call: Call, step: BadOne, findings: list[Finding]) -> list[Finding]:
         """The findings, which say where the step was saved if that was asked for."""
-        if self._capsules is None or self._saved >= MOST_CAPSULES:
+        if self._capsules is None or self._saved >= MOST:
             return findings
         self._saved += 1
         from ampwise.trace.capsule import size_of, write
 
         contents = _contents(call, step, findings)
         try:
+            how_large = size(size_of(contents, self._with_weights))
+            into = printable(str(self._capsules))
+            print(f"ampwise: saving step {step.number} in {into} ({how_large})", file=sys.stderr)
             path = write(self._capsules, contents, weights=self._with_weights)
         except BadInput as error:
             self._say(f"Step {step.number} could not be saved: {error}")
             return findings
-        where = f"{path} ({size_of(contents, self._with_weights):,} bytes)"
+        where = f"{path} ({how_large})"
         return [finding.but(evidence={**finding.evidence, "capsule": where}) for finding in findings]
 
 

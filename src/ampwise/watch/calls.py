@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from ampwise.evidence.conduct import Forward, Site
 from ampwise.randomness import captured
-from ampwise.watch.asking import floats_in, tensors_in
+from ampwise.watch.asking import first_parameter, floats_in, tensors_in
 
 __all__ = ["Autocast", "Call", "Calls"]
 
@@ -64,6 +64,7 @@ class Call:
     autocast: Autocast | None
     random: dict[str, Any]
     in_training_mode: bool
+    input_bytes: int = 0
     gradients: dict[int, list[tuple[Tensor, int]]] = field(default_factory=dict)  # by output, of each backward pass
     too_large: int = 0  # bytes of a gradient that was not kept
     awaited: bool = False  # a step has taken it, and how that went may not be known yet
@@ -77,10 +78,6 @@ class Call:
     @property
     def inputs_unchanged(self) -> bool:
         return all(_version(tensor) == version for tensor, version in self.taken)
-
-    @property
-    def input_bytes(self) -> int:
-        return sum(tensor.nbytes for tensor, _ in self.taken if tensor.layout == torch.strided)
 
     def drop(self) -> None:
         """Let go of all memory: a graph that lives on has this object."""
@@ -120,7 +117,8 @@ class Calls:
         self._running = None
         if not trains or self._left.issuperset(trains) or _is_another_kind_of_call():
             return
-        device = CPU if event.device == "cpu" else next(nn.Module.parameters(model)).device
+        first = None if event.device == "cpu" else first_parameter(model)
+        device = CPU if first is None else first.device
         taken: list[tuple[Tensor, int]] = []
         call = Call(
             model=model,
@@ -147,6 +145,7 @@ class Calls:
         self._hear(type(call.model))
         if output is None:  # it has failed
             return
+        call.input_bytes = sum(tensor.nbytes for tensor, _ in call.taken if tensor.layout == torch.strided)
         if call.input_bytes > MOST_INPUTS:
             self.too_large = call.input_bytes
             return

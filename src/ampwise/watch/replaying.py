@@ -33,8 +33,13 @@ from ampwise.trace.where import outermost
 from ampwise.watch.asking import floats_in, has_fsdp1
 from ampwise.watch.calls import OUTPUTS, Call
 from ampwise.watch.models import bare
+from ampwise.watch.ranks import FROM_ANOTHER
 
 __all__ = ["BadOne", "Told", "explain"]
+
+COMPILED = "It runs compiled; the replay, as written, fails too."
+MODEL_ALONE = "The model was replayed, and not the code between its output and the loss."
+MEAN = "The remedies were tried on the model's output: gradients are those of its mean."
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +67,7 @@ class Told(NamedTuple):
     findings: list[Finding]
     why_not: str = ""
     call: Call | None = None  # the one to blame, where it is known
+    after_model: bool = False  # the models are finite: it is what the script makes of their outputs
 
 
 class Exchange(Exception):
@@ -109,7 +115,9 @@ def _explained(calls: Sequence[Call], step: BadOne) -> Told:
             return Told([], _not_from_here(incident, step))
         if incident is not None:
             return Told(findings_of(incident), call=again.guilty)
-    return Told([], "" if step.may_be_ordinary else _not_found(calls, reached, step))
+    if step.may_be_ordinary:
+        return Told([])
+    return Told([], _not_found(calls, reached, step), after_model=bool(reached) or step.bad_loss)
 
 
 def _came_computed(incident: Incident, calls: Sequence[Call]) -> bool:
@@ -143,8 +151,8 @@ def _not_found(calls: Sequence[Call], reached: Sequence[Call], step: BadOne) -> 
     large = max(call.too_large for call in calls)
     if reached or step.bad_loss:
         found = (
-            f"Step {step.number} was replayed, and {names} is finite: what went bad lies between its output and the "
-            "loss, which a run cannot replay, or does not come again; `ampwise.trace(loss_fn, batch)` can"
+            f"Step {step.number} was replayed, and {names} is finite. What went bad lies after its output, which a run "
+            "cannot replay, or does not come again; `ampwise.trace(loss_fn, batch)` can look there"
         )
     elif large:
         found = (
@@ -152,7 +160,7 @@ def _not_found(calls: Sequence[Call], reached: Sequence[Call], step: BadOne) -> 
             f"({large / 2**20:.0f} MiB) was too large to keep"
         )
     else:
-        whence = "it came from another rank, or does" if _several_ranks() else "it does"
+        whence = f"{FROM_ANOTHER}, or does" if _several_ranks() else "it does"
         found = f"Step {step.number} was replayed, and {names} is finite, forward and backward: {whence} not come again"
     return f"{found}{_compiled(calls)}."
 
@@ -191,12 +199,14 @@ def _incident(again: Again, step: BadOne, *, backward: bool) -> Incident | None:
     incident = incident_of(subject)
     if incident is None or incident.not_reproduced:
         return None
+    if not backward and any(trial.finite for trial in incident.trials):
+        incident = incident.but(remarks=(*incident.remarks, MEAN))
     return _placed(_of_step(incident, step), (again.guilty or calls[0]).site)
 
 
 def _remarks(calls: Sequence[Call], *, backward: bool) -> tuple[str, ...]:
-    remarks = () if backward else ("The model was replayed, and not the code between its output and the loss.",)
-    return (*remarks, "It runs compiled; the replay is not.") if any(call.compiled for call in calls) else remarks
+    remarks = () if backward else (MODEL_ALONE,)
+    return (*remarks, COMPILED) if any(call.compiled for call in calls) else remarks
 
 
 def _batch(calls: Sequence[Call]) -> dict[str, Tensor]:
@@ -357,6 +367,9 @@ def _of_step(incident: Incident, step: BadOne) -> Incident:
     symptom = incident.symptom
     if symptom == "loss" and not step.bad_loss:
         symptom = "result"
+    if _several_ranks():
+        ranks = torch.distributed.get_world_size()
+        incident = incident.but(rank=torch.distributed.get_rank(), ranks=ranks)
     return incident.but(symptom=symptom, loss=step.loss)
 
 

@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 
 __all__ = ["Options", "Running", "rank_here"]
 
+# Python's kinds of them, in the order in which it ends them, each with what says that there are to be no more.
+POOLS = {"process": "_global_shutdown", "thread": "_shutdown"}
+
 
 @dataclass(frozen=True, slots=True)
 class Options:
@@ -121,9 +124,22 @@ class Running:
 
 def _wait_for_threads() -> None:
     """As Python does before it ends: they may be the ones that train."""
+    _end_pools()
     for thread in threading.enumerate():
         if not thread.daemon and thread is not threading.current_thread():
             thread.join()
+
+
+def _end_pools() -> None:
+    """What is left for them is done, and idle workers leave, which else would wait for more for ever.
+
+    Python does so before it waits for threads. Afterwards pools can be made again: we count gradients with them.
+    """
+    for kind, no_more in POOLS.items():
+        module = sys.modules.get(f"concurrent.futures.{kind}")
+        if module is not None and hasattr(module, "_python_exit") and hasattr(module, no_more):
+            module._python_exit()
+            setattr(module, no_more, False)
 
 
 def rank_here(environment: Mapping[str, str] = os.environ) -> tuple[int, int]:

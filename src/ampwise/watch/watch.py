@@ -26,9 +26,10 @@ from ampwise.evidence.health import BadStep, Health
 from ampwise.evidence.settings import suggested_settings
 from ampwise.evidence.timing import TimeUse
 from ampwise.finding import Finding
-from ampwise.record.rows import Seen
+from ampwise.record.rows import Seen, StepRow
 from ampwise.record.writer import Writer
 from ampwise.watch.activations import Activations, Ranges
+from ampwise.watch.advice import is_cause, point_to_cause
 from ampwise.watch.asking import precisions_of, stage_of, unwrapped
 from ampwise.watch.bad_steps import BadSteps
 from ampwise.watch.calls import Calls
@@ -106,6 +107,7 @@ class Watch:
         self._armed = 0
         self._bad_module: str | None = None
         self._poisoned: set[int] = set()  # optimizers whose weights got gradients that were not finite
+        self._unread: set[int] = set()  # those whose last gradients nobody has looked at
         self._ranges: list[tuple[int, Ranges]] = []
         self.largest: dict[str, tuple[str, float]] = {}  # by module: dtype and largest magnitude
         self._compared: dict[int, Compared] = {}
@@ -242,9 +244,11 @@ class Watch:
         if _capturing():
             return
         state = self._tracker.state_of(optimizer)
-        with self._paused():
-            self._look_before_update(optimizer, state)
-        self._calls.update_begins(state.index)
+        scaler = self._stepped_by.pop(state.index, None)
+        if not is_ours(scaler):  # an engine looks into its steps itself
+            with self._paused():
+                self._look_before_update(optimizer, state, scaler)
+            self._calls.update_begins(state.index)
         if state.steps % UPDATES_EVERY == 0:
             compared = before_step(optimizer, self._names_of(optimizer, state))
             if compared is not None:
@@ -361,6 +365,7 @@ class Watch:
             health.add_sample(known.sample)
         if not known.finite and (known.bad or not row.finite):
             self._bad_step(health, known)
+        self._note_unread(row)
         if self._record is not None:
             self._record.step(row)
             if known.sample is not None and row.step % self._record.sample_every(row.step) == 0:
@@ -368,7 +373,7 @@ class Watch:
 
     def _bad_step(self, health: Health, known: Known) -> None:
         row = known.row
-        healthy = row.optimizer not in self._poisoned
+        healthy = None if row.optimizer in self._unread else row.optimizer not in self._poisoned
         if not row.skipped:
             self._poisoned.add(row.optimizer)  # such gradients leave no weight as it was
         loss_is_bad = row.loss is not None and not math.isfinite(row.loss)
@@ -385,15 +390,20 @@ class Watch:
             )
         )
 
+    def _note_unread(self, row: StepRow) -> None:
+        """Whether the weights may have got gradients of which nobody knows; a scaler looks at them itself."""
+        if not row.skipped:
+            unknown = row.norm is None and row.scale is None and row.optimizer not in self._poisoned
+            (self._unread.add if unknown else self._unread.discard)(row.optimizer)
+
     # Why a step was bad
 
-    def _look_before_update(self, optimizer: Any, state: OptimizerState) -> None:
+    def _look_before_update(self, optimizer: Any, state: OptimizerState, scaler: Any | None) -> None:
         """The last moment at which the weights are those that a step ran with."""
         if self._gradients.waiting:
             self._settle_others()
             self._gradients.settle()
-        scaler = self._stepped_by.pop(state.index, None)
-        if is_ours(scaler) or state.index in self._poisoned:
+        if state.index in self._poisoned:
             return
         bad = self._gradients.bad_already(optimizer, state, scaled=scaler is not None)
         if bad is not None:
@@ -489,6 +499,8 @@ class Watch:
     def seen(self) -> list[Seen]:
         """The findings so far, worst first, each with the lines around its place."""
         found = list(self.findings)
+        known = any(is_cause(each.finding) for each in found)
+        point_to_cause(found, known=known, after_model=self._bad_steps.after_model)
         for each in found:
             each.excerpt = each.excerpt or _excerpt(each.finding.place.file, each.finding.place.line)
         return found

@@ -172,6 +172,12 @@ def test_names_between_backquotes_are_code(make_run, rules):
     assert "<code>a</code> then <code>b</code>" in text
 
 
+def test_lines_of_code_in_a_fix_are_code_as_it_stands(make_run, rules):
+    fix = "Clamp it:\n    x = `a`<b>\nIn general: `c`"
+    text = page(make_run(findings=[Seen(finding=rules["clip"].at(Place(), "m", fix=fix))]))
+    assert 'Clamp it:<br><code class="indented">    x = `a`&lt;b&gt;</code><br>In general: <code>c</code>' in text
+
+
 def test_a_fix_is_a_diff_its_own_where_there_is_one(make_run, rules):
     diff = "--- train.py\n+++ train.py\n@@ -30,2 +30,3 @@\n     scale()\n+    unscale_()\n-    clip()"
     own, other = (Seen(finding=rules["clip"].at(Place(), "m"), diff=text) for text in (diff, ""))

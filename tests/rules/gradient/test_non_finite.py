@@ -35,6 +35,7 @@ def test_the_first_module_is_named():
     [
         (True, "the weights were finite before, so it arose in this forward pass, from the data or an operation"),
         (False, "the weights were not finite before this step, so the cause lies further back"),
+        (None, "whether the weights were finite before is not known"),
     ],
 )
 def test_without_a_module_it_says_what_is_known(healthy, text):

@@ -1,5 +1,7 @@
 """Incidents made up by hand, one of each kind, as a replay would put them together."""
 
+from dataclasses import replace
+
 from ampwise.census.algebra import Census
 from ampwise.evidence.conduct import Site
 from ampwise.evidence.incident import Birth, Incident, Literal, OptimizerFacts, Source, Trial, Values
@@ -40,6 +42,8 @@ BAD_WEIGHT = Source(
     what="parameter", name="head.weight", values=values("", nans=5), module_class="Linear", first_use=ADDMM
 )
 
+MASKED = replace(values(infs=48), negative_infs=48)
+
 EXAMPLES = {
     "bad-batch": FAILED.but(
         source=Source(
@@ -73,7 +77,7 @@ EXAMPLES = {
         birth=birth("aten.div.Tensor", zero_divisors=12, inputs=(values(), values("other", shape=(64,), zeros=12)))
     ),
     "fully-masked-row": FAILED.but(
-        birth=birth("aten._softmax.default", "nan", masked_rows=3, from_infinities=True, inputs=(values(infs=48),))
+        birth=birth("aten._softmax.default", "nan", masked_rows=3, from_infinities=True, inputs=(MASKED,))
     ),
     "mean-of-nothing": FAILED.but(birth=birth("aten.nll_loss_forward.default", "nan", "fp32", module="")),
     "infinite-derivative": IN_BACKWARD.but(
@@ -103,7 +107,9 @@ EXAMPLES = {
         symptom="value", loss=1.5, bad_gradients=(), swallowed=True, birth=birth("aten.var.correction", exact="finite")
     ),
     "cancelled-infinities": FAILED.but(
-        birth=birth("aten.sub.Tensor", "nan", from_infinities=True, inputs=(values(infs=2), values("other", infs=2)))
+        birth=birth(
+            "aten.sub.Tensor", "nan", from_infinities=True, inputs=(values(infs=2), values("other", shape=(8,), infs=2))
+        )
     ),
     "unstable-loss": FAILED.but(
         birth=birth("aten.log.default", module="", module_class="", outside_domain=1, inputs=(values(shape=(16,)),))

@@ -36,6 +36,7 @@ tensors = st.builds(
     high=maybe,
     census=st.none() | censuses,
     name=names,
+    negative_infs=counts,
 )
 births = st.builds(
     Birth,
@@ -47,7 +48,7 @@ births = st.builds(
     live=st.booleans(),
     module=names,
     module_class=names,
-    derivative_of=st.sampled_from(["", "sqrt", "linalg_vector_norm", "pow", "addmm"]),
+    derivative_of=st.sampled_from(["", "sqrt", "div", "linalg_vector_norm", "pow", "addmm"]),
     inputs=st.lists(tensors, max_size=5).map(tuple),
     output=st.none() | tensors,
     by_hand=st.booleans(),
@@ -63,7 +64,7 @@ births = st.builds(
 )
 sources = st.builds(
     Source,
-    what=st.sampled_from(["parameter", "buffer", "batch", "other"]),
+    what=st.sampled_from(["parameter", "buffer", "batch", "other", "number"]),
     name=names,
     values=st.none() | tensors,
     module_class=names,
@@ -80,6 +81,7 @@ optimizers = st.builds(
     steps=counts,
     zero_denominators=st.none() | counts,
     bad_weights=counts,
+    lr=maybe,
 )
 trials = st.builds(Trial, what=names, code=st.just("y = f(x)"), finite=st.booleans(), loss=maybe, bad_gradients=counts)
 incidents = st.builds(

@@ -3,13 +3,16 @@
 import ast
 import io
 import json
+from dataclasses import replace
 
 import pytest
 
 from ampwise.cli import main
 from ampwise.evidence.conduct import Site
 from ampwise.evidence.incident import KINDS, OptimizerFacts
+from ampwise.evidence.incident_words import operands
 from ampwise.evidence.remedy import remedies_for
+from ampwise.evidence.wording import number
 from ampwise.finding import Place, Severity
 from ampwise.printers import output_formats, print_findings
 from ampwise.record.rows import Seen
@@ -25,8 +28,8 @@ END = "the loss → 12 of 12 gradients"
 
 MESSAGES = {
     "bad-batch": (
-        "`batch['pixels']` was given to the step with 3 NaN and 1 inf among 128 values, in 2 samples (5, 17), and was "
-        f"read first by the convolution of `stem` (Conv2d); `batch['pixels']` → {END}"
+        "`batch['pixels']` was given to the step with 3 NaN and 1 inf among 128 values, in 2 samples (5, 17, counted "
+        f"from 0), and was read first by the convolution of `stem` (Conv2d); `batch['pixels']` → {END}"
     ),
     "bad-weights": (
         "the parameter `head.weight` (Linear) had 5 NaN among 128 values before the step; the matrix product (addmm) "
@@ -38,24 +41,24 @@ MESSAGES = {
     ),
     "half-overflow": (
         "the matrix product (addmm) of `blocks.3.fc` (Linear) overflows in FP16: the exact result reaches 81,920, and "
-        "FP16 ends at 65504; it was given mat1 (FP16 8×16, -3.25 to 250) and mat2 (FP16 16×4, -4 to 4.5); inf here → "
-        f"NaN at train.py:31 (softmax) → {END}"
+        "FP16 ends at 65504; it was given input (FP16 8×16, -3.25 to 250) and weight (FP16 16×4, -4 to 4.5); inf here "
+        f"→ NaN at train.py:31 (softmax) → {END}"
     ),
     "overflow": (
         "the exponential (exp) of `blocks.3.fc` (Linear) overflows in FP32: the exact result reaches 2.6e+43, and FP32 "
-        f"ends at 3.4e+38; it was given self (FP16 8×16, -3.25 to 100); inf here → {END}"
+        f"ends at 3.4e+38; it was given input (FP16 8×16, -3.25 to 100); inf here → {END}"
     ),
     "outside-domain": (
         "the logarithm (log) of `blocks.3.fc` (Linear) gives -inf in FP16: 3 of 128 arguments are 0 or below; 1e-08 is "
-        f"0 in FP16; it was given self (FP16 8×16, 0 to 1, 3 × 0); -inf here → {END}"
+        f"0 in FP16; it was given input (FP16 8×16, 0 to 1, 3 zeros); -inf here → {END}"
     ),
     "division-by-zero": (
-        "the division (div) of `blocks.3.fc` (Linear) gives inf in FP16: 12 of 64 divisors are 0; it was given self "
-        f"(FP16 8×16, -3.25 to 250) and other (FP16 64, -3.25 to 250, 12 × 0); inf here → {END}"
+        "the division (div) of `blocks.3.fc` (Linear) gives inf in FP16: 12 of 64 divisors are 0; it was given "
+        f"dividend (FP16 8×16, -3.25 to 250) and divisor (FP16 64, -3.25 to 250, 12 zeros); inf here → {END}"
     ),
     "fully-masked-row": (
         "the softmax of `blocks.3.fc` (Linear) gives NaN: 3 rows are -inf throughout, and with nothing to share out it "
-        f"is 0/0; it was given self (FP16 8×16, -3.25 to 250, 48 × inf); NaN here → {END}"
+        f"is 0/0; it was given input (FP16 8×16, -3.25 to 250, 48 -inf); NaN here → {END}"
     ),
     "mean-of-nothing": (
         "the cross entropy (nll_loss_forward) gives NaN: no label counts, all of them are `ignore_index` or weigh 0, "
@@ -90,12 +93,12 @@ MESSAGES = {
     ),
     "cancelled-infinities": (
         "the difference (sub) of `blocks.3.fc` (Linear) makes NaN of infinities in FP16 that were put there on "
-        "purpose: inf - inf, inf/inf or 0 · inf; it was given self (FP16 8×16, -3.25 to 250, 2 × inf) and other (FP16 "
-        f"8×16, -3.25 to 250, 2 × inf); NaN here → {END}"
+        "purpose: inf - inf, inf/inf or 0 · inf; it was given left (FP16 8×16, -3.25 to 250, 2 inf) and right (FP16 8, "
+        f"-3.25 to 250, 2 inf); NaN here → {END}"
     ),
     "unstable-loss": (
-        "in the loss, the logarithm (log) gives -inf in FP16: 1 of 16 arguments is 0 or below; it was given self (FP16 "
-        f"16, -3.25 to 250); -inf here → {END}"
+        "in the loss, the logarithm (log) gives -inf in FP16: 1 of 16 arguments is 0 or below; it was given input "
+        f"(FP16 16, -3.25 to 250); -inf here → {END}"
     ),
 }
 
@@ -199,7 +202,11 @@ def test_a_divisor_that_nobody_counted():
 
 @pytest.mark.parametrize(
     ("rows", "bad_rows", "words"),
-    [((), 0, "128 values, and"), ((3,), 1, ", in 1 sample (3), and"), ((0, 1), 40, ", in 40 samples (0, 1, …), and")],
+    [
+        ((), 0, "128 values, and"),
+        ((3,), 1, ", in sample 3, counted from 0, and"),
+        ((0, 1), 40, ", in 40 samples (0, 1, …, counted from 0), and"),
+    ],
 )
 def test_which_samples(rows, bad_rows, words):
     source = EXAMPLES["bad-batch"].source
@@ -292,7 +299,8 @@ def test_what_was_not_tried_is_said_to_be_so():
     assert finding(EXAMPLES["half-overflow"].but(trials=())).fix.split("\n") == [
         RULES["half-overflow"].fix,
         "For one, not tried: `blocks.3.fc` in FP32.",
-        '    engine = Engine(model, optimizer, Policy("fp16").keep("fp32", "blocks.3.fc"))',
+        '    engine = ampwise.Engine(model, optimizer, ampwise.Policy("fp16").keep("fp32", "blocks.3.fc"))',
+        '    ampwise.Policy("fp16").keep("fp32", "blocks.3.fc").apply(model)  # in a loop of your own',
     ]
 
 
@@ -301,7 +309,8 @@ def test_what_would_mend_a_swallowed_infinity_is_what_mends_the_overflow():
     assert finding(incident).fix.split("\n") == [
         RULES["swallowed-infinity"].fix,
         "For one, not tried: `blocks.3.fc` in FP32.",
-        '    engine = Engine(model, optimizer, Policy("fp16").keep("fp32", "blocks.3.fc"))',
+        '    engine = ampwise.Engine(model, optimizer, ampwise.Policy("fp16").keep("fp32", "blocks.3.fc"))',
+        '    ampwise.Policy("fp16").keep("fp32", "blocks.3.fc").apply(model)  # in a loop of your own',
     ]
     assert not remedies_for(incident), "nothing to try: the step is finite"
 
@@ -313,7 +322,9 @@ def test_a_loss_that_stays_the_same_is_told_once():
 
 def test_a_scale_that_fits_is_advised():
     fix = finding(EXAMPLES["gradient-overflow"]).fix
-    assert fix.startswith('Begin at a loss scale that fits: `Engine(model, optimizer, scaling={"init_scale": 2048})`.')
+    assert fix.startswith(
+        'Begin at a loss scale that fits: `ampwise.Engine(model, optimizer, scaling={"init_scale": 2048})`.'
+    )
 
 
 def test_statistics_are_reset_by_code_that_runs():
@@ -334,13 +345,69 @@ def test_other_buffers_have_no_statistics_to_reset():
 
 
 def test_eps_is_mended_where_eps_was_the_fault():
-    assert "\n    optimizer = AdamW(model.parameters(), eps=1e-4)" in finding(EXAMPLES["optimizer-division"]).fix
+    assert (
+        "\n    optimizer = torch.optim.AdamW(model.parameters(), eps=1e-4)"
+        in finding(EXAMPLES["optimizer-division"]).fix
+    )
     facts = OptimizerFacts(
         name="Adam", eps=0.0, eps_becomes=0.0, dtype="fp32", steps=7, zero_denominators=2, bad_weights=5
     )
     without = finding(EXAMPLES["optimizer-division"].but(optimizer=facts))
     assert "finite: its eps is 0 and the second moment of 2 of 5 bad weights is 0, so that it" in without.message
-    assert without.fix.endswith("\n    optimizer = Adam(model.parameters(), eps=1e-8)")
+    assert without.fix.endswith("\n    optimizer = torch.optim.Adam(model.parameters(), eps=1e-8)")
+
+
+def test_a_loss_that_is_finite_and_absurd_is_said_to_be_so():
+    fix = finding(EXAMPLES["overflow"].but(trials=(replace(HELPED, loss=5.9e22),))).fix
+    assert fix.startswith("Tried in the replay: `blocks.3.fc` in FP32 (finite, but the loss is 5.9e+22).\n")
+    assert "it helps" in finding(EXAMPLES["overflow"].but(trials=(replace(HELPED, loss=9e5),))).fix
+
+
+@pytest.mark.parametrize("rate", [1e38, INF, float("nan")])
+def test_a_learning_rate_that_spoils_any_weights(rate):
+    for steps, words in ((3, f", after 3 steps of SGD with a learning rate of {number(rate)}"), (0, "; SGD has a lea")):
+        facts = OptimizerFacts(name="SGD", lr=rate, steps=steps)
+        found = finding(FAILED.but(source=BAD_WEIGHT, optimizer=facts))
+        assert f"before the step{words}" in found.message
+        assert found.fix.startswith(f"A learning rate of {number(rate)} spoils any weights")
+    sound = finding(FAILED.but(source=BAD_WEIGHT, optimizer=OptimizerFacts(name="SGD", lr=0.1, steps=3)))
+    assert "learning rate of" not in sound.message
+    assert sound.fix.startswith("Go back to the last checkpoint")
+
+
+def test_a_number_that_is_nan_has_no_samples():
+    found = finding(FAILED.but(source=type(BAD_WEIGHT)(what="number", first_use=ADDMM)))
+    assert found.rule.name == "bad-batch"
+    assert found.fix.startswith("Look where the number is computed")
+    assert "samples" not in found.fix
+
+
+def test_the_same_tensor_is_told_once():
+    square = birth("aten.mul.Tensor", inputs=(values("self"), values("other")))
+    assert "; it was given input (FP16 8×16, -3.25 to 250) twice; " in finding(FAILED.but(birth=square)).message
+
+
+@pytest.mark.parametrize(
+    ("op", "facts", "roles"),
+    [
+        ("aten.addmm.default", {}, ("bias", "input", "weight")),
+        ("aten.mm.default", {}, ("input", "weight")),
+        ("aten.mm.default", {"module_class": "Attention"}, ("left", "right")),
+        ("aten.mm.default", {"phase": "backward", "live": False}, ("left", "right")),
+        ("aten.div.Tensor", {}, ("dividend", "divisor")),
+        ("aten.native_layer_norm.default", {}, ("input", "weight", "bias")),
+    ],
+)
+def test_what_arguments_are_called(op, facts, roles):
+    schema = {
+        "aten.addmm.default": ("self", "mat1", "mat2"),
+        "aten.mm.default": ("self", "mat2"),
+        "aten.div.Tensor": ("self", "other"),
+        "aten.native_layer_norm.default": ("input", "weight", "bias"),
+    }
+    inputs = tuple(values(name, shape=(size,)) for size, name in enumerate(schema[op], 1))
+    told = operands(birth(op, inputs=inputs, **facts))
+    assert tuple(each.partition(" ")[0] for each in told) == roles
 
 
 # The evidence

@@ -22,15 +22,15 @@ def prose(text: str) -> Markup:
     """Sentences in which `names` stand between backquotes, and code below may be indented.
 
     >>> prose("`a<b>` is\\n  less")
-    Markup('<code>a&lt;b&gt;</code> is<br>&nbsp;&nbsp;less')
+    Markup('<code>a&lt;b&gt;</code> is<br><code class="indented">  less</code>')
     """
     return Markup("<br>").join(_line(line) for line in text.split("\n"))
 
 
 def _line(line: str) -> Markup:
-    words = line.lstrip(" ")
-    marked = re.sub("`([^`]+)`", r"<code>\1</code>", str(escape(printable(words))))
-    return Markup("&nbsp;") * (len(line) - len(words)) + Markup(marked)
+    if line.startswith(" "):
+        return Markup('<code class="indented">{}</code>').format(printable(line))
+    return Markup(re.sub("`([^`]+)`", r"<code>\1</code>", str(escape(printable(line)))))
 
 
 def raised(text: str) -> Markup:

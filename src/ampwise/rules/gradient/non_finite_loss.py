@@ -28,6 +28,12 @@ RULE = Rule(
     good="probability = torch.softmax(logits, -1)",
 )
 
+BEFORE = {
+    True: "the weights were finite before",
+    False: "the weights were not finite before this step",
+    None: "whether the weights were finite before is not known",
+}
+
 
 def check(health: Health) -> Iterator[Finding]:
     streaks = [streak for streak in health.streaks.all if streak.bad_loss]
@@ -47,11 +53,11 @@ def check(health: Health) -> Iterator[Finding]:
 def _known(details: BadStep | None) -> str:
     if details is None:
         return "where it arose is not known"
-    before = (
-        "the weights were finite before" if details.healthy_before else "the weights were not finite before this step"
-    )
+    before = BEFORE[details.healthy_before]
     if details.module:
         return f"`{details.module}` is the first module whose output is not finite, and {before}"
+    if details.healthy_before is None:
+        return before
     if details.healthy_before:
         return f"{before}, so it arose in this forward pass, from the data or an operation"
     return f"{before}, so the cause lies further back"

@@ -31,9 +31,15 @@ RULE = Rule(
 )
 
 
+NUMBER = (
+    "Look where the number is computed, before this line: a loss that was NaN once and is averaged or carried on, a "
+    "mean of nothing, a learning rate or a weight read as NaN. `math.isfinite` tells where it is made."
+)
+
+
 def check(incident: Incident) -> Iterator[Finding]:
     if incident.kind == RULE.name and incident.source is not None:
-        yield told(RULE, incident, _what(incident.source))
+        yield told(RULE, incident, _what(incident.source), advice=NUMBER if incident.source.what == "number" else "")
 
 
 def _what(source: Source) -> str:
@@ -46,10 +52,12 @@ def _what(source: Source) -> str:
 
 
 def _samples(source: Source) -> str:
-    """Which: ", in 40 samples (5, 17, …)"."""
+    """Which: ", in 40 samples (5, 17, …, counted from 0)"."""
     count = max(source.bad_rows, len(source.rows))
     if not count:
         return ""
+    if count == len(source.rows) == 1:
+        return f", in sample {source.rows[0]}, counted from 0"
     more = ["…"] if count > len(source.rows) else []
-    which = f" ({', '.join([*map(str, source.rows), *more])})" if source.rows else ""
+    which = f" ({', '.join([*map(str, source.rows), *more, 'counted from 0'])})" if source.rows else ""
     return f", in {count:,} sample{'s' if count != 1 else ''}{which}"

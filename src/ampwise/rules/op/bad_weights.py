@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from ampwise.evidence.incident import Incident, OptimizerFacts
 from ampwise.evidence.incident_words import bad_values, operation
 from ampwise.evidence.telling_incident import told
+from ampwise.evidence.wording import number
 from ampwise.finding import Finding, Rule, Severity
 
 __all__ = ["RULE", "check"]
@@ -23,8 +24,10 @@ RULE = Rule(
         "too large for the format of the weights. No operation of this step is guilty."
     ),
     fix=(
-        "Go back to the last checkpoint whose weights are finite, or mend the initialisation. From there train with "
-        "what skips bad steps in any precision: `ampwise.Engine`, or `ampwise.GradScaler`."
+        "Go back to the last checkpoint whose weights are finite, or mend the initialisation. `ampwise.Engine` and "
+        "`ampwise.GradScaler` skip steps whose gradients are bad, in any precision; if one of them has trained the "
+        "weights, the update itself was too large: lower the learning rate. Under `ampwise run`, `--every 1` finds "
+        "the step that spoiled them."
     ),
     bad="self.weight = nn.Parameter(torch.empty(64, 64))",
     good="self.weight = nn.Parameter(torch.empty(64, 64))\nnn.init.xavier_uniform_(self.weight)",
@@ -42,12 +45,26 @@ def check(incident: Incident) -> Iterator[Finding]:
         incident,
         f"the parameter `{source.name}`{whose} had {bad_values(source.values)} before the step"
         f"{_since(incident.optimizer)}{first}",
+        advice=_advice(incident.optimizer),
     )
 
 
 def _since(optimizer: OptimizerFacts | None) -> str:
     if optimizer is None:
         return ""
+    rate = f"a learning rate of {number(optimizer.lr)}" if optimizer.has_absurd_lr and optimizer.lr is not None else ""
     if not optimizer.steps:
-        return f": from the start, for {optimizer.name} has taken no step yet"
-    return f", after {optimizer.steps:,} step{'s' if optimizer.steps != 1 else ''} of {optimizer.name}"
+        no_step = f": from the start, for {optimizer.name} has taken no step yet"
+        return f"; {optimizer.name} has {rate}" if rate else no_step
+    steps = f"{optimizer.steps:,} step{'s' if optimizer.steps != 1 else ''}"
+    return f", after {steps} of {optimizer.name}{f' with {rate}' if rate else ''}"
+
+
+def _advice(optimizer: OptimizerFacts | None) -> str:
+    if optimizer is None or not optimizer.has_absurd_lr or optimizer.lr is None:
+        return ""
+    return (
+        f"A learning rate of {number(optimizer.lr)} spoils any weights at its first update, however sound the "
+        "gradients are: look where it is computed (a schedule that divides by 0?). Then go back to the last "
+        "checkpoint whose weights are finite."
+    )

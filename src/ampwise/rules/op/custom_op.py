@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ampwise.evidence.incident import Birth, Incident
+from ampwise.evidence.incident import NARROW, Birth, Incident
 from ampwise.evidence.incident_words import made_of, operation, title
 from ampwise.evidence.telling_incident import told
 from ampwise.finding import Finding, Rule, Severity
@@ -32,9 +32,13 @@ RULE = Rule(
 )
 
 
+# Where it has FP32 already.
+IN_FULL = "Look inside of it with the inputs of this step, which a capsule has: at its divisions, roots and logarithms."
+
+
 def check(incident: Incident) -> Iterator[Finding]:
     if incident.kind == RULE.name and incident.birth is not None:
-        yield told(RULE, incident, _what(incident.birth))
+        yield told(RULE, incident, _what(incident.birth), advice="" if incident.birth.dtype in NARROW else IN_FULL)
 
 
 def _what(birth: Birth) -> str:

@@ -38,8 +38,16 @@ def check(incident: Incident) -> Iterator[Finding]:
 
 
 def _what(incident: Incident, birth: Birth) -> str:
-    at = f"overflows in {title(birth.dtype)} at a loss scale of {scale_text(incident.scale)}"
+    at = f"overflows in {title(birth.dtype)} {_at_scale(incident)}"
     return f"{derivative(birth)} {at}{because(how_far(birth))}{_fitting(incident)}"
+
+
+def _at_scale(incident: Incident) -> str:
+    """A replay has a scale of 1, and so have the numbers that it has shown."""
+    if incident.fitting_scale is not None:
+        return f"at a loss scale of {scale_text(incident.scale)}"
+    was = f" (it was {scale_text(incident.scale)})" if incident.scale != 1 else ""
+    return f"even at a loss scale of 1{was}"
 
 
 def _fitting(incident: Incident) -> str:
@@ -55,5 +63,5 @@ def _advice(incident: Incident) -> str:
     fits = incident.fitting_scale
     if fits is None or not 1 <= fits < incident.scale:
         return ""
-    engine = f'Engine(model, optimizer, scaling={{"init_scale": {scale_text(fits)}}})'
+    engine = f'ampwise.Engine(model, optimizer, scaling={{"init_scale": {scale_text(fits)}}})'
     return f"Begin at a loss scale that fits: `{engine}`. {RULE.fix}"

@@ -35,12 +35,13 @@ def check(incident: Incident) -> Iterator[Finding]:
 
 
 def _what(birth: Birth) -> str:
-    return f"{operation(birth)} gives NaN: {_why(birth.name)}"
+    return f"{operation(birth)} gives NaN: {_why(birth)}"
 
 
-def _why(name: str) -> str:
-    if name.startswith("nll_loss"):
+def _why(birth: Birth) -> str:
+    name, empty = birth.name, any(0 in each.shape for each in birth.inputs)
+    if name.startswith("nll_loss") and not empty:
         return "no label counts, all of them are `ignore_index` or weigh 0, and the mean of nothing is 0/0"
-    if name.startswith(("var", "std")):
+    if name.startswith(("var", "std")) and not empty:
         return "there is one value or none, and it divides by one less than there are"
     return "there is nothing to take it over, and 0/0 is NaN"

@@ -27,8 +27,10 @@ RULE = Rule(
         "FP16, give an eps that FP16 holds and that keeps updates small: 1e-4."
     ),
     bad="model.half()\noptimizer = torch.optim.Adam(model.parameters(), lr=1e-3)",
-    good="optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)\nengine = Engine(model, optimizer)",
+    good="optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)\nengine = ampwise.Engine(model, optimizer)",
 )
+
+OF_TORCH = ("Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop")
 
 
 def check(incident: Incident) -> Iterator[Finding]:
@@ -68,5 +70,6 @@ def _advice(facts: OptimizerFacts) -> str:
         return ""
     eps = "1e-4" if facts.dtype in NARROW else "1e-8"
     plain = "Give it an eps above 0: the updates of weights that had no gradient yet are divided by it alone."
+    home = "torch.optim." if facts.name in OF_TORCH else ""
     fix = RULE.fix if facts.dtype in NARROW else plain
-    return f"{fix}\n    optimizer = {facts.name}(model.parameters(), eps={eps})"
+    return f"{fix}\n    optimizer = {home}{facts.name}(model.parameters(), eps={eps})"

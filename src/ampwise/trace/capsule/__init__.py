@@ -7,6 +7,6 @@ model, and ``rerunning`` runs the step again.
 
 from ampwise.trace.capsule.contents import Contents
 from ampwise.trace.capsule.reading import read
-from ampwise.trace.capsule.writing import size_of, write
+from ampwise.trace.capsule.writing import next_path, size_of, write
 
-__all__ = ["Contents", "read", "size_of", "write"]
+__all__ = ["Contents", "next_path", "read", "size_of", "write"]

@@ -43,6 +43,7 @@ class Built(NamedTuple):
 
     models: tuple[Module, ...]
     loss_fn: Callable[..., Any]  # the model itself, where it made no other
+    made_by: str  # the function's name
 
 
 def checked_name(text: str, said: str) -> tuple[str, str]:
@@ -173,7 +174,7 @@ def _from_file(builder: Builder) -> ModuleType:
 def _checked(made: Any, builder: Builder) -> Built:
     expected = "expected is `return model, loss_fn`"
     if isinstance(made, Module):
-        return Built((made,), made)
+        return Built((made,), made, builder.function)
     if not isinstance(made, tuple | list) or len(made) != 2:
         raise BadInput(f"{builder.said}: {builder.function}() returned {_kind(made)}; {expected}.")
     model, loss_fn = made
@@ -184,7 +185,7 @@ def _checked(made: Any, builder: Builder) -> Built:
         raise BadInput(
             f"{builder.said}: the loss_fn that {builder.function}() returned is {_kind(loss_fn)}; {expected}."
         )
-    return Built(models, loss_fn)
+    return Built(models, loss_fn, builder.function)
 
 
 def _kind(value: Any) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -38,6 +38,8 @@ class Rerun:
     ended: Ended  # at a loss scale of 1
     scaled: Ended | None = None  # at the scale that it had; None: not tried, or it had none
     findings: Sequence[Finding] = ()
+    summed: bool = False  # there was no loss function
+    remarks: Sequence[str] = ()  # what else should be known
 
 
 def rerun(contents: Contents, built: Built, device: torch.device, asked: Precision | None = None) -> Rerun:
@@ -54,7 +56,9 @@ def rerun(contents: Contents, built: Built, device: torch.device, asked: Precisi
             _set_modes(model, contents.evaluating)
         with _policy(contents, precision, built.models):
             subject = _subject(contents, built, precision, device, other)
-            return _rerun(subject, as_it_was=not other and device.type == contents.device)
+            done = _rerun(subject, as_it_was=not other and device.type == contents.device)
+            own = (_without_weights(built),) if not contents.weights else ()
+            return replace(done, summed=built.loss_fn in built.models, remarks=own)
     except AmpwiseError:
         raise
     except Exception as error:
@@ -139,9 +143,13 @@ def _remarks(contents: Contents, built: Built, device: torch.device) -> Iterable
     if version != str(torch.__version__):
         yield f"The step ran with torch {version}, and this replay with {torch.__version__}."
     if not contents.weights:
-        yield "The capsule has no weights: these are the ones that the model was built with."
+        yield _without_weights(built)
     if built.loss_fn in built.models:
         yield "There was no loss function: the backward pass begins at the sum of what the model returns."
+
+
+def _without_weights(built: Built) -> str:
+    return f"The capsule has no weights: these are what {built.made_by}() made."
 
 
 def _policy(contents: Contents, precision: Precision, models: Sequence[Module]) -> AbstractContextManager[Any]:

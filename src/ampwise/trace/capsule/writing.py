@@ -27,7 +27,7 @@ from ampwise.trace.capsule.contents import Contents
 from ampwise.trace.capsule.layout import BATCH, FACTS, FORMAT, LARGEST_FACTS, SEAL, VERSION, WEIGHTS
 from ampwise.trace.capsule.tree import Packer
 
-__all__ = ["size_of", "write"]
+__all__ = ["next_path", "size_of", "write"]
 
 MOST = 1000  # capsules of one step in a folder
 
@@ -47,6 +47,11 @@ class _Packed:
 def size_of(contents: Contents, weights: bool = True) -> int:
     """How many bytes ``write`` will write, but for a few hundred; BadInput for what it would refuse."""
     return _packed(contents, weights).size
+
+
+def next_path(folder: str | Path, contents: Contents) -> Path:
+    """Where ``write`` will put it, unless another process is faster."""
+    return next(_free_paths(Path(folder), _name(contents)))
 
 
 def write(folder: str | Path, contents: Contents, weights: bool = True) -> Path:
@@ -88,15 +93,20 @@ def _write_files(folder: Path, packed: _Packed) -> None:
 
 def _put_in_place(aside: Path, home: Path, name: str) -> Path:
     """Under a name that nothing has. What is there stays."""
-    for number in range(1, MOST):
-        path = home / (name if number == 1 else f"{name}-{number}")
-        if path.exists() or path.is_symlink():
-            continue
+    for path in _free_paths(home, name):
         try:
             return aside.rename(path)
         except OSError:  # another process was faster
             if not path.exists():
                 raise
+    raise AssertionError("there is a path, or an error")
+
+
+def _free_paths(home: Path, name: str) -> Iterator[Path]:
+    for number in range(1, MOST):
+        path = home / (name if number == 1 else f"{name}-{number}")
+        if not (path.exists() or path.is_symlink()):
+            yield path
     raise BadInput(f"{home} has {MOST - 1} capsules of {name} already. Remove some, or name another folder.")
 
 
