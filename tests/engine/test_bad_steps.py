@@ -3,9 +3,11 @@
 import copy
 import io
 import math
+import warnings
 from contextlib import redirect_stderr
 from types import SimpleNamespace
 
+import numpy
 import pytest
 import torch
 from torch import nn
@@ -298,3 +300,147 @@ def test_a_builder_is_named(wrong):
 
 def test_trace_is_public():
     assert ampwise.Capsules is Capsules
+
+
+# Tensors of odd kinds: nothing bad happens, and tracing must not be what stops the training
+
+
+class Odd(nn.Module):
+    def __init__(self, kind):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        with torch.inference_mode(kind == "inference"):
+            self.register_buffer("odd", torch.eye(4).to_sparse() if kind == "sparse" else torch.eye(4))
+
+    def forward(self, x):
+        return self.linear(x) + (self.odd.to_dense() if self.odd.is_sparse else self.odd)
+
+
+@pytest.mark.parametrize("kind", ["sparse", "inference"])
+def test_buffers_of_odd_kinds_train(kind):
+    model = Odd(kind)
+    engine = Engine(model, torch.optim.SGD(model.parameters(), lr=0.1), "fp32")
+    for _ in range(3):
+        engine.step(lambda x: model(x).mean(), torch.ones(4, 4))
+    assert engine.applied_steps == 3
+
+
+def test_sparse_batches_train_in_windows():
+    model = nn.Linear(4, 4)
+    engine = Engine(model, torch.optim.SGD(model.parameters(), lr=0.1), "fp32", accumulate=2)
+    for _ in range(4):
+        engine.step(lambda a, x: torch.sparse.mm(a, model(x)).mean(), torch.eye(4).to_sparse(), torch.ones(4, 4))
+    assert engine.applied_steps == 2
+
+
+# What is Python's: a function may count, collect and draw as it likes
+
+
+class Counts:
+    def __init__(self):
+        self.calls, self.losses, self.generator = 0, [], numpy.random.default_rng(0)
+
+    def weight(self):
+        self.calls += 1
+        self.losses.append(self.calls)
+        return self.calls * float(self.generator.random())
+
+
+class Shrinking(nn.Linear):
+    """Its weights get other memory in each pass."""
+
+    def forward(self, x):
+        self.weight.data = self.weight.data * 0.9
+        return super().forward(x)
+
+
+def counting(trace):
+    torch.manual_seed(0)
+    model, counts, passes = Shrinking(4, 1), Counts(), 0
+    model.register_forward_hook(lambda *_: counts.losses.append(None))
+    engine = Engine(model, torch.optim.SGD(model.parameters(), lr=0.1), "fp32", trace=trace)
+
+    def loss_fn(x):
+        nonlocal passes
+        passes += 1
+        return model(x).mean() * counts.weight() * passes
+
+    with redirect_stderr(io.StringIO()):
+        for x in batches(2, number=5):
+            engine.step(loss_fn, x)
+    assert len(engine.findings) == trace
+    return passes, counts.calls, counts.losses, counts.generator.random(), model.weight.tolist()
+
+
+def test_variables_that_a_function_can_reach_are_as_if_nobody_had_looked():
+    assert counting(trace=True) == counting(trace=False)
+
+
+# Facts that come late, as on a GPU
+
+
+@pytest.fixture
+def late(monkeypatch):
+    from ampwise.engine.scaling.outcome import Outcome
+
+    monkeypatch.setattr(Outcome, "skip_known", property(lambda outcome: False))
+    monkeypatch.setattr(bad_steps.BadSteps, "before_update", lambda steps, *_: steps.settle())
+
+
+class Adapting(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 1)
+        self.register_buffer("size", torch.ones(4))
+
+    def forward(self, x):
+        y = self.linear(x / self.size)
+        self.size.mul_(0.9).add_(0.1 * x.detach().abs().mean(0))
+        return y
+
+
+def test_a_buffer_that_the_bad_step_has_spoiled_is_not_taken_for_the_cause(late):
+    run = trained(batches(2), model=Adapting(), precision="fp32", fused=True)
+    found = [(each.rule.name, each.place.step) for each in run.engine.findings]
+    assert found == [("bad-batch", 3), ("poisoned-statistics", 4)]
+
+
+@pytest.mark.parametrize("trace", [False, True])
+def test_a_model_that_is_evaluated_before_it_is_known_keeps_its_statistics(late, trace):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.BatchNorm1d(4, momentum=None), nn.Linear(4, 1))
+    engine = Engine(model, torch.optim.SGD(model.parameters(), lr=0.1, fused=True), "fp32", trace=trace)
+    given = batches(number=3)
+    with redirect_stderr(io.StringIO()):
+        for number, x in enumerate(given):  # a loss that is bad with gradients that are not: the step is taken
+            engine.step(lambda x, more: model(x).mean() + more, x, torch.inf if number == 2 else 0.0)
+        model.eval()
+        assert len(engine.findings) == trace
+    assert not model[0].training
+    torch.testing.assert_close(model[0].running_mean, torch.stack(given).mean((0, 1)), atol=1e-5, rtol=0)
+
+
+# What must not get in the way
+
+
+def test_a_step_that_cannot_be_explained_trains_where_warnings_are_errors(monkeypatch):
+    model = nn.Linear(4, 1)
+    engine = Engine(model, torch.optim.SGD(model.parameters(), lr=0.1), "fp32")
+    monkeypatch.setattr(bad_steps.BadSteps, "_look_into", lambda *_: 1 / 0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        engine.step(lambda x: model(x).mean(), torch.full((2, 4), torch.nan))
+    assert engine.skipped_steps == 1
+
+
+def test_a_variable_that_is_gone_stops_no_explanation():
+    model, gone = nn.Linear(4, 1), None
+    engine = Engine(model, torch.optim.SGD(model.parameters(), lr=0.1), "fp32")
+
+    def loss_fn(x):
+        return model(x).mean() if x.dim() == 2 else gone  # noqa: F821
+
+    del gone
+    with redirect_stderr(io.StringIO()):
+        engine.step(loss_fn, torch.full((2, 4), torch.nan))
+    assert [finding.rule.name for finding in engine.findings] == ["bad-batch"]

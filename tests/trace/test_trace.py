@@ -3,6 +3,7 @@
 import random
 from pathlib import Path
 
+import numpy
 import pytest
 import torch
 from torch import nn
@@ -327,3 +328,57 @@ def test_what_is_compiled_is_replayed_as_written(backend):
     compiled = torch.compile(loss, backend=backend)
     compiled(torch.ones(2, 4))
     assert found(compiled, torch.ones(2, 4)) == [("unstable-loss", line_of("compiled"))]
+
+
+def test_an_autocast_that_is_entered_again_casts_as_before():
+    model, seen = nn.Linear(4, 4), []
+
+    @torch.autocast("cpu", dtype=torch.float16)
+    def loss_fn(x):
+        y = model(x)
+        seen.append(y.dtype)
+        return (y * 60000).sum()
+
+    (finding,) = ampwise.trace(loss_fn, torch.full((2, 4), 300.0))
+    assert any(trial["finite"] for trial in finding.evidence["trace"]["trials"]), "another precision was tried"
+    seen.clear()
+    loss_fn(torch.ones(2, 4))
+    assert seen == [torch.float16]
+
+
+@pytest.mark.parametrize("make", [torch.optim.Adam, lambda weights: torch.optim.SGD(weights, lr=0.1, momentum=0.9)])
+def test_an_optimizer_that_has_not_stepped_yet_has_not_afterwards(make):
+    model = nn.Linear(4, 1)
+    optimizer = make(model.parameters())
+
+    def step(x):
+        optimizer.zero_grad()
+        loss = model(x).mean()
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    assert ampwise.trace(step, torch.ones(2, 4)) == []
+    assert not optimizer.state
+
+
+def test_results_that_are_finite_are_so_though_their_sum_is_not():
+    from ampwise.trace.replay import _number
+
+    assert _number(torch.full((64,), 2000.0, dtype=torch.float16)) == 2000
+    assert torch.tensor(_number(torch.tensor([1.0, torch.nan]))).isnan()
+
+
+@pytest.mark.parametrize("make", [torch.tensor, torch.as_tensor, torch.from_numpy])
+def test_a_constant_is_not_taken_for_what_was_in_its_place(make):
+    """It gets the memory of an infinity that nobody reads; nobody is told of its making."""
+    weight = torch.ones(64, requires_grad=True)
+    numbers = numpy.full(64, 3e38, dtype=numpy.float32)
+
+    def loss_fn(x):
+        larger = 10 * x
+        x / 0
+        scale = make(numbers)
+        return (larger * scale * weight).sum()  # here: constant
+
+    assert found(loss_fn, torch.ones(64)) == [("overflow", line_of("constant"))]

@@ -655,6 +655,23 @@ def test_of_passes_without_a_step_the_last_few_are_kept():
     assert not list(watch._calls)
 
 
+def test_a_sparse_gradient_of_the_output_stops_no_backward_pass():
+    class Table(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(4, 4))
+
+        def forward(self):
+            return self.weight * 2
+
+    with Watch(every=1, timing=False) as watch:
+        model = Table()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        F.embedding(torch.tensor([1, 2]), model(), sparse=True).sum().backward()
+        optimizer.step()
+    assert watch.failures == []
+
+
 def test_copies_of_a_model_and_its_output_bear_nothing_of_ours(tmp_path):
     with Watch(every=1, timing=False):
         model = Net()

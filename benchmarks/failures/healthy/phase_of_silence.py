@@ -1,4 +1,4 @@
-"""The phase of a spectrum by atan2 at bins that are exactly zero: torch takes 0 for the derivative."""
+"""The phase of a spectrum at bins that are exactly zero: torch takes 0 for the derivative of `angle` there."""
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +13,7 @@ class PhaseNet(nn.Module):
 
     def forward(self, wave: Tensor) -> Tensor:
         spectrum = torch.fft.rfft(wave * self.gain)
-        return torch.atan2(spectrum.imag, spectrum.real)
+        return torch.angle(spectrum)  # and not atan2, whose derivative at zero is NaN up to torch 2.6
 
 
 def case() -> Case:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakMethod
@@ -27,7 +27,8 @@ from ampwise.engine.statistics import Statistics
 from ampwise.engine.step import Step
 from ampwise.finding import Finding
 from ampwise.randomness import HostDraws
-from ampwise.trace.buffers import Buffers
+from ampwise.trace.alone import exchanges_refused
+from ampwise.trace.buffers import Buffers, Remembered, as_remembered
 from ampwise.trace.replay import Settings, Subject
 from ampwise.trace.together import Together
 
@@ -50,6 +51,8 @@ class Awaited:
     step: Step
     outcome: Outcome
     passes: list[Pass]  # none of a step that was done in pieces, by backward() and apply(): it cannot be run again
+    buffers: list[Remembered]  # as it began: those of the next step are remembered before it is known
+    modes: list[bool]  # training or evaluation, of all modules
 
 
 @dataclass(slots=True)
@@ -61,6 +64,8 @@ class Bad:
     loss: float
     scale: float
     passes: list[Pass]
+    buffers: list[Remembered]
+    modes: list[bool]
     remarks: tuple[str, ...] = ()
 
 
@@ -87,6 +92,7 @@ class BadSteps:
         self._ranks, self._statistics, self._device = ranks, statistics, device
         self._now = Statistics(models)
         self._buffers = Buffers(models)
+        self._modules = list(dict.fromkeys(module for model in models for module in model.modules()))
         self._draws = HostDraws()
         self._passes: list[Pass] = []
         self._awaited: Awaited | None = None
@@ -135,14 +141,15 @@ class BadSteps:
         self._looked_into = readable and not math.isfinite(loss or 0.0)
         if self._looked_into:
             assert loss is not None
-            self._explain(Bad(number, precision, float(loss), scale or 1.0, self._passes))
+            now = self._passes, self._buffers.remembered, self._modes()
+            self._explain(Bad(number, precision, float(loss), scale or 1.0, *now))
 
     def closed(self, step: Step, outcome: Outcome) -> None:
         """A window was closed: look now if its outcome is known, else before the next update."""
         self._buffers.step_over()
         self._mutates = self._mutates or any(kept.is_changed for kept in self._passes)
         if not self._looked_into:
-            self._awaited = Awaited(step.bare(), outcome, self._passes)
+            self._awaited = Awaited(step.bare(), outcome, self._passes, self._buffers.remembered, self._modes())
         self._passes, self._looked_into = [], False
         if outcome.skip_known:
             self.settle()
@@ -158,7 +165,8 @@ class BadSteps:
             # The scale was halved since.
             scale = step.scale * 2 if awaited.outcome.scaled and skipped else step.scale
             moved = () if skipped else ("Its gradients were finite, so that the weights have moved by a step since.",)
-            self._explain(Bad(step.number, step.precision, step.loss, scale, awaited.passes, moved))
+            kept = awaited.passes, awaited.buffers, awaited.modes
+            self._explain(Bad(step.number, step.precision, step.loss, scale, *kept, moved))
 
     def _explain(self, bad: Bad) -> None:
         try:
@@ -186,7 +194,8 @@ class BadSteps:
             self._say_drawn(bad, drawn)
             return
         with ExitStack() as stack:
-            contexts = (self._as_it_began(), as_given(bad.passes), self._ranks.bypassed())
+            alone = nullcontext() if together.several else exchanges_refused()
+            contexts = (self._as_it_began(bad), as_given(bad.passes), self._ranks.bypassed(), alone)
             for context in (*(around() for around in AROUND), *contexts):
                 stack.enter_context(context)
             kept = self._guilty(bad, together)
@@ -230,6 +239,7 @@ class BadSteps:
             loss=None if kept.share is None else float(kept.share),
             step=bad.number,
             remarks=(*bad.remarks, *self._remarks(kept)),
+            function=kept.function,
         )
 
     def _running(self, kept: Pass) -> Callable[[Settings], Tensor]:
@@ -250,7 +260,13 @@ class BadSteps:
         from ampwise.trace.replay import Replay
 
         for kept in passes:
-            subject = Subject(run=self._running(kept), device=self._device, models=self._models, random=kept.random)
+            subject = Subject(
+                run=self._running(kept),
+                device=self._device,
+                models=self._models,
+                random=kept.random,
+                function=kept.function,
+            )
             with Replay(subject) as replay:
                 if not together.all_hold(lambda replay=replay: replay.plain(Settings(scale=scale)).finite):  # type: ignore[misc]
                     return kept
@@ -266,15 +282,25 @@ class BadSteps:
             yield "What torch.compile has compiled was replayed as it is written."
 
     @contextmanager
-    def _as_it_began(self) -> Iterator[None]:
-        """Running statistics and other buffers as they were, and afterwards as they are."""
+    def _as_it_began(self, bad: Bad) -> Iterator[None]:
+        """Modes, running statistics and other buffers as they were, and afterwards as they are."""
+        modes = self._modes()
+        self._set_modes(bad.modes)  # first: of layers in evaluation mode no statistics are remembered
         self._now.remember()
         self._statistics.restore()
         try:
-            with self._buffers.as_remembered():
+            with as_remembered(bad.buffers):
                 yield
         finally:
             self._now.restore()
+            self._set_modes(modes)
+
+    def _modes(self) -> list[bool]:
+        return [module.training for module in self._modules]
+
+    def _set_modes(self, modes: Sequence[bool]) -> None:
+        for module, training in zip(self._modules, modes, strict=True):
+            module.training = training
 
     def _say_drawn(self, bad: Bad, drawn: str) -> None:
         self._say_once(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 from ampwise.engine.window import Weight
 from ampwise.trace.names import iterators_of
+from ampwise.trace.ranges import bytes_of
 from ampwise.trace.undo import overwrite
 
 __all__ = ["Pass", "as_given", "drawn_from"]
@@ -32,7 +33,7 @@ class Pass:
     copies: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # of the batch, where it is known to be changed
 
     def __post_init__(self) -> None:
-        tensors = (each for each in tree_leaves((self.args, self.kwargs)) if isinstance(each, Tensor))
+        tensors = _tensors_in((*self.args, *self.kwargs.values()))
         self.versions = [(tensor, tensor._version) for tensor in tensors if not tensor.is_inference()]
 
     def copy_batch(self) -> None:
@@ -41,12 +42,21 @@ class Pass:
 
     @property
     def bytes(self) -> int:
-        return sum(tensor.nbytes for tensor, _ in self.versions)
+        return sum(bytes_of(tensor) for tensor, _ in self.versions)
 
     @property
     def is_changed(self) -> bool:
         """Its batch was written to since."""
         return any(tensor._version != version for tensor, version in self.versions)
+
+
+def _tensors_in(given: Iterable[Any]) -> Iterator[Tensor]:
+    """Most batches are tensors, for which torch's trees take longer than all else that is kept."""
+    for each in given:
+        if isinstance(each, Tensor):
+            yield each
+        else:
+            yield from (leaf for leaf in tree_leaves(each) if isinstance(leaf, Tensor))
 
 
 @contextmanager

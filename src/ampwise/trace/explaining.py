@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from ampwise.evidence.incident import Birth, Incident, Literal, OptimizerFacts, Source
-from ampwise.evidence.op_families import base_name, family_of
+from ampwise.evidence.op_families import base_name, family_of, is_collective
 from ampwise.finding import Finding
 from ampwise.rules import rules_about
 from ampwise.trace.looking import Look, look
@@ -46,10 +46,12 @@ def incident_of(subject: Subject, together: Together = ALONE) -> Incident | None
     with Replay(subject) as replay:
         if _is_ordinary(replay, together):
             return None
-        taped = together.each(lambda: replay.taped(Settings(only_if_finite=not together.in_step)))
+        # All go back or none does: there may be exchanges on the way.
+        taped = together.each(lambda: replay.taped(Settings(only_if_finite=not together.several)))
+        together = together.knowing(exchanges=any(is_collective(op.name) for op in taped.tape.ops))
         if together.all_hold(lambda: taped.ended.finite):
             return _not_reproduced(replay, taped.ended.gradients)
-        return _of_all(_found(replay, taped, together), together)
+        return _of_all(together.each(lambda: _found(replay, taped, together)), together)
 
 
 def _is_ordinary(replay: Replay, together: Together) -> bool:

@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_map
 
 from ampwise.census.measure import census
 from ampwise.evidence.incident import Values
-from ampwise.evidence.op_families import base_name
+from ampwise.evidence.op_families import base_name, is_collective
 from ampwise.trace.ranges import local, readable
 from ampwise.trace.recorder import dtype_name, tensors_in
 
@@ -48,13 +48,14 @@ def look(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any,
     )
     zero_divisors, outside = _zero_divisors(func, args), _outside_domain(func, args)
     masked = _masked_rows(func, args)
-    wide = _whole_in_double(func, args, kwargs) if _size(args, kwargs) <= WHOLE else []
+    alone = not is_collective(str(func))  # else other ranks would be asked, who do not look
+    wide = _whole_in_double(func, args, kwargs) if alone and _size(args, kwargs) <= WHOLE else []
     result = func(*args, **kwargs)
     made = _all_in(result)
     worst = _worst(made)
     first = made[worst] if made else None
     exact = wide[worst] if len(wide) == len(made) > 0 and wide[worst].is_floating_point() else None
-    if exact is None and first is not None:
+    if alone and exact is None and first is not None:
         exact = _some_in_double(func, args, first)
     verdict, largest = ("", None) if exact is None else _judged(exact)
     return result, Look(

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from io import IOBase
+from types import FunctionType
 from typing import Any
 
 from torch import Tensor
 
-__all__ = ["named_tensors"]
+__all__ = ["iterators_of", "named_tensors", "variables_of"]
 
 DEEPEST = 5
 MOST = 1000
@@ -30,11 +32,20 @@ def iterators_of(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Ma
     known = dict(_bound(function, args, kwargs))
     inner = inspect.unwrap(getattr(function, "__func__", function))
     if inspect.isfunction(inner):
-        outside = inspect.getclosurevars(inner)
         own = getattr(getattr(function, "__self__", None), "__dict__", {})
         mine = {f"self.{name}": own[name] for name in inner.__code__.co_names if name in own}
-        known |= {**outside.globals, **outside.nonlocals, **mine}
+        known |= {**variables_of(inner), **mine}
     return [name for name, each in known.items() if isinstance(each, Iterator) and not isinstance(each, IOBase)]
+
+
+def variables_of(function: FunctionType) -> dict[str, Any]:
+    """Those from outside of it that it names, and that have a value now: inspect.getclosurevars refuses others."""
+    known = function.__globals__
+    found = {name: known[name] for name in function.__code__.co_names if name in known}
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        with suppress(ValueError):
+            found[name] = cell.cell_contents
+    return found
 
 
 def _bound(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-__all__ = ["FINITE", "Ranges", "has_memory", "local", "readable"]
+__all__ = ["FINITE", "Ranges", "bytes_of", "has_memory", "local", "readable"]
 
 FINITE = -1  # the slot of what cannot be anything else: whole numbers, nothing at all
 PLAIN = (Tensor, Parameter)
@@ -71,9 +71,19 @@ def local(tensor: Tensor) -> Tensor:
     return inner if isinstance(inner, Tensor) else tensor
 
 
+def bytes_of(tensor: Tensor) -> int:
+    """What a tensor takes; of a sparse one, which torch does not say, its values."""
+    return tensor._values().nbytes if tensor.layout == torch.sparse_coo else tensor.nbytes
+
+
 def has_memory(tensor: Tensor) -> bool:
     """FSDP gives the memory of gathered weights back, and keeps the tensors: to read them would be the end."""
     return tensor.layout != torch.strided or tensor.untyped_storage().nbytes() > 0
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """Not one of a class that computes in its own way, whose results are of that class again."""
+    return type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__
 
 
 def readable(tensor: Tensor) -> Tensor | None:
@@ -85,6 +95,8 @@ def readable(tensor: Tensor) -> Tensor | None:
         tensor = tensor.values() if tensor.layout != torch.sparse_coo else tensor._values()
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor.resolve_conj())
-    if not tensor.is_floating_point() or tensor.numel() == 0 or tensor.is_meta or not has_memory(tensor):
+    if not tensor.is_floating_point() or tensor.numel() == 0 or tensor.is_meta or not _is_plain(tensor):
+        return None
+    if not has_memory(tensor):
         return None
     return tensor.float() if tensor.element_size() == 1 else tensor

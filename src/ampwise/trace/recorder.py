@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ampwise.evidence.op_families import base_name, is_collective
@@ -201,7 +202,7 @@ class Recorder(Undoing):
             if storage is not None and id(storage) in taken and not is_written:
                 continue  # the input's memory, though the schema does not say so
             if storage is None or not is_written:
-                storage = self._storages[storage_id(inner)] = Storage()
+                storage = self._storages[storage_id(inner)] = Storage(address=_address(inner))
             if unmeasured:
                 storage.writers.append(Written(index, FINITE))
                 continue
@@ -295,6 +296,14 @@ def storage_id(tensor: Tensor) -> int:
         return int(inner.untyped_storage()._cdata)
     except (NotImplementedError, RuntimeError):
         return id(inner)
+
+
+def _address(tensor: Tensor) -> StorageWeakRef | None:
+    """Of its memory, such that no other gets it; the memory itself may go."""
+    try:
+        return StorageWeakRef(tensor.untyped_storage()) if _is_strided(tensor) else None
+    except (NotImplementedError, RuntimeError):
+        return None
 
 
 def _view_of(tensor: Tensor) -> object:

@@ -65,6 +65,7 @@ class Subject:
     optimizers: Sequence[Optimizer] = ()
     others: Sequence[Module] = ()  # models that ran, and are not among those: a teacher
     remarks: tuple[str, ...] = ()
+    function: Callable[..., Any] | None = None  # the script's, whose variables are to stay as they are
 
     def parameters(self) -> dict[str, Tensor]:
         return self._named("named_parameters", self.models)
@@ -113,15 +114,19 @@ class Replay:
     def __init__(self, subject: Subject) -> None:
         self.subject = subject
         self._parameters = subject.parameters()
-        self._attributes = Attributes()  # of the models
+        self._attributes = Attributes()  # of the models, and what the function can reach
         self._stack = ExitStack()
 
     def __enter__(self) -> Replay:
         now = captured(self.subject.device)
         self._start = {**now, **(self.subject.random or {})}
         self._stack.callback(restore_random, now, self.subject.device)
+        elsewhere = {each.device for each in self._parameters.values()} - {self.subject.device}
+        for device in elsewhere:  # parts of a model on other devices draw from generators of theirs
+            self._stack.callback(restore_random, captured(device, host=False), device)
         self._stack.enter_context(_uncollected())
-        self._attributes.note(self.subject.models)
+        self._attributes.note([*self.subject.models, self.subject.function])
+        self._stack.enter_context(self._attributes.with_optimizers())
         gradients = [(each, each.grad) for each in self._parameters.values()]
         self._stack.callback(_put_back, gradients)
         self._stack.enter_context(_eager())
@@ -239,7 +244,7 @@ def tensors_of(result: Any) -> Iterator[Tensor]:
 def _number(tensor: Tensor) -> float:
     """The loss; of something larger, whatever shows that it is not finite."""
     values = readable(tensor)
-    return 0.0 if values is None else float(values.sum() if values.numel() > 1 else values.reshape(()))
+    return 0.0 if values is None else float(values.abs().max() if values.numel() > 1 else values.reshape(()))
 
 
 def _is_finite(gradient: Tensor) -> bool:
@@ -298,8 +303,13 @@ def in_precision(name: str | None, device: torch.device) -> Iterator[None]:
     enter: Callable[[Any], Any] = autocast.__enter__
 
     def entered(self: Any) -> Any:
+        # It may be the script's own, which is entered again at each step: a decorator's, or an attribute.
+        before = self._enabled, self.fast_dtype
         self._enabled, self.fast_dtype = self._enabled and dtype is not None, dtype or self.fast_dtype
-        return enter(self)
+        try:
+            return enter(self)
+        finally:
+            self._enabled, self.fast_dtype = before
 
     autocast.__enter__ = entered  # type: ignore[method-assign]
     try:

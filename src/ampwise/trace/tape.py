@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from ampwise.evidence.conduct import Site
 from ampwise.trace.ranges import Ranges
@@ -26,9 +27,10 @@ class Written(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Storage:
-    """A piece of memory, from when it was first seen until another takes its place."""
+    """A piece of memory, from when it was first seen."""
 
     leaf: Tensor | None = None  # it was there before: a weight, the batch, a constant
+    address: StorageWeakRef | None = None  # held, or a constant that is made later would be taken for this
     writers: list[Written] = field(default_factory=list)
     measured: dict[object, tuple[int, int]] = field(default_factory=dict)  # views: writers at the time, slot
 

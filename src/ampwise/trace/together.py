@@ -22,6 +22,11 @@ class Together:
     def __init__(self, group: Any = None, *, several: bool = False, in_step: bool = False) -> None:
         self._group, self.several, self.in_step = group, several, in_step
 
+    def knowing(self, *, exchanges: bool) -> Together:
+        """The same, in step if a pass was seen to have exchanges in it on some rank: a loss function has its own."""
+        in_step = self.several and any(self.all_of(self.in_step or exchanges))
+        return Together(self._group, several=self.several, in_step=in_step)
+
     @property
     def rank(self) -> int | None:
         return dist.get_rank(self._group) if self.several else None

@@ -93,6 +93,7 @@ def _subject(
         batch=batch,
         precision=autocast_here(),
         ran=False,
+        function=function,
     )
 
 

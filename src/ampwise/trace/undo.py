@@ -50,7 +50,7 @@ class Undo:
         inner = local(tensor)
         if not has_memory(inner):
             return
-        key = (id(inner), inner.data_ptr(), inner.shape, inner.stride())
+        key = (id(inner), *((inner.data_ptr(), inner.shape, inner.stride()) if inner.layout == torch.strided else ()))
         if key not in self._known:
             self._known.add(key)
             # Someone may have it saved for a backward pass of theirs, and would take the write for a mistake.

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from ampwise.evidence.conduct import Forward, Site
-from ampwise.randomness import captured
+from ampwise.randomness import captured, host_differs
+from ampwise.trace.ranges import bytes_of
 from ampwise.watch.asking import first_parameter, floats_in, tensors_in
 
 __all__ = ["Autocast", "Call", "Calls"]
@@ -65,7 +66,7 @@ class Call:
     random: dict[str, Any]
     in_training_mode: bool
     input_bytes: int = 0
-    gradients: dict[int, list[tuple[Tensor, int]]] = field(default_factory=dict)  # by output, of each backward pass
+    gradients: dict[int, list[Tensor]] = field(default_factory=dict)  # by output, of each backward pass
     too_large: int = 0  # bytes of a gradient that was not kept
     awaited: bool = False  # a step has taken it, and how that went may not be known yet
     dropped: bool = False
@@ -165,11 +166,12 @@ class Calls:
         gradient = gradients[number]
         if call.dropped or gradient is None:
             return
-        if self._gradient_bytes + gradient.nbytes > MOST_GRADIENTS:
-            call.too_large = max(call.too_large, gradient.nbytes)
+        size = bytes_of(gradient)
+        if self._gradient_bytes + size > MOST_GRADIENTS:
+            call.too_large = max(call.too_large, size)
             return
-        self._gradient_bytes += gradient.nbytes
-        call.gradients.setdefault(position, []).append((gradient, gradient._version))
+        self._gradient_bytes += size
+        call.gradients.setdefault(position, []).append(gradient.detach())  # without a graph for second derivatives
 
     # Python's random numbers, and numpy's: their states are slow to get, and few models draw from them
 
@@ -177,10 +179,10 @@ class Calls:
         self._heard = None
         if self._listened[kind] < LISTENED_TO and kind not in self._draws:
             self._listened[kind] += 1
-            self._heard = _host_states()
+            self._heard = captured(CPU)
 
     def _hear(self, kind: type) -> None:
-        if self._heard is not None and _host_states() != self._heard:
+        if self._heard is not None and host_differs(captured(CPU), self._heard):
             self._draws.add(kind)
         self._heard = None
 
@@ -225,7 +227,7 @@ class Calls:
         return all(self._updates[index] == count for index, count in call.updates.items())
 
     def _drop(self, call: Call) -> None:
-        self._gradient_bytes -= sum(each.nbytes for many in call.gradients.values() for each, _ in many)
+        self._gradient_bytes -= sum(bytes_of(each) for many in call.gradients.values() for each in many)
         call.drop()
         self._kept.remove(call)
 
@@ -254,8 +256,3 @@ def _as_it_is(thing: Any, taken: list[tuple[Tensor, int]], depth: int = DEEPEST)
 
 def _version(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
-
-
-def _host_states() -> str:
-    """Of Python and numpy, to be compared."""
-    return repr({name: state for name, state in captured(CPU).items() if name != "torch"})

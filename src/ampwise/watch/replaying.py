@@ -7,8 +7,8 @@ is sound, that is said. The script must not notice any of it.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any, NamedTuple
@@ -17,17 +17,18 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.optim import Optimizer
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import _disable_current_modes
 
 from ampwise.evidence.conduct import Site
 from ampwise.evidence.incident import Birth, Incident, Source
-from ampwise.evidence.op_families import is_collective
 from ampwise.finding import Finding
 from ampwise.randomness import restore_random
 from ampwise.site import kind_of
+from ampwise.trace.alone import Exchange, exchanges_refused, several_ranks
 from ampwise.trace.explaining import findings_of, incident_of
 from ampwise.trace.kept import as_they_were, silent
 from ampwise.trace.names import named_tensors
+from ampwise.trace.ranges import readable
 from ampwise.trace.replay import Replay, Settings, Subject
 from ampwise.trace.where import outermost
 from ampwise.watch.asking import floats_in, has_fsdp1
@@ -68,10 +69,6 @@ class Told(NamedTuple):
     why_not: str = ""
     call: Call | None = None  # the one to blame, where it is known
     after_model: bool = False  # the models are finite: it is what the script makes of their outputs
-
-
-class Exchange(Exception):
-    """The model talks to other ranks, which do not replay."""
 
 
 def explain(calls: Sequence[Call], step: BadOne) -> Told:
@@ -142,8 +139,7 @@ def _sound_gradients(call: Call) -> dict[int, list[Tensor]]:
 
     Of a model that gives logits and the loss that it makes of them, the gradients of the logits are its own.
     """
-    every = {position: [gradient for gradient, _ in many] for position, many in call.gradients.items()}
-    return {position: many for position, many in every.items() if all(map(_is_finite, many))}
+    return {position: many for position, many in call.gradients.items() if all(map(_is_finite, many))}
 
 
 def _not_found(calls: Sequence[Call], reached: Sequence[Call], step: BadOne) -> str:
@@ -160,7 +156,7 @@ def _not_found(calls: Sequence[Call], reached: Sequence[Call], step: BadOne) -> 
             f"({large / 2**20:.0f} MiB) was too large to keep"
         )
     else:
-        whence = f"{FROM_ANOTHER}, or does" if _several_ranks() else "it does"
+        whence = f"{FROM_ANOTHER}, or does" if several_ranks() else "it does"
         found = f"Step {step.number} was replayed, and {names} is finite, forward and backward: {whence} not come again"
     return f"{found}{_compiled(calls)}."
 
@@ -227,7 +223,7 @@ class Again:
 
     def __call__(self, settings: Settings) -> list[Tensor]:
         bad: list[Tensor] = []
-        with _exchanges_refused():
+        with exchanges_refused():
             for call in self.calls:
                 outputs = _outputs_of(call)
                 found = [each for each in outputs if not _is_finite(each)]
@@ -312,29 +308,8 @@ def _inner(outputs: Sequence[Tensor]) -> set[Any]:
 
 def _is_finite(tensor: Tensor) -> bool:
     with _disable_current_modes(), torch.no_grad():  # no operation of the model's
-        return bool(tensor.detach().isfinite().all())
-
-
-@contextmanager
-def _exchanges_refused() -> Iterator[None]:
-    """Where other ranks do not take part, one that waits for them waits for ever."""
-    alone: AbstractContextManager[Any] = nullcontext()
-    if _several_ranks():
-        alone = _Alone()  # type: ignore[no-untyped-call]
-    with alone:
-        yield
-
-
-def _several_ranks() -> bool:
-    group = torch.distributed.is_available() and torch.distributed.is_initialized()
-    return group and torch.distributed.get_world_size() > 1
-
-
-class _Alone(TorchDispatchMode):
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if is_collective(str(func)):
-            raise Exchange("the model talks to other ranks, which do not replay it")
-        return func(*args, **(kwargs or {}))
+        values = readable(tensor)
+        return values is None or bool(values.isfinite().all())
 
 
 # Before, and after
@@ -367,7 +342,7 @@ def _of_step(incident: Incident, step: BadOne) -> Incident:
     symptom = incident.symptom
     if symptom == "loss" and not step.bad_loss:
         symptom = "result"
-    if _several_ranks():
+    if several_ranks():
         ranks = torch.distributed.get_world_size()
         incident = incident.but(rank=torch.distributed.get_rank(), ranks=ranks)
     return incident.but(symptom=symptom, loss=step.loss)
