@@ -64,7 +64,7 @@ def test_bare_prints_help_and_is_content():
 @pytest.mark.parametrize(
     ("words", "line"),
     [
-        (["explan", "x"], "unknown verb 'explan'. Did you mean explain? `ampwise --help` lists the verbs."),
+        (["explan", "x"], "unknown verb 'explan'. Did you mean explain or replay? `ampwise --help` lists the verbs."),
         (["--bogus"], "unknown option '--bogus'. See `ampwise --help`."),
         (["rules", "--jsn"], "unknown option '--jsn'; did you mean --json? See `ampwise rules --help`."),
         (["rules", "--js"], "unknown option '--js'; did you mean --json? See `ampwise rules --help`."),
