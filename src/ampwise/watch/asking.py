@@ -157,8 +157,7 @@ def has_fsdp1(optimizer: Any) -> bool:
 def inner_model(model: nn.Module) -> nn.Module:
     """The user's own, inside of what it was wrapped in."""
     while True:
-        held: Any = model._modules  # of a scripted model it is no dictionary
-        inner = (held["_orig_mod"] if "_orig_mod" in held else None) or (
+        inner = getattr(model, "_orig_mod", None) or (
             model.module if type(model).__name__ in ("DistributedDataParallel", "DataParallel") else None
         )
         if not isinstance(inner, nn.Module):
