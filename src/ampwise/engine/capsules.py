@@ -32,7 +32,7 @@ class Capsules:
         called with ``arguments`` and returns both. ``ampwise replay`` can be told it, too.
     weights: save those of the model; without, they are what the function makes.
 
-    >>> capsules = ampwise.Capsules("capsules", build="train:make", arguments={"width": 64}, weights=False)
+    >>> capsules = Capsules("capsules", build="train:make", arguments={"width": 64}, weights=False)
     >>> capsules
     <Capsules in capsules, built by train:make, without weights>
     """

@@ -31,7 +31,7 @@ def trace(function: Callable[..., Any], /, *args: Any, swallowed: bool = False, 
     gradients, arguments and random numbers are left as they were.
 
     >>> weight = torch.tensor([0.0, 4.0], requires_grad=True)
-    >>> for finding in ampwise.trace(lambda x: (x * weight).sqrt().sum(), torch.ones(2)):
+    >>> for finding in trace(lambda x: (x * weight).sqrt().sum(), torch.ones(2)):
     ...     print(finding.rule.name)
     infinite-derivative
     """
