@@ -7,14 +7,25 @@ import signal
 import pytest
 from hypothesis import settings
 
-# Time never decides a test. In CI the cases are the same in every run; elsewhere each run looks for new ones.
-settings.register_profile("ampwise", deadline=None, derandomize="CI" in os.environ)
+from .warm import Cold, Warm
+
+# Time never decides a test. In CI the cases are the same in every run; elsewhere each run looks for new ones, and many
+# at night, for which AMPWISE_NIGHTLY stands: what takes long is then done in full.
+settings.register_profile(
+    "ampwise",
+    deadline=None,
+    derandomize="CI" in os.environ,
+    max_examples=500 if "AMPWISE_NIGHTLY" in os.environ else 50,
+)
 settings.load_profile("ampwise")
 
 # A shell starts what it runs in the background with Ctrl-C switched off, and tests press it.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 collect_ignore_glob = ["rules/source/fixtures/*"]  # code to be read, not run
+
+# A thread each: several tests run at the same time, as do the processes they start. Read when torch is loaded.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 try:
     import torch
@@ -47,3 +58,12 @@ def load_script():
         return module
 
     return load
+
+
+@pytest.fixture(scope="session")
+def warm():
+    """Pythons that begin with torch loaded: ``warm.run("-m", "ampwise", "run", "train.py", cwd=folder)``."""
+    pytest.importorskip("torch")
+    pythons = Cold() if os.environ.get("AMPWISE_COLD") else Warm()
+    yield pythons
+    pythons.close()

@@ -4,6 +4,7 @@ The labels are what the tracer is judged by. Here they are held against an oracl
 notes at which lines a value that is not finite appears although all that went in was finite.
 """
 
+import functools
 import re
 import sys
 
@@ -26,6 +27,14 @@ BACKWARD = {"infinite-derivative", "gradient-overflow"}  # of a forward pass tha
 
 every_failing = pytest.mark.parametrize("program", FAILING, ids=lambda program: program.name)
 every_healthy = pytest.mark.parametrize("program", HEALTHY, ids=lambda program: program.name)
+
+
+@functools.cache
+def first_failure(program):
+    """Of a plain loop; each program is asked for it several times."""
+    return first_bad(program.case())
+
+
 needs_tracing = pytest.mark.skipif(not traces(), reason="this ampwise has no Engine.findings")
 
 
@@ -76,7 +85,7 @@ def test_a_name_that_is_not_there_is_refused_with_those_that_are():
 
 @every_failing
 def test_a_failing_program_fails_in_a_plain_loop_at_scale_one(program):
-    bad = first_bad(program.case())
+    bad = first_failure(program)
     assert bad is not None
     if program.label.kind in BACKWARD and program.name not in BEYOND_THE_ORACLE:
         assert bad.loss_is_finite, "the forward pass is to be finite"
@@ -93,7 +102,7 @@ def test_a_healthy_program_is_finite_throughout(program):
 
 
 def test_programs_fail_at_steps_of_all_sorts():
-    indices = [first_bad(program.case()).index for program in FAILING]
+    indices = [first_failure(program).index for program in FAILING]
     assert sum(index >= 2 for index in indices) > len(indices) / 2
 
 
@@ -164,7 +173,7 @@ BEYOND_THE_ORACLE = {
     "program", [each for each in FAILING if each.name not in BEYOND_THE_ORACLE], ids=lambda program: program.name
 )
 def test_the_label_is_where_the_bad_value_is_born_or_first_read(program):
-    index = first_bad(program.case()).index
+    index = first_failure(program).index
     steps = train(program.case())
     for _ in range(index):
         next(steps)

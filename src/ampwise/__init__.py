@@ -37,6 +37,9 @@ if TYPE_CHECKING:
     from ampwise.formats import Format as Format
     from ampwise.formats import find_format as find_format
     from ampwise.formats.cast import cast as cast
+    from ampwise.guard.ends import Stopped as Stopped
+    from ampwise.guard.guard import Guard as Guard
+    from ampwise.guard.ladder import Ladder as Ladder
     from ampwise.hardware import Gpu as Gpu
     from ampwise.hardware import describe_machine as describe_machine
     from ampwise.hardware import find_gpu as find_gpu
@@ -60,6 +63,8 @@ _HOMES = {
     "Format": "formats",
     "Gpu": "hardware",
     "GradScaler": "engine.scaling.scaler",
+    "Guard": "guard.guard",
+    "Ladder": "guard.ladder",
     "MissingDependency": "errors",
     "Place": "finding",
     "Policy": "engine.precision.policy",
@@ -68,6 +73,7 @@ _HOMES = {
     "Run": "record.reader",
     "ScaleCollapsed": "errors",
     "Severity": "finding",
+    "Stopped": "guard.ends",
     "UnknownName": "errors",
     "UnsupportedTensor": "errors",
     "cast": "formats.cast",

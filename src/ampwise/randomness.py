@@ -11,6 +11,8 @@ import torch
 
 __all__ = ["HostDraws", "captured", "host_differs", "plain_random", "random_state", "restore_random"]
 
+NUMPY_WORDS = 624  # of its generator
+
 
 def captured(device: torch.device, *, host: bool = True) -> dict[str, Any]:
     """Of torch, on the CPU and on the device; of Python; of numpy, where it is in use: the fastest way.
@@ -85,6 +87,8 @@ def restore_random(state: Mapping[str, Any], device: torch.device) -> None:
         python = state["python"]
         random.setstate((python["version"], tuple(python["words"]), python["gauss"]))
     if "numpy" in state and "numpy" in sys.modules:
+        if not 0 <= state["numpy"]["state"]["pos"] <= NUMPY_WORDS:  # numpy believes any, and reads there
+            raise ValueError("the state of numpy's random numbers makes no sense")
         sys.modules["numpy"].random.set_state(state["numpy"])
 
 

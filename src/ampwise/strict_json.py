@@ -11,7 +11,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["dumps", "plain"]
+__all__ = ["dumps", "loads", "plain"]
 
 DEEPEST = 50  # evidence nested deeper is a mistake, or holds itself
 
@@ -25,6 +25,34 @@ def dumps(value: Any, *, indent: int | None = 2) -> str:
     import json  # takes longer to load than most verbs to run
 
     return json.dumps(plain(value), indent=indent, allow_nan=False) + "\n"
+
+
+def loads(data: str | bytes) -> Any:
+    """What strict JSON holds: ValueError for a name that is there twice, which readers read differently, and for NaN.
+
+    >>> loads('{"norm": 1.0, "norm": 2.0}')
+    Traceback (most recent call last):
+    ValueError: 'norm' is in it twice
+    """
+    import json
+
+    try:
+        return json.loads(data, object_pairs_hook=_unique, parse_constant=_no_constant)
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in found:
+            raise ValueError(f"{key[:80]!r} is in it twice")
+        found[key] = value
+    return found
+
+
+def _no_constant(name: str) -> Any:
+    raise ValueError(f"{name} is no JSON")
 
 
 def plain(value: Any, depth: int = 0) -> Any:

@@ -24,8 +24,18 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ampwise.errors import BadInput, UnsupportedTensor
 from ampwise.record.files import opened, write_aside
+from ampwise.strict_json import loads
 
-__all__ = ["OnDisk", "read_tensors", "refuse_unwritable", "size_on_disk", "unique_keys", "write_tensors"]
+__all__ = [
+    "Entry",
+    "OnDisk",
+    "entries",
+    "filled",
+    "read_tensors",
+    "refuse_unwritable",
+    "size_on_disk",
+    "write_tensors",
+]
 
 LENGTH = struct.Struct("<Q")  # of the header
 LONGEST_HEADER = 100_000_000  # bytes, as in the safetensors package
@@ -69,7 +79,9 @@ class OnDisk(NamedTuple):
     sha256: str  # of all of them
 
 
-class _Entry(NamedTuple):
+class Entry(NamedTuple):
+    """A tensor in a file, and where its bytes lie."""
+
     name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -84,7 +96,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> OnDisk:
     """Write tensors of any device, as many at a time as one; the file is in place when it is whole."""
     digest = hashlib.sha256()
 
-    def pieces() -> Iterator[bytes]:
+    def pieces() -> Iterator[bytes | memoryview]:
         for piece in _pieces(tensors):
             digest.update(piece)
             yield piece
@@ -111,7 +123,7 @@ def refuse_unwritable(name: str, tensor: Tensor) -> None:
         raise UnsupportedTensor(f"{name} is {tensor.dtype}, which a file of tensors has no form for.")
 
 
-def _pieces(tensors: Mapping[str, Tensor]) -> Iterator[bytes]:
+def _pieces(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
     for name, tensor in tensors.items():
         refuse_unwritable(repr(name), tensor)
     header = _header(tensors)
@@ -121,7 +133,8 @@ def _pieces(tensors: Mapping[str, Tensor]) -> Iterator[bytes]:
     for tensor in tensors.values():
         values = _bytes_of(tensor.detach().cpu()).numpy().data
         for begin in range(0, len(values), CHUNK):
-            yield bytes(values[begin : begin + CHUNK])
+            # As they lie in memory: no copy, during which no other thread could run.
+            yield values[begin : begin + CHUNK]
 
 
 def _header(tensors: Mapping[str, Tensor]) -> bytes:
@@ -163,21 +176,36 @@ def _read(file: IO[bytes], name: str, largest: int | None) -> OnDisk:
     header = _read_header(file, size, name)
     digest.update(LENGTH.pack(len(header)) + header)
     length = size - LENGTH.size - len(header)  # of all tensors
-    entries = _checked(_parsed(header, name), length, name)
+    found = _checked(_parsed(header, name), length, name)
     if largest is not None and length > largest:
         raise BadInput(f"{name} has {length:,} bytes of tensors, and there is room for {largest:,}.")
     tensors = {}
-    for entry in entries:
+    for entry in found:
         values = torch.empty(entry.end - entry.begin, dtype=torch.uint8)
         memory = values.numpy().data
-        if _filled(file, memory) != len(memory):
+        if filled(file, memory) != len(memory):
             raise BadInput(f"{name} has become shorter while it was read.")
         digest.update(memory)
         tensors[entry.name] = _shaped(values, entry, name)
     return OnDisk(tensors, size, digest.hexdigest())
 
 
-def _filled(file: IO[bytes], memory: memoryview) -> int:
+def entries(file: IO[bytes], name: str) -> dict[str, Entry]:
+    """The tensors of an opened file by name, with where in the file they begin and end; BadInput as ``read_tensors``.
+
+    Only the header is read, and held against the length of the file.
+    """
+    size = os.fstat(file.fileno()).st_size
+    file.seek(0)
+    header = _read_header(file, size, name)
+    data = LENGTH.size + len(header)
+    return {
+        entry.name: entry._replace(begin=data + entry.begin, end=data + entry.end)
+        for entry in _checked(_parsed(header, name), size - data, name)
+    }
+
+
+def filled(file: IO[bytes], memory: memoryview) -> int:
     """How much of the memory was filled from the file: less than all of it at the file's end."""
     done = 0
     while done < len(memory) and (count := file.readinto(memory[done:])):  # type: ignore[attr-defined]
@@ -200,7 +228,7 @@ def _read_header(file: IO[bytes], size: int, name: str) -> bytes:
 
 def _parsed(header: bytes, name: str) -> dict[str, Any]:
     try:
-        data = json.loads(header.decode(), object_pairs_hook=unique_keys)
+        data = loads(header.decode())
     except (ValueError, RecursionError) as error:
         raise BadInput(f"{name} is damaged: its header makes no sense ({error}).") from error
     if not isinstance(data, dict):
@@ -208,22 +236,12 @@ def _parsed(header: bytes, name: str) -> dict[str, Any]:
     return data
 
 
-def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """For ``json.loads``: a name that is there twice would mean one thing to one reader and another to the next."""
-    found: dict[str, Any] = {}
-    for key, value in pairs:
-        if key in found:
-            raise ValueError(f"{key[:80]!r} is in it twice")
-        found[key] = value
-    return found
-
-
-def _checked(header: Mapping[str, Any], length: int, file: str) -> list[_Entry]:
+def _checked(header: Mapping[str, Any], length: int, file: str) -> list[Entry]:
     """The tensors, in the order in which they lie in the file: one after the other, from its beginning to its end."""
-    entries = [_entry(name, facts, file) for name, facts in header.items() if name != METADATA]
-    entries.sort(key=lambda entry: (entry.begin, entry.end))
+    found = [_entry(name, facts, file) for name, facts in header.items() if name != METADATA]
+    found.sort(key=lambda entry: (entry.begin, entry.end))
     reached = 0
-    for entry in entries:
+    for entry in found:
         if entry.begin != reached:
             raise BadInput(f"{file} is damaged: {entry.name[:80]!r} begins at {entry.begin:,}, not at {reached:,}.")
         reached = entry.end
@@ -231,10 +249,10 @@ def _checked(header: Mapping[str, Any], length: int, file: str) -> list[_Entry]:
         raise BadInput(
             f"{file} is damaged: its header tells of {reached:,} bytes of tensors, and {length:,} are there."
         )
-    return entries
+    return found
 
 
-def _entry(name: str, facts: Any, file: str) -> _Entry:
+def _entry(name: str, facts: Any, file: str) -> Entry:
     shown = f"{file} is damaged: {name[:80]!r}"
     if not name or len(name) > LONGEST_NAME or not name.isprintable():
         raise BadInput(f"{shown} is no name for a tensor.")
@@ -251,7 +269,7 @@ def _entry(name: str, facts: Any, file: str) -> _Entry:
     dtype, (begin, end) = DTYPES[facts["dtype"]], offsets
     if end - begin != math.prod(shape) * dtype.itemsize:
         raise BadInput(f"{shown} has {end - begin:,} bytes, and {facts['dtype']} of shape {shape} takes others.")
-    return _Entry(name, dtype, tuple(shape), begin, end)
+    return Entry(name, dtype, tuple(shape), begin, end)
 
 
 def _are_counts(values: Any) -> bool:
@@ -261,7 +279,7 @@ def _are_counts(values: Any) -> bool:
     return isinstance(values, list) and all(map(is_count, values))
 
 
-def _shaped(values: Tensor, entry: _Entry, file: str) -> Tensor:
+def _shaped(values: Tensor, entry: Entry, file: str) -> Tensor:
     if entry.dtype == torch.bool and values.numel() and int(values.max()) > 1:  # torch would compute nonsense with it
         raise BadInput(f"{file} is damaged: {entry.name[:80]!r} has truth values that are neither 0 nor 1.")
     return values.view(entry.dtype).reshape(entry.shape)

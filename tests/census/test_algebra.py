@@ -22,6 +22,7 @@ tensors = st.lists(floats32, max_size=30).map(lambda values: torch.tensor(values
 finite_tensors = st.lists(finite32, max_size=30).map(lambda values: torch.tensor(values, dtype=torch.float32))
 small_k = st.integers(-40, 40)
 scalar_formats = st.sampled_from(SIGNED)
+many = settings(max_examples=3 * settings.default.max_examples)  # where few of the cases are at an edge
 
 
 @given(tensors, tensors)
@@ -86,7 +87,7 @@ def test_a_binade_is_closed_at_its_upper_end(magnitude):
 # --- answers against real casts -------------------------------------------------------------------
 
 
-@settings(max_examples=300)
+@many
 @given(finite_tensors, scalar_formats, small_k)
 def test_flushed_is_exact(tensor, fmt, k):
     scaled = tensor.double() * 2.0**k
@@ -96,7 +97,7 @@ def test_flushed_is_exact(tensor, fmt, k):
     assert flushed.exact
 
 
-@settings(max_examples=300)
+@many
 @given(finite_tensors, scalar_formats, small_k)
 def test_overflowed_holds_the_truth_between_its_bounds(tensor, fmt, k):
     scaled = tensor.double() * 2.0**k
@@ -115,7 +116,7 @@ def _beyond(values, fmt):
     )
 
 
-@settings(max_examples=300)
+@many
 @given(finite_tensors, scalar_formats, small_k)
 def test_subnormal_holds_the_truth_between_its_bounds(tensor, fmt, k):
     magnitudes = tensor.double().abs() * 2.0**k
@@ -137,7 +138,7 @@ def test_counts_on_many_random_values(fmt):
         assert overflowed.low <= _beyond(scaled, fmt) <= overflowed.high
 
 
-@settings(max_examples=200)
+@many
 @given(finite_tensors, st.sampled_from(list(BLOCK_FORMATS.values())), st.integers(-20, 20))
 def test_block_formats_flush_within_the_bounds(tensor, fmt, k):
     scaled = tensor.double() * 2.0**k
@@ -177,7 +178,7 @@ def test_scaling_out_of_reach_is_an_error_and_not_a_wrong_answer():
     assert one.overflowed("fp16", 2000) == 1
 
 
-@settings(max_examples=200)
+@many
 @given(
     st.lists(st.floats(allow_nan=False, allow_infinity=False), max_size=20),
     st.sampled_from(list(BLOCK_FORMATS.values())),

@@ -1,6 +1,7 @@
 """The engine against loops written by hand in plain torch: bit for bit, step by step, also where steps are skipped."""
 
 import copy
+import os
 from dataclasses import replace
 from functools import cache
 from itertools import product
@@ -49,13 +50,19 @@ def arrangements():
 
 
 EVERY = list(arrangements())
+# By day each arrangement is driven in one of the two ways, in turn; a pair that differs in its scheduler has both.
+BOTH = (in_one_call, in_pieces)
+WAYS = {
+    each: BOTH if "AMPWISE_NIGHTLY" in os.environ else BOTH[(turn + turn // 2) % 2 :][:1]
+    for turn, each in enumerate(EVERY)
+}
 
 
 @pytest.mark.parametrize("arrangement", EVERY, ids=str)
 def test_a_run_is_that_of_the_loop_by_hand_bit_for_bit(arrangement):
     by_torch = by_hand(arrangement)
-    assert_same(by_engine(arrangement, in_one_call), by_torch)
-    assert_same(by_engine(arrangement, in_pieces), by_torch)
+    for way in WAYS[arrangement]:
+        assert_same(by_engine(arrangement, way), by_torch)
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)

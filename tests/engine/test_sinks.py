@@ -328,19 +328,11 @@ def test_the_end_of_the_program_is_the_end_of_sinks(tmp_path):
     assert said == ["row 1 False", "row 2 False", "row 3 False", "row 3 False", "package ended"]
 
 
-def test_a_hanging_sink_delays_the_end_by_seconds_only(tmp_path):
+def test_a_hanging_sink_delays_the_end_by_seconds_only(warm, tmp_path):
     code = AT_EXIT.replace('say("row", row.step, self.package.ended)', "import time; time.sleep(60)")
     code = "\n".join(line for line in code.splitlines() if "while not" not in line and line != "    pass")
     started = time.monotonic()
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(ROOT / "src")},
-        capture_output=True,
-        text=True,
-        timeout=55,
-        check=False,
-    )
+    done = warm.run("-c", code, cwd=tmp_path, timeout=55)
     assert time.monotonic() - started < 50
     assert done.returncode == 6
     assert "was still busy when the run was over" in done.stderr

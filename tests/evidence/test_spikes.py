@@ -1,11 +1,12 @@
 """Jumps of the loss are found, and noise, falls and the first steps are not."""
 
+import json
 import math
 import random
 
 import pytest
 
-from ampwise.evidence.spikes import KEPT, SpikeWatch
+from ampwise.evidence.spikes import IN_A_ROW, KEPT, REMEMBERED, WINDOW, SpikeWatch
 
 
 def watched(losses):
@@ -82,3 +83,105 @@ def test_memory_is_flat():
     watch = watched([1.0] * 60 + [100.0 if step % 7 == 0 else 1.0 for step in range(3000)])
     assert len(watch.spikes) == KEPT
     assert watch.count > 400
+
+
+# As a guard asks: at each step, and going back
+
+
+def told(losses, watch=None, first=1):
+    """The steps at which ``add`` says that a spike is there."""
+    watch = SpikeWatch() if watch is None else watch
+    return [step for step, loss in enumerate(losses, start=first) if watch.add(step, loss) is not None]
+
+
+def test_a_sudden_spike_is_told_at_its_step_and_a_lasting_one_once_it_lasts():
+    losses = noisy(200)
+    losses[120:123] = [40.0] * 3
+    losses[160:175] = [loss * 1.95 for loss in losses[160:175]]
+    assert told(losses) == [121, 160 + IN_A_ROW]
+
+
+def test_what_is_told_is_what_is_kept():
+    losses = noisy(200)
+    losses[120] = 20.0
+    watch = SpikeWatch()
+    returned = [spike for step, loss in enumerate(losses) if (spike := watch.add(step, loss)) is not None]
+    assert returned == watch.spikes
+    assert len(returned) == watch.count == 1
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_a_loss_that_is_not_finite_changes_nothing(bad):
+    losses = noisy(300)
+    losses[150] = 30.0
+    with_bad = [*losses[:100], *[bad] * 60, *losses[100:]]
+    assert told(with_bad) == [211]
+
+
+@pytest.mark.parametrize("back", [1, 30, 120, REMEMBERED // 2])
+def test_what_is_forgotten_has_not_been(back):
+    """A run that went astray, was put back and went on is judged as one that was never astray."""
+    losses = noisy(700)
+    after = noisy(100, seed=5)
+    after[60] = 25.0
+    straight, astray = SpikeWatch(), SpikeWatch()
+    told(losses, straight), told(losses, astray)
+    told([4.0 + step / 10 for step in range(back)], astray, first=701)
+    astray.forget(701)
+    straight.forget(701)
+    assert astray._window() == straight._window()
+    assert told(after, astray, first=701) == told(after, straight, first=701) == [761]
+
+
+def test_a_new_level_that_was_not_yet_known_is_none_after_going_back():
+    watch = watched(noisy(150) + noisy(60, seed=1, level=20.0))
+    assert watch.count == 1
+    watch.forget(161)
+    assert {step for step, _ in watch._window()} == set(range(101, 151))
+    watch = watched(noisy(150) + noisy(60, seed=1, level=20.0))
+    watch.forget(205)
+    assert [step for step, _ in watch._window()] == list(range(155, 205))
+
+
+def test_after_going_back_it_is_judged_by_what_was_usual_there():
+    losses = [100.0 * math.exp(-step / 100) * noise for step, noise in enumerate(noisy(600, level=1.0, noise=0.02))]
+    watch = SpikeWatch()
+    told(losses, watch)
+    watch.forget(201)
+    assert told(losses[200:], watch, first=201) == [], "the losses of then are no spikes"
+
+
+def test_what_was_told_stays_told_and_a_spike_that_comes_again_is_told_again():
+    losses = [*noisy(150), 50.0]
+    watch = SpikeWatch()
+    assert told(losses, watch) == [151]
+    watch.forget(140)
+    assert watch.count == 1
+    assert told(losses[139:], watch, first=140) == [151]
+    assert watch.count == 2
+
+
+def test_forgetting_everything_begins_to_look_anew():
+    watch = watched(noisy(200))
+    watch.forget(0)
+    assert told([500.0, *noisy(WINDOW // 2 - 2), 500.0], watch) == []
+    watch.forget(0)
+    assert told([*noisy(30), 9000.0], watch, first=100) == [130]
+
+
+@pytest.mark.parametrize("at", [10, 39, 100, 121, 123, 130, 171])
+def test_another_goes_on_from_a_state_as_this_one_would(at):
+    losses = noisy(300)
+    losses[120:124] = [30.0] * 4
+    losses[168:180] = [loss * 1.9 for loss in losses[168:180]]
+    whole, first, second = SpikeWatch(), SpikeWatch(), SpikeWatch()
+    expected = told(losses, whole)
+    assert expected == [121, 168 + IN_A_ROW]
+    early = told(losses[:at], first)
+    second.load(json.loads(json.dumps(first.state())))
+    assert early + told(losses[at:], second, first=at + 1) == expected
+    assert second.state() == whole.state()
+
+
+def test_a_state_is_small():
+    assert len(json.dumps(watched(noisy(3000)).state())) < 4000

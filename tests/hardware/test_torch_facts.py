@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import subprocess
-import sys
 import warnings
 from types import SimpleNamespace
 
@@ -136,11 +134,11 @@ print(json.dumps(read_fp32_switches(torch).as_dict()))
     ],
     ids=["defaults", "old names", "new names", "both, contradicting"],
 )
-def test_switches_are_read_however_they_were_set(setting, matmul, convolution):
+def test_switches_are_read_however_they_were_set(setting, matmul, convolution, warm, tmp_path):
     torch = pytest.importorskip("torch")
     if "fp32_precision" in setting and not hasattr(torch.backends.cudnn, "conv"):
         pytest.skip("this torch has only the old names")
-    done = subprocess.run([sys.executable, "-c", SET_THEN_READ, setting], capture_output=True, text=True, check=False)
+    done = warm.run("-c", SET_THEN_READ, setting, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     read = json.loads(done.stdout)
     assert (read["matmul_tf32"], read["convolution_tf32"]) == (matmul, convolution)

@@ -462,10 +462,14 @@ def test_many_optimizers_do_not_make_it_thin_at_every_step(make, monkeypatch):
 
 
 def test_a_week_of_steps_stays_small(make, record_property):
-    """A million steps as they are, and the samples of 300 tensors as large as these get: under 200 MB together."""
+    """Steps as they are, and the samples of 300 tensors as large as these get: under 200 MB together.
+
+    A million of them at night. By day enough to be thinned twice: from then on it only happens again.
+    """
     writer = make()
+    last = 1_000_000 if "AMPWISE_NIGHTLY" in os.environ else 3 * Limits().rows
     peak, spent = 0, 0.0
-    for first in range(1, 1_000_001, 1000):
+    for first in range(1, last + 1, 1000):
         rows = [row(step) for step in range(first, first + 1000)]
         began = time.perf_counter()
         for one in rows:
@@ -473,7 +477,7 @@ def test_a_week_of_steps_stays_small(make, record_property):
         spent += time.perf_counter() - began
         peak = max(peak, writer._steps.bytes)
     writer.flush()
-    record_property("microseconds_per_step", spent)  # of a million; a fact about the machine, not a claim
+    record_property("microseconds_per_step", spent / last * 1e6)  # a fact about the machine, not a claim
     assert peak < 25_000_000
     limits = Limits()
     counts = {exponent: 10**12 + exponent for exponent in range(-60, 0)}  # sums over a week
@@ -483,7 +487,7 @@ def test_a_week_of_steps_stays_small(make, record_property):
     each = writer._layers.bytes
     assert 1.5 * (peak + limits.layer_bytes + each) < 200_000_000  # half more while it is thinned
     whole = together(Run.read(writer.folder).steps)
-    assert (whole.first, whole.last, whole.count) == (1, 1_000_000, 1_000_000)
+    assert (whole.first, whole.last, whole.count) == (1, last, last)
 
 
 def test_memory_stays_flat(make):

@@ -62,6 +62,17 @@ def ampwise(*words, folder, **environment):
     )
 
 
+@pytest.fixture
+def watched(warm, tmp_path):
+    """`ampwise run`, where it does not matter that torch is loaded already."""
+
+    def watched(*words, **environment):
+        environment = {**os.environ, "COLUMNS": "110", **environment}
+        return warm.run("-m", "ampwise", "run", *words, cwd=tmp_path, env=environment)
+
+    return watched
+
+
 def lines(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
 
@@ -70,9 +81,9 @@ def codes(run):
     return [seen.finding.rule.code for seen in run.findings]
 
 
-def test_the_numbers_of_the_record_and_a_script_that_notices_nothing(script, tmp_path):
-    words = ("run", "-q", "-o", "first", "--every", "1", "--sink", "jsonl", "--sink", "jsonl:logs/m.jsonl", script)
-    done = ampwise(*words, folder=tmp_path)
+def test_the_numbers_of_the_record_and_a_script_that_notices_nothing(script, watched, tmp_path):
+    words = ("-q", "-o", "first", "--every", "1", "--sink", "jsonl", "--sink", "jsonl:logs/m.jsonl", script)
+    done = watched(*words)
     assert (done.returncode, done.stdout, done.stderr) == (3, PRINTED, "")
     rows, also = lines(tmp_path / "first.metrics.jsonl"), lines(tmp_path / "logs" / "m.jsonl")
     assert rows == also
@@ -122,11 +133,11 @@ def plugin(tmp_path):
     return folder
 
 
-def test_sinks_that_fail_and_hang_are_findings_of_the_run_and_nothing_else(script, plugin, tmp_path):
+def test_sinks_that_fail_and_hang_are_findings_of_the_run_and_nothing_else(script, plugin, watched, tmp_path):
     path = os.pathsep.join([str(ROOT / "src"), str(plugin)])
     sinks = ("--sink", "broken", "--sink", "slow", "--sink", "jsonl:m.jsonl")
     started = time.monotonic()
-    done = ampwise("run", "-o", "first", *sinks, script, folder=tmp_path, PYTHONPATH=path)
+    done = watched("-o", "first", *sinks, script, PYTHONPATH=path)
     assert time.monotonic() - started < 55
     assert (done.returncode, done.stdout) == (3, PRINTED)
     assert done.stderr.count("sink-failed: the sink `broken` could not be opened: OSError: no room") == 1
@@ -138,9 +149,9 @@ def test_sinks_that_fail_and_hang_are_findings_of_the_run_and_nothing_else(scrip
     assert len([row for row in lines(tmp_path / "m.jsonl") if "ampwise/skipped" in row]) == 12
 
 
-def test_who_wants_to_hear_nothing_hears_of_a_sink_that_failed(script, plugin, tmp_path):
+def test_who_wants_to_hear_nothing_hears_of_a_sink_that_failed(script, plugin, watched, tmp_path):
     path = os.pathsep.join([str(ROOT / "src"), str(plugin)])
-    done = ampwise("run", "-q", "-o", "first", "--sink", "broken", script, folder=tmp_path, PYTHONPATH=path)
+    done = watched("-q", "-o", "first", "--sink", "broken", script, PYTHONPATH=path)
     assert (done.returncode, done.stdout) == (3, PRINTED)
     said = "ampwise: warning: AMP801 sink-failed: the sink `broken` could not be opened: OSError: no room\n"
     assert done.stderr == said
@@ -184,15 +195,15 @@ def test_of_several_ranks_the_first_sends(tmp_path):
     assert not (tmp_path / "two" / "rank1.metrics.jsonl").exists()
 
 
-def test_os_exit_asks_nobody_and_the_rows_are_there(tmp_path):
+def test_os_exit_asks_nobody_and_the_rows_are_there(watched, tmp_path):
     (tmp_path / "train.py").write_text(TRAINING.replace("sys.exit(3)", "sys.stdout.flush()\nimport os\nos._exit(4)"))
-    done = ampwise("run", "-q", "-o", "first", "--sink", "jsonl", "train.py", folder=tmp_path)
+    done = watched("-q", "-o", "first", "--sink", "jsonl", "train.py")
     assert done.returncode == 4
     assert len([row for row in lines(tmp_path / "first.metrics.jsonl") if "ampwise/skipped" in row]) == 12
 
 
 @pytest.mark.skipif(importlib.util.find_spec("wandb") is None, reason="wandb is not installed")
-def test_a_script_with_wandb_of_its_own_under_the_watch(tmp_path):
+def test_a_script_with_wandb_of_its_own_under_the_watch(watched, tmp_path):
     """Nothing on stdout but the script's, one traceback, and no run but its own."""
     (tmp_path / "train.py").write_text(
         "import wandb\nwandb.init(project='theirs', settings=wandb.Settings(silent=True))\n"
@@ -201,7 +212,7 @@ def test_a_script_with_wandb_of_its_own_under_the_watch(tmp_path):
         )
     )
     home = {"HOME": str(tmp_path), "WANDB_MODE": "offline", "WANDB_ERROR_REPORTING": "false"}
-    done = ampwise("run", "-q", "-o", "first", "--sink", "wandb", "train.py", folder=tmp_path, **home)
+    done = watched("-q", "-o", "first", "--sink", "wandb", "train.py", **home)
     assert done.returncode == 1
     assert done.stdout == PRINTED
     assert done.stderr.count("ValueError: the end") == 1

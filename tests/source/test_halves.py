@@ -2,8 +2,6 @@
 
 import ast
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -71,7 +69,7 @@ def test_what_keeps_its_dtype_is_on_no_list(listed):
     assert not KEEPS & set().union(*listed.values())
 
 
-def test_fake_tensors_agree():
+def test_fake_tensors_agree(warm, tmp_path):
     calls = COMPOSED | {name: f"x.{name}()" for name in KEPT}
     script = f"""
 import torch, torch.nn.functional as F
@@ -82,7 +80,8 @@ with FakeTensorMode(), torch.no_grad():
     for name, call in {calls!r}.items():
         print(name, str(eval(call).dtype).removeprefix("torch."))
 """
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    done = warm.run("-c", script, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
     found = dict(line.split() for line in done.stdout.splitlines())
     assert found == dict.fromkeys(COMPOSED, SINGLE) | dict.fromkeys(KEPT, HALF)
     assert set(KEPT) <= KEEPS

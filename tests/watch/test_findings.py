@@ -3,7 +3,8 @@
 from ampwise.evidence.conduct import Clip, Site
 from ampwise.evidence.health import Health
 from ampwise.record.rows import StepRow
-from ampwise.watch.findings import MOST, Findings, checks_of
+from ampwise.rules.judging import checks_of
+from ampwise.watch.findings import MOST, Findings
 
 
 def clip(line):

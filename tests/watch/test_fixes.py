@@ -1,10 +1,7 @@
 """Fixes as diffs: applied to the script as it ran, they leave the linter nothing to say of that finding."""
 
-import os
 import re
 import runpy
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -134,11 +131,9 @@ def test_a_fix_mends_its_finding(code, script, tmp_path, monkeypatch):
     assert len(context) <= 6
 
 
-def test_the_broken_example_has_one(tmp_path):
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+def test_the_broken_example_has_one(warm, tmp_path):
     script = ROOT / "examples" / "broken_gpt.py"
-    command = [sys.executable, "-m", "ampwise", "run", "-q", "-o", "run", str(script), "--steps", "3"]
-    subprocess.run(command, cwd=tmp_path, env=environment, check=True, capture_output=True)
+    warm.run("-m", "ampwise", "run", "-q", "-o", "run", script, "--steps", "3", cwd=tmp_path).check_returncode()
     by_code = {seen.finding.rule.code: seen for seen in Run.read(tmp_path / "run").findings}
     text = script.read_text(encoding="utf-8")
     clip = by_code.pop("AMP101")
@@ -199,7 +194,7 @@ def test_a_script_that_has_gone_to_another_folder_is_found(tmp_path, monkeypatch
     assert seen.diff.startswith("--- train.py\n")
 
 
-def test_a_clip_in_another_file_than_the_loop(tmp_path):
+def test_a_clip_in_another_file_than_the_loop(warm, tmp_path):
     (tmp_path / "clipping.py").write_text(
         "from torch import nn\n\n\ndef clip(scaler, optimizer, model):\n"
         "    nn.utils.clip_grad_norm_(model.parameters(), 1.0)\n"
@@ -209,9 +204,7 @@ def test_a_clip_in_another_file_than_the_loop(tmp_path):
         "from torch import nn\n", "from clipping import clip\nfrom torch import nn\n"
     )
     (tmp_path / "train.py").write_text(script)
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
-    command = [sys.executable, "-m", "ampwise", "run", "-q", "-o", "run", "train.py"]
-    subprocess.run(command, cwd=tmp_path, env=environment, check=True, capture_output=True)
+    warm.run("-m", "ampwise", "run", "-q", "-o", "run", "train.py", cwd=tmp_path).check_returncode()
     (seen,) = [each for each in Run.read(tmp_path / "run").findings if each.finding.rule.code == "AMP101"]
     assert seen.finding.place.file.endswith("clipping.py")
     assert seen.diff == "", "the linter mends no call whose scaler is another file's"

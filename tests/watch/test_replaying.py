@@ -5,8 +5,6 @@ import json
 import math
 import random
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy
@@ -736,13 +734,13 @@ def test_what_a_capsule_has_no_form_for_is_said(tmp_path):
 
 
 @pytest.mark.parametrize("weights", [True, False])
-def test_capsules_are_written_where_they_are_asked_for(tmp_path, weights):
+def test_capsules_are_written_where_they_are_asked_for(warm, tmp_path, weights):
     from ampwise.trace.capsule import read
 
     (tmp_path / "train.py").write_text(SCRIPT)
-    command = [sys.executable, "-m", "ampwise", "run", "-o", "out", "--capsule", "saved"]
-    command += [] if weights else ["--no-weights"]
-    done = subprocess.run([*command, "train.py"], cwd=tmp_path, capture_output=True, text=True, check=True)
+    words = ["--capsule", "saved", *([] if weights else ["--no-weights"])]
+    done = warm.run("-m", "ampwise", "run", "-o", "out", *words, "train.py", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
     assert "AMP901" in done.stderr
     assert "capsule: " in done.stderr
     assert re.search(r"^ampwise: saving step 2 in \S+saved \([\d.]+ \w+\)$", done.stderr, re.MULTILINE)

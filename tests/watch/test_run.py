@@ -2,11 +2,11 @@
 
 import json
 import os
-import signal
 import subprocess
 import sys
 import textwrap
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -49,6 +49,16 @@ def python(*words, folder):
     return subprocess.run(
         [sys.executable, *map(str, words)], cwd=folder, env=ENVIRONMENT, capture_output=True, text=True, check=False
     )
+
+
+@pytest.fixture
+def watched(warm, tmp_path):
+    """`ampwise run`, where it does not matter that torch is loaded already."""
+
+    def watched(*words):
+        return warm.run("-m", "ampwise", "run", *words, cwd=tmp_path, env=ENVIRONMENT)
+
+    return watched
 
 
 @pytest.fixture
@@ -132,9 +142,9 @@ if __name__ == "__main__":
 
 
 @pytest.mark.parametrize("kind", ["ThreadPoolExecutor", "ProcessPoolExecutor"])
-def test_a_pool_that_nobody_has_shut_down_does_not_keep_the_run_alive(write, tmp_path, kind):
+def test_a_pool_that_nobody_has_shut_down_does_not_keep_the_run_alive(write, watched, tmp_path, kind):
     write(IDLE_POOL.format(kind=kind) + textwrap.indent(TRAINING + "step()\n", "    "))
-    run = ampwise("run", "-q", "-o", "run", "train.py", folder=tmp_path)  # which waits for two minutes at most
+    run = watched("-q", "-o", "run", "train.py")  # which waits for two minutes at most
     assert (run.returncode, run.stdout, run.stderr) == (0, "done at the end\n", "")
     record = Run.read(tmp_path / "run")
     assert record.status == "finished"
@@ -142,7 +152,7 @@ def test_a_pool_that_nobody_has_shut_down_does_not_keep_the_run_alive(write, tmp
     assert not [sentence for sentence in record.facts["not_measured"] if "could not be followed" in sentence]
 
 
-def test_children_of_a_fork_leave_the_record_alone(write, tmp_path):
+def test_children_of_a_fork_leave_the_record_alone(write, watched, tmp_path):
     write(
         TRAINING
         + """
@@ -154,7 +164,7 @@ os.wait()
 step()
 """
     )
-    assert ampwise("run", "-q", "-o", "run", "train.py", folder=tmp_path).returncode == 0
+    assert watched("-q", "-o", "run", "train.py").returncode == 0
     run = Run.read(tmp_path / "run")
     assert [(row.first, row.last) for row in run.steps] == [(1, 1), (2, 2)]
     assert not run.trouble
@@ -168,9 +178,9 @@ def test_variables_set_before_torch_is_imported_count(write, tmp_path):
 # What is left of a run
 
 
-def test_a_finding_and_the_record_of_it(write, tmp_path):
+def test_a_finding_and_the_record_of_it(write, warm, tmp_path):
     path = write(TRAINING + "\nfor _ in range(5):\n    print(float(step().detach()))\n")
-    plain = python("train.py", folder=tmp_path)
+    plain = warm.run("train.py", cwd=tmp_path, env=ENVIRONMENT)
     run = ampwise("run", "-o", "run", "train.py", folder=tmp_path)
     assert (run.returncode, run.stdout) == (0, plain.stdout)  # to the last bit
     line = path.read_text().splitlines().index("    nn.utils.clip_grad_norm_(model.parameters(), 1.0)") + 1
@@ -185,25 +195,19 @@ def test_a_finding_and_the_record_of_it(write, tmp_path):
 
 
 @pytest.mark.parametrize("how", ["an exception", "os._exit", "kill -9", "Ctrl-C"])
-def test_what_was_seen_before_the_end_is_kept(write, tmp_path, how):
+def test_what_was_seen_before_the_end_is_kept(write, watched, tmp_path, how):
     endings = {
         "an exception": "raise ValueError('no more data')",
-        "os._exit": "import os\nos._exit(9)",
-        "kill -9": "import os, signal\nos.kill(os.getpid(), signal.SIGKILL)",
-        "Ctrl-C": "import time\nprint('ready', flush=True)\ntime.sleep(60)",
+        "os._exit": "os._exit(9)",
+        "kill -9": "os.kill(os.getpid(), signal.SIGKILL)",
+        "Ctrl-C": "os.kill(os.getpid(), signal.SIGINT)\ntime.sleep(60)",
     }
-    write(TRAINING + f"\nimport time\nfor _ in range(40):\n    step()\n    time.sleep(0.1)\n{endings[how]}\n")
-    command = [sys.executable, "-m", "ampwise", "run", "-q", "-o", "run", "train.py"]
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    process = subprocess.Popen(command, cwd=tmp_path, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    signal.signal(signal.SIGINT, before)
-    if how == "Ctrl-C":
-        assert process.stdout.readline() == b"ready\n"
-        time.sleep(0.2)
-        process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=90)
+    pause = 0.1 if how == "kill -9" else 0.0  # so that something is on the disk by then
+    loop = f"for _ in range(40):\n    step()\n    time.sleep({pause})\n"
+    write(f"import os, signal, time\n{TRAINING}\n{loop}{endings[how]}\n")
+    done = watched("-q", "-o", "run", "train.py")
     codes = {"an exception": 1, "os._exit": 9, "kill -9": -9, "Ctrl-C": 130}
-    assert process.returncode == codes[how], err
+    assert done.returncode == codes[how], done.stderr
     run = Run.read(tmp_path / "run")
     assert [seen.finding.rule.code for seen in run.findings] == ["AMP101"]
     fewest = 10 if how == "kill -9" else 40
@@ -219,9 +223,9 @@ def test_a_script_without_torch_is_told_so(write, tmp_path):
     assert "the script never imported torch" in run.stderr
 
 
-def test_a_script_that_never_trains_is_told_so(write, tmp_path):
+def test_a_script_that_never_trains_is_told_so(write, watched, tmp_path):
     write("import torch\nprint(torch.ones(2).sum())")
-    run = ampwise("run", "-o", "run", "train.py", folder=tmp_path)
+    run = watched("-o", "run", "train.py")
     assert run.returncode == 0
     assert "which took no step" in run.stderr
 
@@ -236,12 +240,12 @@ def test_without_o_each_run_has_a_folder_of_its_own(write, tmp_path):
 
 
 @pytest.mark.parametrize("module", [True, False], ids=["-m", "torchrun"])
-def test_ranks_each_write_a_part(write, tmp_path, module):
+def test_ranks_each_write_a_part(write, watched, tmp_path, module):
     apart = TRAINING.replace("init_scale=1024.0", "init_scale=1024.0 * (1 + rank)")
     told = "for _ in range(3):\n    step()\nprint(f'rank {rank}\\n', end='')\n"
     write(f"import os\nrank = int(os.environ['RANK'])\n{apart}\n{told}")
     launcher = ["-m", "torch.distributed.run"] if module else [Path(sys.executable).with_name("torchrun")]
-    run = ampwise("run", "-o", "run", *launcher, "--standalone", "--nproc-per-node", "2", "train.py", folder=tmp_path)
+    run = watched("-o", "run", *launcher, "--standalone", "--nproc-per-node", "2", "train.py")
     assert run.returncode == 0, run.stderr
     assert sorted(run.stdout.split("\n"))[-2:] == ["rank 0", "rank 1"]
     record = Run.read(tmp_path / "run")
@@ -251,7 +255,7 @@ def test_ranks_each_write_a_part(write, tmp_path, module):
     assert sorted(found["AMP101"].ranks) == [0, 1]
     assert found["AMP207"].finding.message == "the loss scale is 2048 on rank 1 and 1024 on rank 0"
     assert run.stderr.count("AMP101") >= 1
-    again = ampwise("run", "-o", "run", *launcher, "--standalone", "--nproc-per-node", "2", "train.py", folder=tmp_path)
+    again = watched("-o", "run", *launcher, "--standalone", "--nproc-per-node", "2", "train.py")
     assert again.returncode == 2
     assert "-f" in again.stderr
 
@@ -277,10 +281,10 @@ distributed.destroy_process_group()
 """
 
 
-def test_the_rank_that_went_bad_is_named_and_the_others_guess_no_more(write, tmp_path):
+def test_the_rank_that_went_bad_is_named_and_the_others_guess_no_more(write, watched, tmp_path):
     write(BAD_ON_ONE_RANK)
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    run = ampwise("run", "-o", "run", "--every", "1", *launcher, "train.py", folder=tmp_path)
+    run = watched("-o", "run", "--every", "1", *launcher, "train.py")
     assert run.returncode == 0, run.stderr
     record = Run.read(tmp_path / "run")
     (batch,) = [seen.finding for seen in record.merged_findings() if seen.finding.rule.code == "AMP901"]
@@ -333,7 +337,7 @@ def test_what_is_not_text_is_not_python(tmp_path):
 # While it runs
 
 
-def test_a_record_says_what_runs_before_the_end(write, tmp_path):
+def test_a_record_says_what_runs_before_the_end(write, watched, tmp_path):
     """Whoever looks meanwhile reads the same words as at the end."""
     told = """
         import time, pathlib
@@ -344,14 +348,14 @@ def test_a_record_says_what_runs_before_the_end(write, tmp_path):
             step()
     """
     write(TRAINING + textwrap.dedent(told))
-    command = [sys.executable, "-m", "ampwise", "run", "-q", "-o", "run", "train.py"]
-    with subprocess.Popen(command, cwd=tmp_path, env=ENVIRONMENT) as process:
+    with ThreadPoolExecutor() as pool:
+        running = pool.submit(watched, "-q", "-o", "run", "train.py")
         try:
             run = _read_until(tmp_path / "run", lambda run: run.facts.keys() >= {"precision", "optimizers"})
             assert (run.status, run.alive) == ("running or killed", True)
         finally:
             (tmp_path / "go-on").touch()
-        assert process.wait(timeout=60) == 0
+        assert running.result(timeout=60).returncode == 0
     end = Run.read(tmp_path / "run")
     assert run.facts["precision"] == end.facts["precision"] == "fp16"
     assert run.facts["optimizers"] == end.facts["optimizers"] == [{"index": 0, "name": "SGD", "model": "Linear"}]

@@ -242,13 +242,14 @@ def test_a_link_has_the_neighbours_of_what_it_links_to(tmp_path):
     assert (watched.returncode, watched.stdout, watched.stderr) == (0, plain.stdout, plain.stderr)
 
 
-def test_a_traceback_has_only_the_scripts_frames_and_torchs(tmp_path):
+def test_a_traceback_has_only_the_scripts_frames_and_torchs(warm, tmp_path):
     (tmp_path / "script.py").write_text(
         "import torch\noptimizer = torch.optim.SGD([torch.ones(1)], lr=1.0)\n"
         "torch.amp.GradScaler('cpu').unscale_(optimizer)\n"
     )
-    plain = run(tmp_path, "script.py")
-    watched = run(tmp_path, "-m", "ampwise", "run", "-q", "-o", "run", "script.py")
+    plain = warm.run("script.py", cwd=tmp_path)
+    watched = warm.run("-m", "ampwise", "run", "-q", "-o", "run", "script.py", cwd=tmp_path)
+    assert plain.stderr.startswith("Traceback (most recent call last):\n  File ")
     assert (watched.returncode, watched.stderr) == (plain.returncode, plain.stderr)
 
 

@@ -29,7 +29,7 @@ from ampwise.finding import Finding
 from ampwise.randomness import HostDraws
 from ampwise.trace.alone import exchanges_refused
 from ampwise.trace.buffers import Buffers, Remembered, as_remembered
-from ampwise.trace.replay import Settings, Subject
+from ampwise.trace.replay import Settings, Subject, is_compiled
 from ampwise.trace.together import Together
 
 __all__ = ["AROUND", "LISTENERS", "Bad", "BadSteps"]
@@ -87,6 +87,8 @@ class BadSteps:
         capsules: Capsules | None = None,
     ) -> None:
         self.findings: list[Finding] = []
+        self.last: list[Finding] = []  # of the step that was explained last
+        self.capsules = capsules
         self._rerun = WeakMethod(rerun)  # which is the engine's, and it has this
         self._models, self._optimizers = models, optimizers
         self._ranks, self._statistics, self._device = ranks, statistics, device
@@ -96,7 +98,7 @@ class BadSteps:
         self._draws = HostDraws()
         self._passes: list[Pass] = []
         self._awaited: Awaited | None = None
-        self._policy, self._capsules = policy, capsules
+        self._policy = policy
         self._failed = 0  # steps whose loss was bad
         self._probed = 0
         self._said_why_not = False
@@ -129,7 +131,12 @@ class BadSteps:
 
     def forget(self) -> None:
         """The last step: what it ran with is there no more."""
-        self._awaited, self._passes = None, []
+        self._awaited, self._passes, self.last = None, [], []
+        self._failed = self._probed = 0  # what fails from here on is another matter
+
+    def policy_changed(self, policy: Mapping[str, Any]) -> None:
+        self._policy = policy
+        self.forget()
 
     def before_update(self, number: int, precision: str, loss: Tensor | None, scale: float | None) -> None:
         """The gradients are there. The step before is looked into now, if it was bad: the weights are still its own.
@@ -220,7 +227,7 @@ class BadSteps:
 
     def _saved(self, subject: Subject, bad: Bad, kept: Pass, found: Sequence[Finding]) -> str:
         """Where the step was saved, or "" if it was not."""
-        capsules = self._capsules or next(iter(FOR_ALL), None)
+        capsules = self.capsules or next(iter(FOR_ALL), None)
         path = None if capsules is None else capsules.save(subject, bad, kept, self._policy, found)
         return "" if path is None else str(path)
 
@@ -278,7 +285,7 @@ class BadSteps:
                 "The batch was changed in place by the step, and it was replayed with what is left: what is said to "
                 "have come in may have been made here. From now on a copy of the batch is kept."
             )
-        if any(map(_is_compiled, (*self._models, kept.function))):
+        if any(map(is_compiled, (*self._models, kept.function))):
             yield "What torch.compile has compiled was replayed as it is written."
 
     @contextmanager
@@ -326,6 +333,7 @@ class BadSteps:
         known = {(finding.rule.code, finding.place.file, finding.place.line) for finding in self.findings}
         new = [each for each in found if (each.rule.code, each.place.file, each.place.line) not in known]
         self.findings += new
+        self.last = list(found)
         for listener in LISTENERS:
             for finding in found:
                 listener(finding, step)
@@ -338,9 +346,3 @@ class BadSteps:
 def _saved_at(path: str, found: Sequence[Finding]) -> list[Finding]:
     """The findings, which say where the step was saved if it was."""
     return [each.but(evidence={**each.evidence, "capsule": path}) if path else each for each in found]
-
-
-def _is_compiled(thing: Any) -> bool:
-    if isinstance(thing, Module):
-        return any(hasattr(each, "_orig_mod") or each._compiled_call_impl is not None for each in thing.modules())
-    return hasattr(thing, "_torchdynamo_orig_callable")

@@ -26,12 +26,14 @@ from ampwise.engine.arguments import (
     loss_and_extra,
     where,
 )
+from ampwise.engine.attendant import Attendant
 from ampwise.engine.bad_steps import BadSteps
 from ampwise.engine.batches import Batches
 from ampwise.engine.capsules import Capsules, checked_capsules
 from ampwise.engine.clipping import Clipping
 from ampwise.engine.graph import Graphs
 from ampwise.engine.passes import Pass
+from ampwise.engine.pieces import Piece, split
 from ampwise.engine.precision.arithmetic import Arithmetic
 from ampwise.engine.precision.policy import Policy
 from ampwise.engine.precision.precision import choose
@@ -131,6 +133,7 @@ class Engine:
         self._announce()
         self._ranks.warn_if_apart(self._trained.parameters)
         self._divided = process_group is not None  # a rank may have no share of a gradient, and steps along
+        self._scaling = scaling
         self.scaler = _scaler(self.device, chosen.scaled, scaling, process_group)
         self._statistics = Statistics(self._models)
         self._statistics_within = Statistics(self._models)  # a window, as of the micro-batch at hand
@@ -141,8 +144,9 @@ class Engine:
         self._closed = 0  # windows
         self._stepping = False  # optimizers, by the engine itself
         self._stock: Any = None  # of gradients, where they must not change
-        kept_in = checked_capsules(capsules)
-        self._bad_steps = self._watched_steps(kept_in) if trace else None
+        self._attendant: Attendant | None = None
+        self._own_capsules = checked_capsules(capsules)
+        self._bad_steps = self._watched_steps(self._own_capsules) if trace else None
         self._telling = telling(sinks)
         if self._telling is not None:
             weakref.finalize(self, self._telling.end).atexit = False  # of which it knows by itself
@@ -183,23 +187,65 @@ class Engine:
         It may return ``(loss, extra)``: the rest is in ``step.extra``. With ``accumulate``, the optimizer has its turn
         when the window is complete: ``step.closed``.
         """
-        self._refuse_inside("step")
-        if not callable(loss_fn):
-            raise BadInput(
-                "step() takes the loss function, and what it is to be given: engine.step(loss_fn, x, y). For a loss "
-                "that is there already: engine.backward(loss), then engine.apply()."
-            )
+        self._refuse_step(loss_fn, "step")
         self._inside = True
         try:
-            weight = None if self._weigh is None else self._weigh(*args, **kwargs)
-            factor = self._window.factor(weight, self._typical)
+            factor = self._window.factor(self._weight_of(args, kwargs), self._typical)
             share, extra = self._pass(loss_fn, args, kwargs, factor)
             self._window.add(share)
             if not self._window.at_its_last:
                 self._take_stock()
-            return self._next(extra)
+            step = self._next(extra)
         finally:
             self._inside = False
+        return self._attended(step)
+
+    def step_in_pieces(self, count: int, loss_fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Step:
+        """``step`` on a batch that is cut into so many pieces, one after the other, for a batch that has no room whole.
+
+        Tensors are cut along their first dimension, in arguments and in lists, tuples and dicts of them. The gradient
+        is that of the whole batch if the loss is a mean over it; BatchNorm sees each piece by itself. ``step.extra`` is
+        a list of what was returned for each.
+        """
+        self._refuse_step(loss_fn, "step_in_pieces")
+        pieces = split(count, args, kwargs)
+        self._inside = True
+        try:
+            weights = [self._weight_of(piece.args, piece.kwargs) for piece in pieces]
+            factor = self._window.factor(_total(weights), self._typical)
+            extras = [
+                self._one_piece(loss_fn, piece.weighed(weight, _total(weights)), factor, len(pieces) - place)
+                for place, (piece, weight) in enumerate(zip(pieces, weights, strict=True), start=1)
+            ]
+            if not self._window.at_its_last:
+                self._take_stock()
+            step = self._next(extras)
+        except BaseException:
+            self._drop_window()  # some of its pieces may be in it
+            raise
+        finally:
+            self._inside = False
+        return self._attended(step)
+
+    def _one_piece(self, loss_fn: Callable[..., Any], piece: Piece, factor: Weight | None, to_come: int) -> Any:
+        self._window.pieces_to_come = to_come
+        its_factor = piece.share * (1 / self._window.divisor if factor is None else factor)
+        share, extra = self._pass(loss_fn, piece.args, piece.kwargs, its_factor)
+        self._window.add(piece.counted(share))
+        self._take_stock()
+        return extra
+
+    def _refuse_step(self, loss_fn: Any, name: str) -> None:
+        self._refuse_inside(name)
+        if not callable(loss_fn):
+            first = "" if name == "step" else "how many pieces, "
+            raise BadInput(
+                f"{name}() takes {first}the loss function, and what it is to be given: engine.step(loss_fn, x, y). For "
+                "a loss that is there already: engine.backward(loss), then engine.apply()."
+            )
+
+    def _weight_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Weight | None:
+        return None if self._weigh is None else self._weigh(*args, **kwargs)
 
     def _pass(
         self, loss_fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], factor: Weight | None
@@ -327,7 +373,7 @@ class Engine:
         if not self._window.passes:
             raise BadInput("apply(): nothing to apply. Call engine.backward(loss) before, once or more a micro-batch.")
         self._refuse_changes()
-        return self._next(None)
+        return self._attended(self._next(None))
 
     def flush(self) -> Step | None:
         """Let the optimizer have its turn though the window is not complete, at the end of the data, say.
@@ -342,7 +388,12 @@ class Engine:
         self._refuse_changes()
         if not self._window.complete:
             self._ranks.exchange_late()
-        return self._close(None)
+        return self._attended(self._close(None))
+
+    def drop_window(self) -> None:
+        """Forget the micro-batches of an open window, as if they had not been: after an error that one goes on from."""
+        self._refuse_inside("drop_window")
+        self._drop_window()
 
     def batches(self, loader: Iterable[Any]) -> Batches:
         """The batches of a loader, with its end known beforehand: the last window may be shorter.
@@ -370,13 +421,65 @@ class Engine:
         Waits for the last step, and for sinks: seconds, or up to a minute while they get on. It happens by itself when
         the program ends. The sinks of an engine that is gone are closed, too, and nobody waits for them.
         """
-        if self._bad_steps is not None:
-            self._bad_steps.settle()
+        self._settle_bad_steps()
         if self._telling is not None:
             self._telling.close()
             self._telling = None
 
+    def _settle_bad_steps(self) -> None:
+        if self._bad_steps is not None:
+            self._bad_steps.settle()
+
+    def change_precision(self, precision: str | Policy) -> None:
+        """Go on in another precision, or with another policy, from the next step on. Between windows only.
+
+        Weights and the state of optimizers stay as they are. Where the loss needs a scale from now on, it is found
+        anew. What the device cannot do is refused, and nothing has changed.
+        """
+        self._refuse_inside("change_precision")
+        if self._window.touched:
+            raise BadInput("change_precision() in the middle of a window: change it when step.closed is true.")
+        if self._graphs is not None:
+            raise BadInput("change_precision(): not with graph=True, whose graphs have the precision in them.")
+        policy = precision if isinstance(precision, Policy) else Policy(precision)
+        chosen, why = choose(policy.base, self.device)
+        policy.modules(self._model)  # which refuses what matches nothing
+        self._settle_bad_steps()
+        self.policy.apply(self._model).remove()
+        policy.apply(self._model)
+        self.policy, self.why = policy, why
+        self._arithmetic = Arithmetic(chosen, self.device.type)
+        if chosen.scaled != self.scaler.is_enabled():
+            self._schedules.settle()
+            self._counts.settle()
+            collapses = self.scaler.collapses
+            self.scaler = _scaler(self.device, chosen.scaled, self._scaling, self.scaler._process_group)
+            self.scaler.collapses = collapses
+        if self._bad_steps is not None:
+            self._bad_steps.policy_changed(policy.as_dict())
+
+    def attend(self, attendant: Attendant | None) -> None:
+        """Have someone told of each step, before the update and when it is closed: a guard. None: nobody any more."""
+        if attendant is not None and self._attendant is not None and attendant is not self._attendant:
+            raise BadInput("this engine has a guard already: one is enough.")
+        self._attendant = attendant
+
     # What happened
+
+    @property
+    def models(self) -> Sequence[Module]:
+        """As they were given."""
+        return self._models
+
+    @property
+    def optimizers(self) -> Sequence[Optimizer]:
+        """As they were given."""
+        return self._trained.optimizers
+
+    @property
+    def ranks(self) -> Ranks:
+        """The processes that train this model together."""
+        return self._ranks
 
     @property
     def lr(self) -> float:
@@ -409,6 +512,20 @@ class Engine:
             return []
         self._bad_steps.settle()
         return list(self._bad_steps.findings)
+
+    @property
+    def explained(self) -> list[Finding]:
+        """What was found of the bad step that was explained last, since the state was loaded; waits for the last step.
+
+        Of several ranks, the first has it.
+        """
+        self._settle_bad_steps()
+        return [] if self._bad_steps is None else list(self._bad_steps.last)
+
+    def save_bad_steps(self, capsules: Capsules | None) -> None:
+        """In this folder from now on, for ``ampwise replay``; None: nowhere. One that was given to the engine stays."""
+        if self._bad_steps is not None and (self._bad_steps.capsules is None or capsules is None):
+            self._bad_steps.capsules = capsules or self._own_capsules
 
     def census(self) -> DeviceCensus:
         """What the gradients of the last step held, by parameter, in true units and before clipping."""
@@ -520,6 +637,12 @@ class Engine:
         loss: Any = share.detach()
         return (loss.full_tensor() if hasattr(loss, "full_tensor") else loss).reshape(())  # type: ignore[no-any-return]
 
+    def _attended(self, step: Step) -> Step:
+        """Last of all, as it may take the engine back to an earlier step, or end the training."""
+        if step.closed and self._attendant is not None:
+            self._attendant.closed(step)
+        return step
+
     def _typical(self, weight: Weight) -> float:
         """The weight of a typical micro-batch, agreed upon once: ranks divide by the same."""
         mean = float(self._ranks.mean(weight, self.device))
@@ -551,6 +674,8 @@ class Engine:
             if self._bad_steps is not None:
                 scale = self.scaler.get_scale() if self.device.type == "cpu" else None
                 self._bad_steps.before_update(self._closed + 1, self.precision, self._window.loss, scale)
+            if self._attendant is not None:
+                self._attendant.before_update()
             self._judge(stepping)
             self._stepping = True
             for optimizer in stepping:
@@ -649,6 +774,16 @@ def _scaler(device: torch.device, scaled: bool, options: Mapping[str, Any] | Non
         return GradScaler(device, enabled=scaled, process_group=process_group, **(options or {}))
     except TypeError as error:
         raise BadInput(f"Engine(scaling=...): {error}. The options are those of ampwise.GradScaler.") from None
+
+
+def _total(weights: Sequence[Weight | None]) -> Weight | None:
+    """Of all pieces of a micro-batch; None where nothing is weighed."""
+    total: Weight | None = None
+    for weight in weights:
+        if weight is not None:
+            wide = weight.double() if isinstance(weight, Tensor) else weight  # a mask may be summed in bytes
+            total = wide if total is None else total + wide
+    return total
 
 
 def _on_device(number: Weight, device: torch.device) -> Tensor:

@@ -38,6 +38,7 @@ class Window:
         self.count = 0  # micro-batches that are complete
         self.loss: Tensor | None = None  # the sum of shares so far, on the device
         self.passes = 0  # backward passes of the micro-batch at hand
+        self.pieces_to_come = 0  # of the micro-batch at hand, after this
         self.weight: Weight | None = None  # of the micro-batch at hand
         self.total: Weight | None = None  # of all so far
         self.agreed: Weight | None = None  # the correction by weights, over all ranks
@@ -55,7 +56,7 @@ class Window:
     @property
     def at_its_last(self) -> bool:
         """The micro-batch at hand completes it."""
-        return self.count + 1 >= self.length
+        return self.count + 1 >= self.length and not self.pieces_to_come
 
     @property
     def complete(self) -> bool:

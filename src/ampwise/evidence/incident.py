@@ -174,6 +174,8 @@ class Trial:
     what: str  # "`blocks.3` in FP32"
     code: str
     finite: bool  # loss and gradients
+    change: str = ""  # the kind of remedy, and what it was done to: those of the Remedy
+    argument: str = ""
     loss: float | None = None  # after
     bad_gradients: int = 0  # after
 

@@ -259,6 +259,8 @@ def _trial(incident: Incident, trial: Trial) -> dict[str, Any]:
     return {
         "what": trial.what,
         "code": trial.code,
+        "change": trial.change,
+        "argument": trial.argument,
         "finite": trial.finite,
         "loss_before": incident.loss,
         "loss_after": trial.loss,

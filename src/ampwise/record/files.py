@@ -19,7 +19,7 @@ LONGEST_WAIT_S = 1.0  # of a line in memory, when another comes after it
 LONGEST_LINE = 64_000_000  # bytes
 
 
-def write_aside(path: Path, pieces: Iterable[bytes]) -> tuple[int, int]:
+def write_aside(path: Path, pieces: Iterable[bytes | memoryview]) -> tuple[int, int]:
     """Write a file and put it in place at once; how many pieces and bytes it has. A kill leaves the old or the new."""
     aside = path.with_name(path.name + ASIDE)
     count = size = 0

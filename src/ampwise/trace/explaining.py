@@ -25,7 +25,7 @@ from ampwise.trace.tape import Given, Op, Tape
 from ampwise.trace.together import Together
 from ampwise.trace.trials import tried
 
-__all__ = ["Inquiry", "explain", "findings_of", "incident_of", "swallowed_in"]
+__all__ = ["explain", "findings_of", "found_alone", "incident_of", "swallowed_in"]
 
 ALONE = Together()
 NEAR = 4  # operations back from a zero, among which a literal that has become zero is looked for
@@ -72,6 +72,13 @@ def _found(replay: Replay, taped: Taped, together: Together) -> Incident | None:
         return None
     incident = inquiry.incident(looks)
     return incident if together.in_step else incident.but(trials=tried(replay, incident))
+
+
+def found_alone(replay: Replay, taped: Taped) -> Incident:
+    """What happened in a replay that was not finite, where there are no other ranks."""
+    incident = _found(replay, taped, ALONE)
+    assert incident is not None, "it was not finite"
+    return incident
 
 
 def _of_all(incident: Incident | None, together: Together) -> Incident | None:
@@ -223,7 +230,7 @@ class Inquiry:
         forward = None if op.live or op.forward is None else self._tape.ops[op.forward]
         if forward is None or self._symptom != "loss" or not self._tape.made(forward):
             return op
-        return op if any(self._tape.ranges.is_bad(given.slot) for given in forward.inputs) else forward
+        return op if self._tape.was_given_bad(forward) else forward
 
     def _is_nobodys(self, reader: Op | None, given: Given) -> bool:
         return (reader is None or reader.site.file is None) and self._origins.is_unknown(given)
@@ -302,7 +309,7 @@ def swallowed_in(replay: Replay, taped: Taped) -> Iterator[Incident]:
     """Infinities that were made of finite numbers, went away again, and left finite values."""
     tape = taped.tape
     ops = [op for op in tape.ops if tape.made(op) == "inf" and op.phase == "forward" and not is_by_hand(op)]
-    made = [op for op in ops if not any(tape.ranges.is_bad(given.slot) for given in op.inputs)]
+    made = [op for op in ops if not tape.was_given_bad(op)]
     if not made:
         return
     inquiry, looks = Inquiry(replay, taped), looked_at(replay, made, backward=False)

@@ -251,7 +251,7 @@ class Recorder(Undoing):
             self._by_sequence.setdefault(number, []).append(index)
 
     def _place_in_backward(self, op: Op, node: Any, *, live: bool) -> None:
-        op.phase, op.live, op.node = "backward", live, node.name()
+        op.phase, op.live = "backward", live
         if not live:
             op.site = site_of(None, None)
         forward = self._forward_of(node)

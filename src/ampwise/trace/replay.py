@@ -27,7 +27,7 @@ from ampwise.trace.ranges import Ranges, local, readable
 from ampwise.trace.recorder import Leaf, Recorder, Undoing
 from ampwise.trace.tape import Tape
 
-__all__ = ["Ended", "Replay", "Settings", "Subject", "Taped", "in_precision", "tensors_of"]
+__all__ = ["Ended", "Replay", "Settings", "Subject", "Taped", "in_precision", "is_compiled", "is_finite", "tensors_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ class Settings:
         if not (self.backward and self.only_if_finite):
             return self.backward
         with _disable_current_modes():  # or the question would be on the tape
-            return _is_finite(loss)
+            return is_finite(loss)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -247,9 +247,17 @@ def _number(tensor: Tensor) -> float:
     return 0.0 if values is None else float(values.abs().max() if values.numel() > 1 else values.reshape(()))
 
 
-def _is_finite(gradient: Tensor) -> bool:
-    values = readable(local(gradient))
+def is_finite(tensor: Tensor) -> bool:
+    """What this rank has of it; true of what cannot be looked at."""
+    values = readable(local(tensor))
     return values is None or bool(values.isfinite().all())
+
+
+def is_compiled(thing: Any) -> bool:
+    """A model with something in it that torch.compile has compiled, or such a function."""
+    if isinstance(thing, Module):
+        return any("_orig_mod" in each._modules or each._compiled_call_impl is not None for each in thing.modules())
+    return hasattr(thing, "_torchdynamo_orig_callable")
 
 
 def _put_back(gradients: Sequence[tuple[Tensor, Tensor | None]]) -> None:

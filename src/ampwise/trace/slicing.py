@@ -114,7 +114,7 @@ def first_computed(tape: Tape) -> Op | None:
     """The first operation of all that made something bad of finite inputs, whoever read it."""
     for op in tape.ops:
         made = tape.made(op)
-        of_finite = made and not any(tape.ranges.is_bad(given.slot) for given in op.inputs)
+        of_finite = made and not tape.was_given_bad(op)
         if of_finite and not (made == INF and is_by_hand(op)):
             return op
     return None

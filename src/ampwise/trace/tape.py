@@ -59,7 +59,6 @@ class Op:
     module: str = ""
     module_class: str = ""
     forward: int | None = None  # of a backward operation: which it is the derivative of
-    node: str = ""  # torch's name for the derivative: "SqrtBackward0"
 
 
 class Tape:
@@ -75,6 +74,10 @@ class Tape:
         if any(map(self.ranges.has_nan, op.outputs)):
             return "nan"
         return "inf" if any(map(self.ranges.has_inf, op.outputs)) else ""
+
+    def was_given_bad(self, op: Op) -> bool:
+        """Something that was not finite came in."""
+        return any(self.ranges.is_bad(given.slot) for given in op.inputs)
 
     def __len__(self) -> int:
         return len(self.ops)

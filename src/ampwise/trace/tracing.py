@@ -12,11 +12,10 @@ from torch.nn import Module
 
 from ampwise.errors import BadInput
 from ampwise.finding import Finding
-from ampwise.trace.explaining import Inquiry, findings_of, looked_at, swallowed_in
+from ampwise.trace.explaining import findings_of, found_alone, swallowed_in
 from ampwise.trace.names import named_tensors
 from ampwise.trace.paths import autocast_here
 from ampwise.trace.replay import Replay, Settings, Subject, Taped, tensors_of
-from ampwise.trace.trials import tried
 
 __all__ = ["trace"]
 
@@ -48,10 +47,7 @@ def trace(function: Callable[..., Any], /, *args: Any, swallowed: bool = False, 
             _refuse_unseen(taped, returned[-1])
             found = swallowed_in(replay, taped) if swallowed else ()
             return [finding for incident in found for finding in findings_of(incident)]
-        inquiry = Inquiry(replay, taped)
-        backward = any(op.phase != "forward" for op in inquiry.wanted)
-        incident = inquiry.incident(looked_at(replay, inquiry.wanted, backward=backward))
-        return findings_of(incident.but(trials=tried(replay, incident)))
+        return findings_of(found_alone(replay, taped))
 
 
 def _refuse_unseen(taped: Taped, returned: type) -> None:

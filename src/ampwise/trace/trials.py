@@ -102,6 +102,8 @@ def _tried(replay: Replay, incident: Incident, remedy: Remedy) -> Trial | None:
     return Trial(
         what=remedy.what,
         code=remedy.code,
+        change=remedy.change,
+        argument=remedy.argument,
         finite=ended.finite,
         loss=ended.loss,
         bad_gradients=len(ended.bad),

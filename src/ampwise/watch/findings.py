@@ -2,37 +2,16 @@
 
 from __future__ import annotations
 
-import typing
-from collections.abc import Callable, Hashable, Iterable, Iterator
-from functools import cache
+from collections.abc import Hashable, Iterable, Iterator
 from typing import Any
 
 from ampwise.finding import Finding
 from ampwise.record.rows import Seen
-from ampwise.rules import rules_about
+from ampwise.rules.judging import checks_of
 
-__all__ = ["Findings", "checks_of"]
+__all__ = ["Findings"]
 
 MOST = 1000  # findings of a run: whoever has more of them has one cause
-
-Check = Callable[[Any], Iterator[Finding]]
-
-
-@cache
-def checks_of(room: str) -> dict[type, tuple[Check, ...]]:
-    """The checks of a room, by the kind of evidence that they take."""
-    found: dict[type, tuple[Check, ...]] = {}
-    for module in rules_about(room):
-        for check in _checks_in(module):
-            (evidence, *_) = typing.get_type_hints(check).values()
-            for kind in typing.get_args(evidence) or (evidence,):
-                found[kind] = (*found.get(kind, ()), check)
-    return found
-
-
-def _checks_in(module: Any) -> list[Check]:
-    """``check``, and others named alike: a rule may be broken in more than one way."""
-    return [value for name, value in vars(module).items() if name.startswith("check") and callable(value)]
 
 
 class Findings:

@@ -28,8 +28,7 @@ from ampwise.trace.alone import Exchange, exchanges_refused, several_ranks
 from ampwise.trace.explaining import findings_of, incident_of
 from ampwise.trace.kept import as_they_were, silent
 from ampwise.trace.names import named_tensors
-from ampwise.trace.ranges import readable
-from ampwise.trace.replay import Replay, Settings, Subject
+from ampwise.trace.replay import Replay, Settings, Subject, is_compiled, is_finite
 from ampwise.trace.where import outermost
 from ampwise.watch.asking import floats_in, has_fsdp1
 from ampwise.watch.calls import OUTPUTS, Call
@@ -78,7 +77,7 @@ def explain(calls: Sequence[Call], step: BadOne) -> Told:
         return Told([], f"Step {step.number} could not be replayed: {why_not}.")
     models = list(dict.fromkeys(call.model for call in calls))
     for call in calls:
-        call.compiled = _is_compiled(call.model)
+        call.compiled = is_compiled(call.model)
     try:
         with ExitStack() as stack:
             for context in (bare(models), as_they_were(models), silent()):
@@ -164,10 +163,6 @@ def _not_found(calls: Sequence[Call], reached: Sequence[Call], step: BadOne) -> 
 def _compiled(calls: Sequence[Call]) -> str:
     """Eager code has other last bits."""
     return "; it runs compiled, and was replayed as written" if any(call.compiled for call in calls) else ""
-
-
-def _is_compiled(model: nn.Module) -> bool:
-    return any("_orig_mod" in each._modules or each._compiled_call_impl is not None for each in model.modules())
 
 
 # One replay
@@ -308,8 +303,7 @@ def _inner(outputs: Sequence[Tensor]) -> set[Any]:
 
 def _is_finite(tensor: Tensor) -> bool:
     with _disable_current_modes(), torch.no_grad():  # no operation of the model's
-        values = readable(tensor)
-        return values is None or bool(values.isfinite().all())
+        return is_finite(tensor)
 
 
 # Before, and after

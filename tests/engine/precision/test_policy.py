@@ -274,8 +274,7 @@ def test_a_copy_keeps_its_own_modules(model, x, copied):
     assert "forward" in model.head.__dict__
 
 
-@pytest.mark.parametrize("before", [True, False])
-@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+@pytest.mark.parametrize(("before", "precision"), [(True, "fp32"), (False, "fp16")])
 def test_compile_traces_it_whole(model, x, before, precision):
     torch._dynamo.reset()
     policy = Policy("bf16").keep(precision, "*.router", "head")

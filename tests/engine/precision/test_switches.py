@@ -14,7 +14,7 @@ import torch
 from ampwise.engine.precision.switches import HAS_NEW_NAMES, fp32_products
 
 RUNNER = """
-import json, os, sys, warnings
+import gc, json, os, sys, warnings
 import torch
 from ampwise.engine.precision.switches import fp32_products
 
@@ -41,6 +41,7 @@ def look():
     return seen
 
 warnings.simplefilter("error")
+gc.freeze()  # the forks leave the pages of torch's objects alone
 for line in sys.stdin:
     reading, writing = os.pipe()
     if os.fork() == 0:

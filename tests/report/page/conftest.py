@@ -1,5 +1,6 @@
 """A browser, and pages in it."""
 
+import itertools
 import os
 import shutil
 from pathlib import Path
@@ -33,23 +34,59 @@ def browser():
         running.close()
 
 
+@pytest.fixture(scope="module")
+def one_page(browser):
+    """The page that tests show theirs in, one after the other: a new one would cost as much again as showing it."""
+    context = browser.new_context(reduced_motion="reduce")
+    yield context.new_page()
+    context.close()
+
+
+class Ears:
+    """Hears what no page should do: say something on the console, raise, ask, load."""
+
+    def __init__(self):
+        self.heard, self.pages = [], []
+        self.listeners = {
+            "console": lambda message: self.heard.append(f"console: {message.text}"),
+            "pageerror": lambda error: self.heard.append(f"error: {error}"),
+            "dialog": lambda dialog: (self.heard.append(f"dialog: {dialog.message}"), dialog.dismiss()),
+            "request": self.requested,
+        }
+
+    def requested(self, request):
+        if not request.url.startswith("file:"):
+            self.heard.append(f"request: {request.url}")
+
+    def listen(self, page):
+        if page not in self.pages:
+            self.pages.append(page)
+            for event, listener in self.listeners.items():
+                page.on(event, listener)
+
+    def close(self):
+        for page in self.pages:
+            for event, listener in self.listeners.items():
+                page.remove_listener(event, listener)
+
+
 @pytest.fixture
-def shown(browser, tmp_path):
-    """Opens a page from its text, waits until it is drawn, and lets nothing pass: errors, dialogs, requests."""
-    heard = []
-    contexts = []
+def shown(browser, one_page, tmp_path):
+    """Shows a page from its text, waits until it is drawn, and lets nothing pass: errors, dialogs, requests.
+
+    What was shown before is gone, unless one has options: that is shown in a page of its own.
+    """
+    ears, contexts, count = Ears(), [], itertools.count()
 
     def show(text, *, scheme="light", width=1100, wait=True, **options):
-        path = tmp_path / f"page{len(contexts)}.html"
+        path = tmp_path / f"page{next(count)}.html"
         path.write_text(text, encoding="utf-8")
-        size = {"width": width, "height": 900}
-        context = browser.new_context(color_scheme=scheme, viewport=size, reduced_motion="reduce", **options)
-        contexts.append(context)
-        page = context.new_page()
-        page.on("console", lambda message: heard.append(f"console: {message.text}"))
-        page.on("pageerror", lambda error: heard.append(f"error: {error}"))
-        page.on("dialog", lambda dialog: (heard.append(f"dialog: {dialog.message}"), dialog.dismiss()))
-        page.on("request", lambda request: request.url.startswith("file:") or heard.append(f"request: {request.url}"))
+        if options:
+            contexts.append(browser.new_context(reduced_motion="reduce", **options))
+        page = contexts[-1].new_page() if options else one_page
+        ears.listen(page)
+        page.set_viewport_size({"width": width, "height": 900})
+        page.emulate_media(color_scheme=scheme)
         page.goto(path.as_uri())
         if wait:
             page.wait_for_selector("html[data-ready]", state="attached")
@@ -58,7 +95,10 @@ def shown(browser, tmp_path):
     yield show
     for context in contexts:
         context.close()
-    assert heard == []
+    ears.close()
+    one_page.mouse.move(0, 0)
+    one_page.goto("about:blank")  # whatever it still does, it does before the next test
+    assert ears.heard == []
 
 
 @pytest.fixture

@@ -15,6 +15,7 @@ from ampwise.report.layers import layers_of
 from ampwise.report.page import comparison_page, page
 from ampwise.report.wording import percent
 
+from .conftest import Ears
 from .test_page import FACTS, HOSTILE, hostile_run
 
 FORMATS = ("fp16", "bf16", "e4m3", "e5m2")
@@ -30,6 +31,26 @@ def spread(seed):
     amax = chance.choice([2.0 ** (top + 1), 2.0 ** (top + 0.5), math.nextafter(2.0**top, math.inf)])
     amin = min(amax, chance.choice([2.0 ** (bottom + 1), 2.0 ** (bottom + 0.3)]))
     return Census(binades=binades, zeros=chance.randint(0, 99), amax=amax, amin=amin, sum_squares=1.0)
+
+
+def test_nothing_passes_unheard(one_page):
+    ears = Ears()
+    ears.listen(one_page)
+    one_page.set_content(
+        "<script>console.log('a word'); alert('a question'); fetch('http://localhost:1/').catch(() => {});"
+        "setTimeout(() => { document.title = 'done'; missing(); })</script>"
+    )
+    one_page.wait_for_function("document.title === 'done'")
+    one_page.goto("about:blank")
+    ears.close()
+    told = "\n".join(ears.heard)
+    for part in (
+        "console: a word",
+        "dialog: a question",
+        "request: http://localhost:1/",
+        "error: missing is not defined",
+    ):
+        assert part in told
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])

@@ -63,4 +63,4 @@ def test_each_trouble_has_its_way_out():
 
 
 def test_its_room_is_about_the_run():
-    assert [module.RULE for module in rules_about("run")] == [RULE]
+    assert RULE in [module.RULE for module in rules_about("run")]

@@ -18,7 +18,7 @@ from ampwise.engine.precision.region import checked, forward_in, is_forward_in
 from ampwise.engine.precision.table import Line, table
 from ampwise.errors import AmpwiseError, BadInput, UnknownName
 
-__all__ = ["Applied", "Kept", "Policy", "named_modules"]
+__all__ = ["Applied", "Kept", "Policy", "named_modules", "with_wrappers"]
 
 BASES = (AUTO, *PRECISIONS)
 VERSION = 1  # of as_dict
@@ -222,7 +222,12 @@ class Applied:
 
 def named_modules(model: nn.Module) -> dict[str, nn.Module]:
     """Modules by the names they have where nothing is wrapped; of a wrapper and what it wraps, the latter."""
-    return dict(_walk(model, ""))
+    return dict(with_wrappers(model))
+
+
+def with_wrappers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The same with each wrapper besides, under the name of what it wraps."""
+    return _walk(model, "")
 
 
 def _walk(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:

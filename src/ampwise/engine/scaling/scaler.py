@@ -91,6 +91,7 @@ class GradScaler(torch.amp.GradScaler):
         super().__init__(_type_of(device), init_scale, growth_factor, backoff_factor, growth_interval, enabled)
         self._guard = guard
         self._process_group = process_group
+        self.collapses = True  # by raising ScaleCollapsed; a guard has other means, and is told by the step
         self._saved_tally = (0, 0, 0)
         self._begin()
 
@@ -282,6 +283,11 @@ class GradScaler(torch.amp.GradScaler):
         """
         return self._last is not None and self._last.skipped
 
+    @property
+    def min_scale(self) -> float:
+        """The floor of the scale."""
+        return self._limits.floor
+
     def skipped_for(self, optimizer: Optimizer) -> bool:
         """Whether this optimizer's last step was skipped; for loops with several."""
         outcome = self._outcome_of(optimizer)
@@ -353,7 +359,7 @@ class GradScaler(torch.amp.GradScaler):
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
+        super().__setstate__({"collapses": True, **state})
         self._process_group = None
         self._begin()
 
@@ -535,7 +541,7 @@ class GradScaler(torch.amp.GradScaler):
 
     def _raise_if_stuck(self, before: Posted | None) -> None:
         """On a GPU the step before is asked: its facts are there, on all ranks alike. In a graph nobody asks."""
-        if self._posted is None or self._posted.captured:
+        if self._posted is None or self._posted.captured or not self.collapses:
             return
         settled = before if self._posted.lags else self._posted
         if settled is None or not settled.read()[Fact.STUCK]:

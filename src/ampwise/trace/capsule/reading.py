@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -16,7 +15,8 @@ from ampwise.errors import BadInput
 from ampwise.printers.terminal import printable
 from ampwise.record.files import opened
 from ampwise.record.stored import read_findings
-from ampwise.tensors_on_disk import read_tensors, unique_keys
+from ampwise.strict_json import loads
+from ampwise.tensors_on_disk import read_tensors
 from ampwise.trace.capsule.contents import Contents
 from ampwise.trace.capsule.layout import BATCH, FACTS, FORMAT, LARGEST_FACTS, SEAL, VERSION, WEIGHTS
 from ampwise.trace.capsule.tree import Unpacker
@@ -55,7 +55,7 @@ def _facts(home: Path) -> dict[str, Any]:
         raise BadInput(f"{home} is no capsule: it has no {FACTS}.{_hint(home)}")
     data = _bytes(home, FACTS, LARGEST_FACTS)
     try:
-        facts = json.loads(data, object_pairs_hook=unique_keys)
+        facts = loads(data)
     except (ValueError, RecursionError) as error:
         raise BadInput(f"{home}: {FACTS} is damaged: {error}.") from error
     if not isinstance(facts, dict) or facts.get("format") != FORMAT:

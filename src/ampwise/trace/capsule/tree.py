@@ -208,7 +208,7 @@ class Unpacker:
 
 
 def _float(text: Any) -> float:
-    if not isinstance(text, str) or len(text) != 2 * DOUBLE.size:
+    if not isinstance(text, str) or len(text) != 2 * DOUBLE.size or not set(text) <= set("0123456789abcdef"):
         raise ValueError("a number that is none")
     (number,) = DOUBLE.unpack(bytes.fromhex(text))
     return float(number)

@@ -1,0 +1,75 @@
+"""Train a small model through faults: bad batches, a kill, and a disk that is asked to hold checkpoints.
+
+Batches 40 to 44 of each epoch have NaN in them, as a broken shard of data has. The guard skips, goes back to its last
+good snapshot, passes over them, and goes on. Kill it whenever you like (Ctrl-C, or kill -9), and start it again: it
+goes on where it was, and the weights it ends with are the same to the bit.
+
+    python examples/guarded.py                          checkpoints in build/guarded
+    python examples/guarded.py --epochs 200             long enough to be killed
+    ampwise resume build/guarded --show
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
+
+import ampwise
+
+ROWS, WIDTH, BATCH = 2048, 16, 16
+BROKEN = range(640, 720)  # rows that are NaN: five batches of an epoch that is not shuffled
+
+
+class Table(Dataset[tuple[Tensor, Tensor]]):
+    """Rows that are made when they are read, as from a file."""
+
+    def __init__(self) -> None:
+        generator = torch.Generator().manual_seed(0)
+        self.rows = torch.randn(ROWS, WIDTH, generator=generator)
+        self.targets = torch.tanh(self.rows @ torch.randn(WIDTH, 1, generator=generator))
+        self.rows[BROKEN.start : BROKEN.stop] = torch.nan
+
+    def __len__(self) -> int:
+        return ROWS
+
+    def __getitem__(self, row: int) -> tuple[Tensor, Tensor]:
+        return self.rows[row], self.targets[row]
+
+
+def train(directory: str, epochs: int, every: str) -> nn.Module:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(WIDTH, 64), nn.GELU(), nn.Dropout(0.1), nn.Linear(64, 1))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    engine = ampwise.Engine(model, optimizer, precision="bf16", clip_norm=1.0)
+
+    def loss_fn(rows: Tensor, targets: Tensor) -> Tensor:
+        error: Tensor = model(rows) - targets
+        return error.square().mean()
+
+    with ampwise.Guard(engine, directory, every=every, snapshot_every=20) as guard:
+        for rows, targets in guard.batches(DataLoader(Table(), BATCH), epochs=epochs):
+            step = guard.step(loss_fn, rows, targets)
+            if step.number % 100 == 0:
+                print(f"epoch {guard.epoch + 1}, step {step.number}: loss {step.loss:.4f}")
+        print(f"passed over: {len(guard.passed_over)} batches; findings: {len(guard.findings)}")
+    return model
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--directory", default="build/guarded", help="for checkpoints (%(default)s)")
+    parser.add_argument("--epochs", type=int, default=3, help="%(default)s")
+    parser.add_argument("--every", default="50 steps", help="between checkpoints (%(default)s)")
+    options = parser.parse_args(arguments)
+    model = train(options.directory, options.epochs, options.every)
+    weights = b"".join(parameter.detach().numpy().tobytes() for parameter in model.parameters())
+    print(f"weights: {hashlib.sha256(weights).hexdigest()[:16]}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,249 @@
+"""A checkpoint read back into tensors that are there, whatever the ranks were that wrote it. No code of it is run."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import IO, Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.storage import StorageReader
+from torch.futures import Future
+
+from ampwise.errors import BadInput
+from ampwise.guard.disk.catalog import Checkpoint, Damaged, read_manifest, verify_file
+from ampwise.guard.disk.layout import LARGEST_PLAIN, plain_file
+from ampwise.guard.disk.manifest import Manifest, Piece, StoredTensor
+from ampwise.guard.disk.ranks import checked_together, explained
+from ampwise.record.files import opened
+from ampwise.strict_json import loads
+from ampwise.tensors_on_disk import DTYPES, Entry, entries, filled, memory_here
+
+__all__ = ["Stored", "read_into", "read_plain", "stored_tensors"]
+
+SLAB = 64_000_000  # bytes that are read at a time, or one row
+WHOLE_NUMBERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes: bits as they are
+
+
+class Stored(NamedTuple):
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+def stored_tensors(checkpoint: Checkpoint) -> dict[str, Stored]:
+    """The tensors that are in it, by name; Damaged where the files are too short for them."""
+    manifest = read_manifest(checkpoint.path)
+    _check_against_files(checkpoint.path, manifest)
+    return {name: Stored(_dtype(name, tensor), tensor.shape) for name, tensor in manifest.tensors.items()}
+
+
+def read_plain(checkpoint: Checkpoint, rank: int) -> Any:
+    """What the rank of that number had besides tensors; where there were fewer ranks, one of them stands in."""
+    manifest = read_manifest(checkpoint.path)
+    name = plain_file(rank % manifest.world_size)
+    size = manifest.files[name].bytes
+    if size > LARGEST_PLAIN:
+        raise Damaged(f"{name} has {size:,} bytes, and {LARGEST_PLAIN:,} is the most.")
+    verify_file(checkpoint.path, name, manifest)
+    try:
+        with opened(checkpoint.path / name, os.O_RDONLY, "rb") as file:
+            return loads(file.read(size))
+    except (OSError, ValueError) as error:
+        raise Damaged(f"{name} cannot be read: {str(error)[:200]}.") from error
+
+
+def read_into(checkpoint: Checkpoint, tensors: Mapping[str, Tensor], group: dist.ProcessGroup | None) -> None:
+    """Fill tensors, in place, on all ranks of the group; DTensors get their part, also where others were sharded.
+
+    All names, dtypes and shapes have to be those of the checkpoint: BadInput names the first that is not. The files
+    are proven by their checksums before any tensor is written to, on all ranks: Damaged otherwise.
+    """
+    reader = _Reader(checkpoint.path)
+    what = f"{checkpoint.path} cannot be read"
+    try:
+        unasked = set.intersection(*checked_together(group, lambda: reader.open_for(tensors)))
+        if unasked:
+            raise BadInput(f"it has {min(unasked)!r}, and there is no such tensor here.")
+        _load(dict(tensors), reader, group)
+    except (CheckpointException, Exception) as error:
+        plain_error = explained(error, what, group)
+        raise (Damaged(str(plain_error)) if isinstance(plain_error, OSError) else plain_error) from error
+
+
+def _load(tensors: dict[str, Any], reader: StorageReader, group: dist.ProcessGroup | None) -> None:
+    planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    if group is not None:
+        load(tensors, storage_reader=reader, planner=planner, process_group=group)
+        return
+    # As in writing.py: alone, there is nobody to meet.
+    metadata = reader.read_metadata()
+    planner.set_up_planner(tensors, metadata, is_coordinator=True)
+    reader.set_up_storage_reader(metadata, True)
+    plans = planner.create_global_plan([reader.prepare_local_plan(planner.create_local_plan())])
+    reader.read_data(planner.finish_plan(reader.prepare_global_plan(plans)[0]), planner).wait()
+
+
+# --- what is refused -----------------------------------------------------------------------------------------------
+
+
+def _dtype(name: str, tensor: StoredTensor) -> torch.dtype:
+    if tensor.dtype not in DTYPES:
+        raise BadInput(f"{name!r} is {ascii(tensor.dtype)[:20]}, and this torch has {', '.join(DTYPES)}.")
+    return DTYPES[tensor.dtype]
+
+
+def _check_fit(manifest: Manifest, tensors: Mapping[str, Tensor]) -> None:
+    for name, tensor in tensors.items():
+        if name not in manifest.tensors:
+            raise BadInput(f"{name!r} is not in the checkpoint.")
+        stored = manifest.tensors[name]
+        dtype = _dtype(name, stored)
+        if dtype != tensor.dtype or stored.shape != tuple(tensor.shape):
+            raise BadInput(
+                f"{name!r} is {dtype} of shape {stored.shape} in the checkpoint, and {tensor.dtype} of shape "
+                f"{tuple(tensor.shape)} here."
+            )
+
+
+def _check_against_files(folder: Path, manifest: Manifest) -> None:
+    """Of declared sizes, only those are believed that the files have room for, and this machine memory."""
+    largest = memory_here()
+    needed = dict.fromkeys(manifest.files, 0)
+    for name, tensor in manifest.tensors.items():
+        for piece in tensor.pieces:
+            needed[piece.file] += math.prod(piece.sizes) * _dtype(name, tensor).itemsize
+    for file, size in needed.items():
+        found = (folder / file).lstat().st_size if os.path.lexists(folder / file) else 0
+        if found != manifest.files[file].bytes or size > found:
+            raise Damaged(f"{file} has {found:,} bytes, and its tensors take {size:,}: it was cut off or changed.")
+        if largest is not None and found > largest:
+            raise BadInput(f"{file} has {found:,} bytes, and this machine has memory for {largest:,}.")
+
+
+# --- what is read --------------------------------------------------------------------------------------------------
+
+
+class _Reader(StorageReader):
+    """Proves the files that a rank needs while all ranks plan, so that nothing is written to before all are proven."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def open_for(self, tensors: Mapping[str, Tensor]) -> set[str]:
+        """Check all that can be checked without the files' contents; the names that nobody here has asked for."""
+        self._manifest = manifest = read_manifest(self._folder)
+        _check_against_files(self._folder, manifest)
+        _check_fit(manifest, tensors)
+        self._pieces = {
+            (name, piece.offsets): piece for name, tensor in manifest.tensors.items() for piece in tensor.pieces
+        }
+        return manifest.tensors.keys() - tensors.keys()
+
+    def reset(self, checkpoint_id: Any = None) -> None:
+        pass
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
+        return False  # a reader is made for one checkpoint
+
+    def read_metadata(self, *_: Any, **__: Any) -> Metadata:
+        return Metadata({name: _metadata(tensor) for name, tensor in self._manifest.tensors.items()})
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *_: Any, **__: Any) -> None:
+        pass
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        for file in sorted({self._piece(item.storage_index).file for item in plan.items}):
+            verify_file(self._folder, file, self._manifest)
+            with opened(self._folder / file, os.O_RDONLY, "rb") as opened_file:
+                _check_header(entries(opened_file, file), file, self._manifest)
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        by_file: dict[str, list[ReadItem]] = {}
+        for item in plan.items:
+            by_file.setdefault(self._piece(item.storage_index).file, []).append(item)
+        for name, items in sorted(by_file.items()):
+            with opened(self._folder / name, os.O_RDONLY, "rb") as file, torch.no_grad():
+                places = entries(file, name)
+                for item in items:
+                    piece = self._piece(item.storage_index)
+                    _fill(planner.resolve_tensor(item).detach(), file, places[piece.key], item, name)
+        future: Future[None] = Future()
+        future.set_result(None)
+        return future
+
+    def _piece(self, index: MetadataIndex) -> Piece:
+        return self._pieces[index.fqn, tuple(index.offset or ())]
+
+
+def _metadata(tensor: StoredTensor) -> TensorStorageMetadata:
+    chunks = [ChunkStorageMetadata(torch.Size(piece.offsets), torch.Size(piece.sizes)) for piece in tensor.pieces]
+    return TensorStorageMetadata(TensorProperties(dtype=DTYPES[tensor.dtype]), torch.Size(tensor.shape), chunks)
+
+
+def _check_header(found: Mapping[str, Entry], file: str, manifest: Manifest) -> None:
+    """The file holds what the manifest says, and nothing else."""
+    said = {
+        piece.key: (DTYPES[tensor.dtype], piece.sizes)
+        for tensor in manifest.tensors.values()
+        for piece in tensor.pieces
+        if piece.file == file
+    }
+    if said != {name: (entry.dtype, entry.shape) for name, entry in found.items()}:
+        raise Damaged(f"{file} holds other tensors than the manifest says.")
+
+
+def _fill(target: Tensor, file: IO[bytes], entry: Entry, item: ReadItem, name: str) -> None:
+    """Copy the part of a piece that is asked for, some rows of it at a time."""
+    offsets, lengths = tuple(item.storage_offsets), tuple(item.lengths)
+    if not math.prod(lengths):
+        return
+    if not entry.shape:
+        _copy_bits(target, _read(file, entry, 0, (), name))
+        return
+    row = entry.dtype.itemsize * math.prod(entry.shape[1:])
+    for first, count in _slabs(lengths[0], max(1, SLAB // row)):
+        rows = _read(file, entry, (offsets[0] + first) * row, (count, *entry.shape[1:]), name)
+        for dim in range(1, len(lengths)):
+            rows = rows.narrow(dim, offsets[dim], lengths[dim])
+        _copy_bits(target.narrow(0, first, count), rows)
+
+
+def _slabs(rows: int, most: int) -> Iterator[tuple[int, int]]:
+    return ((first, min(most, rows - first)) for first in range(0, rows, most))
+
+
+def _read(file: IO[bytes], entry: Entry, begin: int, shape: tuple[int, ...], name: str) -> Tensor:
+    values = torch.empty(math.prod(shape) * entry.dtype.itemsize, dtype=torch.uint8)
+    file.seek(entry.begin + begin)
+    memory = values.numpy().data
+    if filled(file, memory) != len(memory):
+        raise Damaged(f"{name} has become shorter while it was read.")
+    if entry.dtype == torch.bool and int(values.max()) > 1:  # torch would compute nonsense with it
+        raise Damaged(f"{name} is damaged: {entry.name[:80]!r} has truth values that are neither 0 nor 1.")
+    return values.view(entry.dtype).reshape(shape)
+
+
+def _copy_bits(target: Tensor, values: Tensor) -> None:
+    """As whole numbers, which have no NaN that a copy might make another of."""
+    number = WHOLE_NUMBERS[values.dtype.itemsize]
+    target.view(number).copy_(values.view(number))

@@ -1,0 +1,107 @@
+"""How a guarded training ends before its time: by a signal, by silence, or because nothing helps."""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable
+from types import FrameType
+from typing import Any
+
+from ampwise.errors import BadInput
+
+__all__ = ["STOPPED", "Signals", "Stopped", "Watchdog"]
+
+STOPPED = 70  # EX_SOFTWARE, as in sysexits.h
+
+
+class Stopped(SystemExit):
+    """A training that was ended by its guard, which has said why. ``code`` is the exit code."""
+
+    def __init__(self, code: int, why: str) -> None:
+        super().__init__(code)
+        self.why = why
+
+    def __str__(self) -> str:
+        return self.why
+
+
+class Signals:
+    """Signals that ask for an end: they are noted, and heeded between two steps. A second one ends at once."""
+
+    def __init__(self, names: Iterable[str]) -> None:
+        self._wanted = [_checked(name) for name in names]
+        self._before: dict[signal.Signals, Any] = {}
+        self.caught = ""  # the name of the first
+        self.when = 0.0
+
+    def listen(self) -> None:
+        """From now on. Only the main thread may; elsewhere nothing is changed."""
+        if threading.current_thread() is not threading.main_thread():
+            return
+        for number in self._wanted:
+            self._before[number] = signal.signal(number, self._note)
+
+    def stop_listening(self) -> None:
+        for number, before in self._before.items():
+            with contextlib.suppress(ValueError, TypeError):  # not the main thread; a handler that was not Python's
+                if signal.getsignal(number) == self._note:
+                    signal.signal(number, before)
+        self._before.clear()
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        if self.caught:
+            before = self._before.get(signal.Signals(number), signal.SIG_DFL)
+            signal.signal(number, before if callable(before) else signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+            return
+        self.caught, self.when = signal.Signals(number).name, time.monotonic()
+
+
+def _checked(name: str) -> signal.Signals:
+    try:
+        return signal.Signals[name]
+    except (KeyError, TypeError):
+        raise BadInput(f"Guard(signals=[{name!r}]): a signal is expected by name, such as 'SIGTERM'.") from None
+
+
+class Watchdog:
+    """Ends the process when no step has been closed for too long: some rank is gone, and this one waits for it.
+
+    What it waits in may be deep in a library, where no exception reaches it: after the diagnosis, the process ends as
+    it is. What is on disk is whole at any moment.
+    """
+
+    def __init__(self, patience: float, last_words: Callable[[float], None]) -> None:
+        self._patience, self._last_words = patience, last_words
+        self._beaten = time.monotonic()
+        self._over = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def beat(self) -> None:
+        """A step is over. Before the first, nothing is expected: compiling may take its time."""
+        self._beaten = time.monotonic()
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._watch, name="ampwise-guard-watchdog", daemon=True)
+            self._thread.start()
+
+    def end(self) -> None:
+        self._over.set()
+
+    def _watch(self) -> None:
+        while not self._over.wait(min(1.0, self._patience / 4)):
+            silent = time.monotonic() - self._beaten
+            if silent > self._patience:
+                self._bark(silent)
+
+    def _bark(self, silent: float) -> None:
+        with contextlib.suppress(Exception):
+            self._last_words(silent)
+            faulthandler.dump_traceback(file=sys.stderr)
+            sys.stderr.flush()
+        os._exit(STOPPED)

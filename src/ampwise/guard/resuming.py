@@ -1,0 +1,137 @@
+"""A run that goes on from disk: the newest checkpoint that is whole, on all ranks the same."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ampwise.engine.engine import Engine
+from ampwise.engine.precision.policy import Policy
+from ampwise.errors import BadInput
+from ampwise.evidence.faults import CheckpointDamaged, RanksChanged
+from ampwise.guard.agreement import Agreement
+from ampwise.guard.disk.catalog import Checkpoint, Damaged, checkpoints, verify
+from ampwise.guard.plain import from_json
+from ampwise.guard.saving import not_finite
+from ampwise.guard.state import Whole, local
+from ampwise.guard.telling import Telling
+
+__all__ = ["Resumed", "Resuming"]
+
+Resumed = tuple[Checkpoint, dict[str, Any]]
+
+
+class Resuming:
+    """Reads checkpoints of a directory into an engine."""
+
+    def __init__(self, directory: Path, engine: Engine, whole: Whole, agreement: Agreement, telling: Telling) -> None:
+        self._directory, self._engine, self._whole = directory, engine, whole
+        self._agreement, self._telling = agreement, telling
+
+    def newest(self) -> Resumed | None:
+        """Go on from the newest that is whole; None if the directory has none at all.
+
+        One that is damaged is told of. If all are, nothing is begun anew in their place: that is for a person to say.
+        """
+        found = self._agreement.first_says(self._found())
+        troubles: list[tuple[str, str]] = []
+        for checkpoint in found:
+            trouble = checkpoint.trouble or self._trouble(checkpoint)
+            if not trouble:
+                try:
+                    plain = self.read(checkpoint)
+                except Damaged as error:
+                    trouble = str(error)
+                else:
+                    self._tell(troubles, str(checkpoint.path), checkpoint)
+                    return checkpoint, plain
+            troubles.append((str(checkpoint.path), trouble))
+        self._tell(troubles, "", None)
+        if troubles:
+            raise BadInput(
+                f"{self._directory} has {len(troubles)} checkpoints, and none to go on from: {troubles[0][1]} Look: "
+                f"`ampwise resume {self._directory} --show`; to begin anew, name another directory."
+            )
+        return None
+
+    def earlier(self, than: int) -> Checkpoint | None:
+        """The newest good one of a step before this."""
+        found = self._agreement.first_says(self._found())
+        return next((each for each in found if each.good and not each.trouble and each.step < than), None)
+
+    def _found(self) -> list[Checkpoint]:
+        return checkpoints(self._directory) if self._agreement.rank == 0 else []
+
+    def _trouble(self, checkpoint: Checkpoint) -> str:
+        """What is wrong with it, as far as one can tell without loading it. The first rank reads it all."""
+        why = ""
+        if self._agreement.rank == 0:
+            try:
+                verify(checkpoint)
+            except (Damaged, OSError) as error:
+                why = str(error)
+        return self._agreement.first_says(why)
+
+    def read(self, checkpoint: Checkpoint) -> dict[str, Any]:
+        """Put all of it in place: tensors, and the rest, which is returned.
+
+        In pieces that all ranks do or none, as tensors are read together. Damaged if there is no going on from it.
+        """
+        from ampwise.guard.disk.reading import read_into
+
+        agreement = self._agreement
+        plain, room = agreement.each(lambda: self._prepared(checkpoint))
+        read_into(checkpoint, room, agreement.saving)
+        not_finite = next(filter(None, agreement.all_of(_not_finite(room))), "")
+        if not_finite:
+            raise Damaged(f"{checkpoint.path.name} has {not_finite} with inf or NaN in it.")
+        if checkpoint.world_size != agreement.size:
+            self._telling.tell(RanksChanged(before=checkpoint.world_size, after=agreement.size), checkpoint.step)
+            plain["engine"]["rng"] = self._engine.state_dict()["rng"]  # each its own: those of others are not
+            plain["data"] = None
+        agreement.each(lambda: self._whole.put_back_plain(plain, {name: local(each) for name, each in room.items()}))
+        return plain
+
+    def _prepared(self, checkpoint: Checkpoint) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """The plain part, and room for tensors."""
+        from ampwise.guard.disk.reading import read_plain
+
+        try:
+            plain: dict[str, Any] = from_json(read_plain(checkpoint, self._agreement.rank))
+            self._take_precision(plain["engine"])
+            return plain, _room(checkpoint, self._whole.prepare(plain))
+        except (ValueError, KeyError, TypeError) as error:
+            raise BadInput(f"{checkpoint.path} cannot be gone on from: {error}") from error
+
+    def _take_precision(self, state: dict[str, Any]) -> None:
+        """That of the run, which its guard may have changed."""
+        policy = Policy.from_dict(state["policy"])
+        if policy != self._engine.policy:
+            self._engine.change_precision(policy)
+
+    def _tell(self, troubles: Sequence[tuple[str, str]], instead: str, used: Checkpoint | None) -> None:
+        for path, why in troubles:
+            self._telling.tell(CheckpointDamaged(path=path, why=why, instead=instead), 0 if used is None else used.step)
+
+
+def _room(checkpoint: Checkpoint, live: dict[str, Tensor]) -> dict[str, Tensor]:
+    """What is read into: live tensors, and new ones for objects that load their tensors by themselves."""
+    from ampwise.guard.disk.reading import stored_tensors
+
+    stored = stored_tensors(checkpoint)
+    room = {name: tensor.detach() for name, tensor in live.items() if name in stored}
+    for name, form in stored.items():
+        if name not in room and name.startswith(("other.", "optimizer.")):
+            room[name] = torch.zeros(form.shape, dtype=form.dtype)
+    return room | {
+        name: tensor for name, tensor in live.items() if name not in stored and not name.startswith("other.")
+    }
+
+
+def _not_finite(tensors: dict[str, Tensor]) -> str:
+    """The first weight that is not to be gone on with."""
+    return next(iter(not_finite({name: local(tensor) for name, tensor in tensors.items()})), "")

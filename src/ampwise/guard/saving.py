@@ -1,0 +1,139 @@
+"""Checkpoints written beside the training, in a thread: one at a time."""
+
+from __future__ import annotations
+
+import errno
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ampwise.guard.disk.catalog import Checkpoint, promote, prune
+from ampwise.guard.snapshots import Snapshot
+
+__all__ = ["Job", "Saver", "kind_of", "not_finite"]
+
+
+@dataclass(slots=True, eq=False)
+class Job:
+    """A checkpoint to be written, and how that went."""
+
+    snapshot: Snapshot
+    live: Mapping[str, Tensor]  # what the values are of; only their shapes and places are looked at
+    moving: frozenset[str]  # names of those that each rank may have its own of
+    plain: Any  # this rank's, as JSON
+    about: Mapping[str, Any]
+    began: float = field(default_factory=time.monotonic)
+    seconds: float = 0.0
+    checkpoint: Checkpoint | None = None
+    error: Exception | None = None
+    not_finite: list[str] = field(default_factory=list)  # weights, on any rank; it was not written then
+    good: bool = False  # it is marked as such on disk
+
+
+class Saver:
+    """Writes to a directory; ``finished`` tells what came of it, and nothing is raised."""
+
+    def __init__(self, directory: Path, keep: int, group: Any, *, speaks: bool) -> None:
+        self._directory, self._keep, self._group, self._speaks = directory, keep, group, speaks
+        self._thread: threading.Thread | None = None
+        self._job: Job | None = None
+
+    @property
+    def busy(self) -> bool:
+        return self._thread is not None and self._thread.is_alive()
+
+    @property
+    def job(self) -> Job | None:
+        return self._job
+
+    def begin(self, job: Job) -> None:
+        """All ranks begin in the same step, when none is busy."""
+        job.snapshot.held = True
+        self._job = job
+        self._thread = threading.Thread(target=self._write, args=(job,), name="ampwise-guard-save", daemon=True)
+        self._thread.start()
+
+    def finished(self) -> Job | None:
+        """The checkpoint that was written last, or failed to be, once."""
+        if self._thread is None or self._thread.is_alive():
+            return None
+        job, self._job, self._thread = self._job, None, None
+        return job
+
+    def wait(self, timeout: float | None = None) -> Job | None:
+        """The same, when it is done; None if there is none, or time is up."""
+        if self._thread is not None:
+            self._thread.join(timeout)
+        return self.finished()
+
+    def mark_good(self, checkpoint: Checkpoint) -> None:
+        """Enough healthy steps came after it. By the first rank alone."""
+        if self._speaks:
+            promote(checkpoint)
+
+    def _write(self, job: Job) -> None:
+        from ampwise.guard.disk.writing import write_checkpoint
+
+        try:
+            job.snapshot.wait()
+            staged = {name: value.cpu() for name, value in job.snapshot.values.items()}
+            job.not_finite = self._anywhere(not_finite(staged))
+            if not job.not_finite:
+                job.checkpoint = write_checkpoint(
+                    self._directory,
+                    step=job.snapshot.step,
+                    live=job.live,
+                    staged=staged,
+                    plain=job.plain,
+                    about=job.about,
+                    group=self._group,
+                    alike=set(staged) - job.moving,
+                )
+                if self._speaks:
+                    prune(self._directory, self._keep)
+        except Exception as error:
+            job.error = error
+        job.seconds = time.monotonic() - job.began
+
+    def _anywhere(self, names: list[str]) -> list[str]:
+        if self._group is None:
+            return names
+        everyone: list[Any] = [None] * dist.get_world_size(self._group)
+        dist.all_gather_object(everyone, names, group=self._group)
+        return sorted({name for found in everyone for name in found})
+
+
+def not_finite(values: Mapping[str, Tensor]) -> list[str]:
+    """Tensors of models that are not to be gone on with. Others' may well be infinite."""
+    return [name for name, value in values.items() if name.startswith("model.") and not _is_finite(value)]
+
+
+def _is_finite(value: Tensor) -> bool:
+    if not (value.is_floating_point() or value.is_complex()) or value.itemsize == 1:
+        return True
+    return bool(torch.isfinite(value).all())
+
+
+def kind_of(error: BaseException) -> Any:
+    """What a person has to mend: "full", "read-only", "permission" or "other"."""
+    kinds = {
+        errno.ENOSPC: "full",
+        errno.EDQUOT: "full",
+        errno.EFBIG: "full",
+        errno.EROFS: "read-only",
+        errno.EACCES: "permission",
+        errno.EPERM: "permission",
+    }
+    seen: BaseException | None = error
+    while seen is not None:
+        if isinstance(seen, OSError) and seen.errno in kinds:
+            return kinds[seen.errno]
+        seen = seen.__cause__ or seen.__context__
+    return "other"

@@ -1,0 +1,74 @@
+"""Told to end: the step is finished, the state saved, and the exit code is the one asked for."""
+
+import os
+import signal
+
+import pytest
+
+from ampwise.guard.disk.catalog import checkpoints
+
+from .programs import train
+
+
+@pytest.fixture(autouse=True)
+def _untouched():
+    """Whatever a test leaves behind would end the tests after it."""
+    before = signal.getsignal(signal.SIGTERM)
+    yield
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
+@pytest.mark.parametrize("code", [0, 75])
+def test_sigterm_finishes_the_step_saves_and_ends(tmp_path, code):
+    outcome = train(tmp_path, fault="SIGTERM", at=(20,), guard={"exit_code": code, "every": "1h"})
+    assert outcome.code == code
+    assert outcome.told == ["preempted"]
+    assert "ended by SIGTERM" in outcome.messages[0]
+    assert [each.step for each in checkpoints(tmp_path)] == [21]
+    assert len(outcome.lineage) == 20  # and the one that was being made, which was finished
+
+
+def test_the_run_goes_on_to_the_bit_where_it_was_told_to_end(tmp_path):
+    unbroken = train(tmp_path / "whole")
+    for at in (0, 7, 25):
+        train(tmp_path / "run", fault="SIGTERM", at=(at,))
+    outcome = train(tmp_path / "run")
+    assert outcome.began_at == 1 + 8 + 26
+    assert outcome.weights == unbroken.weights
+    assert outcome.told == []
+
+
+def test_other_signals_if_asked(tmp_path, monkeypatch):
+    monkeypatch.setitem(train.__globals__["FAULTS"], "SIGUSR1", train.__globals__["sends"](signal.SIGUSR1))
+    outcome = train(tmp_path, fault="SIGUSR1", at=(20,), guard={"signals": ["SIGUSR1"]})
+    assert outcome.told == ["preempted"]
+    assert checkpoints(tmp_path)[0].step == 21
+
+
+def test_in_the_middle_of_a_window_the_window_is_finished(tmp_path):
+    outcome = train(tmp_path / "run", fault="SIGTERM", at=(9,), engine={"accumulate": 4})
+    assert outcome.code == 0
+    assert checkpoints(tmp_path / "run")[0].step == 3
+    assert len(outcome.steps) == 12
+    rest = train(tmp_path / "run", engine={"accumulate": 4})
+    assert rest.weights == train(tmp_path / "whole", engine={"accumulate": 4}).weights
+
+
+def test_where_nothing_can_be_saved_the_code_says_so(tmp_path, monkeypatch):
+    """Whoever restarts it is not to believe that all is well."""
+
+    def full(*_, **__):
+        raise OSError(28, os.strerror(28))
+
+    monkeypatch.setattr("ampwise.guard.disk.writing.write_tensors", full)
+    outcome = train(tmp_path, fault="SIGTERM", at=(20,), guard={"every": "1h"})
+    assert outcome.code == 70
+    assert outcome.told == ["checkpoint-failed", "preempted"]
+    assert "no checkpoint could be saved" in outcome.why
+
+
+def test_the_process_itself_ends_with_that_code(children, tmp_path):
+    ended = children.train(tmp_path / "run", fault="SIGTERM", at=[20], guard={"exit_code": 85})
+    assert ended.code == 85, ended.said
+    assert "ended by SIGTERM" in ended.said
+    assert checkpoints(tmp_path / "run")[0].step == 21
