@@ -7,7 +7,7 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 NEEDS  := pyproject.toml constraints.txt setup.py src/ampwise/census/_native.c
 
-.PHONY: help demo layers test fuzz check lint types docs docs-check format peers bench gpu-test gpu-bench clean
+.PHONY: help demo layers test nightly fuzz check lint types docs docs-check format peers bench gpu-test gpu-bench clean
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -19,7 +19,10 @@ layers: $(STAMP) ## train a small GPT in FP16 and show what each layer would los
 	@$(BIN)/python examples/char_gpt.py $(ARGS)
 
 test: $(STAMP) ## all tests
-	@$(BIN)/python -m pytest -n 2 $(ARGS)
+	@$(BIN)/python -m pytest -n 2 --dist worksteal $(ARGS)
+
+nightly: $(STAMP) ## all tests at their full length: more examples, more steps, 50 kills, each program in a Python of its own
+	@AMPWISE_NIGHTLY=1 AMPWISE_COLD=1 AMPWISE_FUZZ=10000 AMPWISE_KILLS=50 $(BIN)/python -m pytest -n 2 --dist worksteal $(ARGS)
 
 fuzz: $(STAMP) ## 10,000 mangled scripts through `ampwise check` (for the night; `make test` has 200)
 	@AMPWISE_FUZZ=10000 $(BIN)/python -m pytest -n 2 tests/lint/test_fuzz.py $(ARGS)
@@ -52,7 +55,7 @@ bench: $(STAMP) ## run one benchmark: make bench NAME=census
 	@$(BIN)/python -m benchmarks.$(NAME)
 
 gpu-test: ## the tests that need CUDA, in the Python you have (torch, triton, pytest, hypothesis; no .venv)
-	@PYTHONPATH=src $(PYTHON) -m pytest -m gpu -p no:cacheprovider tests $(ARGS)
+	@AMPWISE_NIGHTLY=1 PYTHONPATH=src $(PYTHON) -m pytest -m gpu -p no:cacheprovider tests $(ARGS)
 
 gpu-bench: ## the benchmarks on a GPU, in the Python you have
 	@PYTHONPATH=src:.$${PYTHONPATH:+:$$PYTHONPATH} $(PYTHON) -m benchmarks.$(NAME)

@@ -45,7 +45,7 @@ def train(directory: str, epochs: int, every: str) -> nn.Module:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(WIDTH, 64), nn.GELU(), nn.Dropout(0.1), nn.Linear(64, 1))
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    engine = ampwise.Engine(model, optimizer, precision="bf16", clip_norm=1.0)
+    engine = ampwise.Engine(model, optimizer, precision="auto", clip_norm=1.0)
 
     def loss_fn(rows: Tensor, targets: Tensor) -> Tensor:
         error: Tensor = model(rows) - targets

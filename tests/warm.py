@@ -136,15 +136,22 @@ def stand_for(address, words):
 
 def serve(address):
     """Import, then fork for whoever asks. Returns in the forks only, with the words they are to run."""
+    asker = os.getppid()
     load(LOADED)
     gc.freeze()  # collections in the forks leave these pages alone, which are then shared to the end
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     with socket.socket(socket.AF_UNIX) as listening:
         listening.bind(address)
         listening.listen()
+        listening.settimeout(10)
         print("ready", flush=True)
         while True:
-            connection, _ = listening.accept()
+            try:
+                connection, _ = listening.accept()
+            except TimeoutError:
+                if os.getppid() != asker:  # it was killed, and nobody has told this one to end
+                    os._exit(0)
+                continue
             request, files = received(connection)
             load(request["loaded"])
             if os.fork() == 0:

@@ -87,7 +87,7 @@ def restore_random(state: Mapping[str, Any], device: torch.device) -> None:
         python = state["python"]
         random.setstate((python["version"], tuple(python["words"]), python["gauss"]))
     if "numpy" in state and "numpy" in sys.modules:
-        if not 0 <= state["numpy"]["state"]["pos"] <= NUMPY_WORDS:  # numpy believes any, and reads there
+        if not 0 <= state["numpy"]["state"].get("pos", 0) <= NUMPY_WORDS:  # numpy believes any, and reads there
             raise ValueError("the state of numpy's random numbers makes no sense")
         sys.modules["numpy"].random.set_state(state["numpy"])
 

@@ -13,6 +13,10 @@ from .programs import Outcome, cheap
 
 PROGRAM = Path(__file__).with_name("programs.py")
 LIMIT_S = 60
+LOADED = [
+    *("ampwise.guard.guard", "ampwise.guard.disk.reading", "ampwise.guard.disk.writing", "ampwise.trace.explaining"),
+    *("torch.distributed.fsdp", "torch.nn.parallel", "torch.utils.data"),
+]
 
 
 class Children:
@@ -44,7 +48,7 @@ class Children:
     def _run(self, plan, result, rank, ranks):
         environment = {**os.environ, "RANK": str(rank), "WORLD_SIZE": str(ranks)}
         words = [str(PROGRAM), json.dumps(plan)]
-        done = self._warm.run(*words, cwd=self._folder, env=environment, timeout=LIMIT_S, loaded=["ampwise.guard.guard"])
+        done = self._warm.run(*words, cwd=self._folder, env=environment, timeout=LIMIT_S, loaded=LOADED)
         outcome = Outcome(**json.loads(result.read_text())) if result.exists() else None
         return SimpleNamespace(code=done.returncode, said=done.stdout + done.stderr, outcome=outcome)
 

@@ -264,7 +264,7 @@ class Run:
             self.model, self.optimizer, plan.precision, scheduler=schedule, clip_norm=1.0, **plan.engine
         )
         self.guard = self.guarded() if plan.guarded else None
-        self.log = Path(plan.log).open("a") if plan.log else None
+        self.log = Path(plan.log).open("a") if plan.log else None  # noqa: SIM115 (closed at the end)
 
     def guarded(self):
         options = {"every": "10 steps", "snapshot_every": 5, **self.plan.guard}
@@ -396,6 +396,8 @@ def main(text):
     if plan.kill_at_fsync is not None:
         die_at(plan.kill_at_fsync)
     run = Run(plan)
+    if plan.store:
+        dist.barrier()
     if plan.kill_after_s is not None:
         threading.Timer(plan.kill_after_s, os.kill, (os.getpid(), signal.SIGKILL)).start()
     outcome = run.to_the_end()

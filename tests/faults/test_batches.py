@@ -82,7 +82,9 @@ def test_a_sample_that_is_always_bad_costs_its_batch_in_each_epoch(tmp_path, unb
     assert len(outcome.lineage) == EPOCHS * BATCHES - 4
 
 
-@pytest.mark.xfail(reason="a finite loss promotes snapshots whose buffers are not finite, and nothing goes back", strict=True)
+@pytest.mark.xfail(
+    reason="a finite loss promotes snapshots whose buffers are not finite, and nothing goes back", strict=True
+)
 def test_statistics_that_turn_to_inf_are_put_back(tmp_path):
     """BatchNorm makes of a huge batch a fine loss, and keeps its variance, which is inf, for good."""
     outcome = train(tmp_path, fault="huge, and the loss is fine", at=(20,))

@@ -25,7 +25,7 @@ def test_sigterm_finishes_the_step_saves_and_ends(tmp_path, code):
     assert outcome.told == ["preempted"]
     assert "ended by SIGTERM" in outcome.messages[0]
     assert [each.step for each in checkpoints(tmp_path)] == [21]
-    assert len(outcome.lineage) == 20  # and the one that was being made, which was finished
+    assert len(outcome.lineage) == 21  # with the one that was being made, which was finished
 
 
 def test_the_run_goes_on_to_the_bit_where_it_was_told_to_end(tmp_path):

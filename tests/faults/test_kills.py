@@ -75,9 +75,7 @@ def test_two_ranks_that_are_killed_again_and_again(children, unbroken, tmp_path)
     expected, drawn, deaths = unbroken(2), random.Random(KILLS), 0
     for _ in range(TRIES):
         kill = {rank: drawn.choice([at_any_time, at_any_byte])(drawn, expected) for rank in range(2)}
-        ended = children.train(
-            tmp_path, ranks=2, epochs=EPOCHS, guard=GUARD, by_rank=kill if deaths < KILLS else None
-        )
+        ended = children.train(tmp_path, ranks=2, epochs=EPOCHS, guard=GUARD, by_rank=kill if deaths < KILLS else None)
         codes = [each.code for each in ended]
         if codes == [0, 0]:
             break

@@ -41,7 +41,9 @@ def test_without_a_tracer_bad_data_is_met_with_all_rungs(tmp_path):
     outcome = train(tmp_path, fault="nan", at=tuple(range(20, 1000)), engine={"trace": False})
     assert outcome.code == 70
     rungs = [each for each in outcome.told if each != "step-skipped"]
-    assert rungs == ["rolled-back", "precision-changed", "training-stopped"], "each where the one before changed nothing"
+    assert rungs == ["rolled-back", "precision-changed", "training-stopped"], (
+        "each where the one before changed nothing"
+    )
 
 
 def test_what_overflows_in_fp16_goes_on_wider_and_learns_as_in_bf16(tmp_path):

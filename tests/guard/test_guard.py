@@ -613,8 +613,8 @@ def test_a_row_that_has_no_room_is_the_end(tmp_path, capsys):
     loss = Cramped(run, room=0)
     with pytest.raises(torch.OutOfMemoryError), run.guard:
         run.guard.step(loss, data()[0])
-    assert loss.rows == [6, 6, 3, 2]
-    assert [finding.evidence["splits"] for finding in run.guard.findings] == [True, True, False]
+    assert loss.rows == [6, 6, 3, 2, 1]
+    assert [finding.evidence["splits"] for finding in run.guard.findings] == [True, True, True, False]
     capsys.readouterr()
 
 
@@ -635,7 +635,7 @@ def test_a_signal_is_heeded_when_the_step_is_over(tmp_path, capsys):
     with pytest.raises(Stopped) as stopped:
         told_to_end()
     assert stopped.value.code == 3
-    assert len(steps) == 4  # the fifth was finished, and ended the loop
+    assert len(steps) == 5  # the fifth was finished, and what comes after it; then the loop ended
     assert run.guard.last_checkpoint.step == 5
     assert told(run) == ["preempted"]
     assert run.guard.findings[0].evidence["signal"] == "SIGTERM"
@@ -861,16 +861,14 @@ def test_after_a_healthy_stretch_the_precision_before_is_tried_again_if_asked(tm
     wild = [True]
 
     def loss(x):
-        return run.loss(x) + (run.model[0](x) * 1e6).mean() * (0.0 if not wild else 1.0)
+        return run.loss(x) + (run.model[0](x) * 1e6).mean() if wild else run.loss(x)
 
     with run.guard:
         for number, batch in enumerate(run.guard.batches(data(40))):
             run.guard.step(loss, batch)
-            if number == 12:
-                wild.clear()
-    names = told(run)
-    assert "precision-changed" in names
-    assert names.index("climbed-back") > names.index("precision-changed")
+            if number == 4:
+                wild.clear()  # what FP16 cannot hold
+    assert [name for name in told(run) if name != "step-skipped"] == ["precision-changed", "climbed-back"]
     assert (run.engine.precision, run.engine.policy.rules) == ("fp16", ())
     capsys.readouterr()
 
@@ -902,9 +900,6 @@ def with_ema(directory, seed):
     return SimpleNamespace(model=model, engine=engine, ema=ema, guard=guard, loss=lambda x: model(x).square().mean())
 
 
-@pytest.mark.xfail(
-    reason="a checkpoint is taken inside of the step, before the update of the loop that comes after it", strict=True
-)
 def test_weights_that_follow_after_each_step_are_those_of_an_unbroken_run(tmp_path, capsys):
     def train_both(run, fails_at=None):
         with run.guard:
@@ -923,3 +918,26 @@ def test_weights_that_follow_after_each_step_are_those_of_an_unbroken_run(tmp_pa
     capsys.readouterr()
     assert torch.equal(resumed.model.weight, unbroken.model.weight)
     assert all(map(torch.equal, resumed.ema.shadow, unbroken.ema.shadow))
+
+
+def test_a_checkpoint_of_steps_that_were_undone_is_not_gone_on_from(tmp_path, capsys):
+    run, steps = training(tmp_path, every="4 steps"), []
+
+    def broken_off():
+        with run.guard:
+            for batch in run.guard.batches(data(20, bad=[13, 14])):
+                steps.append(run.guard.step(run.loss, batch))
+                run.guard._checkpointing.collect(wait=True)
+                if run.guard.passed_over:
+                    raise ArithmeticError
+
+    with pytest.raises(ArithmeticError):
+        broken_off()
+    assert run.guard.findings[-1].evidence["to_step"] == 10
+    undone = {each.step: each.trouble for each in checkpoints(tmp_path)}
+    assert undone == {12: "the run went back to step 10, before it", 8: "", 4: ""}
+    second = training(tmp_path, seed=2)
+    second.guard.begin()
+    assert second.engine.applied_steps == 8
+    second.guard.close()
+    capsys.readouterr()

@@ -287,7 +287,8 @@ def test_wandb_in_a_script_that_begins_its_run_later_or_ends_it_early(tmp_path):
     [
         ({}, "", "offline"),
         ({"WANDB_MODE": "disabled"}, "", None),
-        ({}, f"machine api.wandb.ai login user password {'a' * 40}", None),
+        # Not silent, it would ask its server for the user's name, to greet; where there is no network, for long.
+        ({"WANDB_SILENT": "true"}, f"machine api.wandb.ai login user password {'a' * 40}", None),
         ({"WANDB_BASE_URL": "https://wandb.example.org"}, f"machine api.wandb.ai password {'a' * 40}", "offline"),
     ],
     ids=["nobody", "mode", "netrc", "another host"],

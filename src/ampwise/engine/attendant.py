@@ -12,6 +12,9 @@ __all__ = ["Attendant"]
 class Attendant(Protocol):
     """Someone who looks after a training: a guard."""
 
+    def begins(self) -> None:
+        """A window is about to begin: whoever had something to do after the last step has done it."""
+
     def before_update(self) -> None:
         """The gradients of a window are there, and weights and optimizer states still as they were."""
 

@@ -188,6 +188,7 @@ class Engine:
         when the window is complete: ``step.closed``.
         """
         self._refuse_step(loss_fn, "step")
+        self._announce_window()
         self._inside = True
         try:
             factor = self._window.factor(self._weight_of(args, kwargs), self._typical)
@@ -208,6 +209,7 @@ class Engine:
         a list of what was returned for each.
         """
         self._refuse_step(loss_fn, "step_in_pieces")
+        self._announce_window()
         pieces = split(count, args, kwargs)
         self._inside = True
         try:
@@ -339,6 +341,7 @@ class Engine:
         if self._window.touched:
             self._statistics.remember_new()
         elif not self._begun and (self._statistics.moves or any(model.training for model in self._models)):
+            self._announce_window()
             self._begin()  # unless it is an evaluation
         with (
             self._arithmetic.products(),
@@ -361,6 +364,7 @@ class Engine:
         elif self._begun:
             self._drop_gradients()  # of others' backward passes since the forward pass
         else:  # without our autocast, there are no statistics to go back to
+            self._announce_window()
             self._begin(remember=False)
         share = self._window.share(loss, self._window.factor(weight, self._typical))
         with self._arithmetic.products():
@@ -636,6 +640,10 @@ class Engine:
             raise
         loss: Any = share.detach()
         return (loss.full_tensor() if hasattr(loss, "full_tensor") else loss).reshape(())  # type: ignore[no-any-return]
+
+    def _announce_window(self) -> None:
+        if self._attendant is not None and not (self._begun or self._window.touched):
+            self._attendant.begins()
 
     def _attended(self, step: Step) -> Step:
         """Last of all, as it may take the engine back to an earlier step, or end the training."""

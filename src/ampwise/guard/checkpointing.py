@@ -58,6 +58,7 @@ class Checkpointing:
         self._saved_at = time.monotonic()
         self._saved_step = -1
         self._late_told: Job | None = None
+        self._wanted: Callable[[], object] | None = None  # what is to be done about the last step
         self.failures = 0  # in a row
         self.count = 0  # checkpoints written
         self.last: Checkpoint | None = None
@@ -100,13 +101,19 @@ class Checkpointing:
         return self._saver.busy
 
     def after(self, step: int, agreed: Agreed) -> None:
-        """A step was closed, and all is well."""
+        """A step was closed, and all is well: whether its state is to be kept, when the user is done with it."""
         if agreed.due and agreed.busy:
             self._tell_late(step)
         elif agreed.due:
-            self._save(step)
+            self._wanted = lambda: self._save(step)
         elif step % self._snapshot_every == 0:
-            self._take(step)
+            self._wanted = lambda: self._take(step)
+
+    def keep_wanted(self) -> None:
+        """Between two steps, before the next batch is fetched: with averages of weights, say, that follow each step."""
+        wanted, self._wanted = self._wanted, None
+        if wanted is not None:
+            wanted()
 
     def _save(self, step: int) -> None:
         self._saved_at, self._saved_step = time.monotonic(), step
@@ -116,6 +123,7 @@ class Checkpointing:
 
     def save_now(self, step: int) -> Checkpoint | None:
         """Write it, and wait; None if it could not be written, which is told."""
+        self._wanted = None
         self.collect(wait=True)
         if self.last is not None and self._saved_step == step and self.last.step == step:
             return self.last
@@ -208,6 +216,7 @@ class Checkpointing:
 
     def undo_after(self, step: int) -> None:
         """Steps after this one never were: checkpoints of them are not to be gone on from."""
+        self._wanted = None
         self.snapshots.drop_after(step)
         if self._saver.busy:
             self._undone_to = step

@@ -142,6 +142,7 @@ class Guard:
         self._window: list[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]] = []
         self._pieces = 1  # that batches are cut into
         self._waits_for_disk = True
+        self._ends = False  # a rank was told to
         self._number = 0  # of the last closed step
         self._attends = self._begun = self._ended = False
 
@@ -175,8 +176,12 @@ class Guard:
             self._begun = True
             self._finalizer = weakref.finalize(self, _release, self._lock)
             self._start()
-        except BaseException:
-            self.close()
+        except BaseException as error:
+            try:
+                if self._is_lost_rank(error):
+                    self._rank_lost(error)
+            finally:
+                self.close()
             raise
 
     def _take_directory(self) -> None:
@@ -194,6 +199,7 @@ class Guard:
             holder = self._lock.holder_before
             self._telling.tell(LockTakenOver(pid=holder.pid, host=holder.host, since=holder.since), 0)
         self._agreement.each(self._position.begin)
+        self._position.passed_over = self._agreement.first_says(self._position.passed_over)
         resumed = self._resuming.newest() if self._resumes else None
         checkpoint, plain = resumed if resumed is not None else (None, {})
         if checkpoint is None and not self._resumes:
@@ -220,6 +226,8 @@ class Guard:
         """The training is over: judge what is left, and save it."""
         if self._begun and not self._ended:
             self._judge_rest()
+            if self._ends:
+                self._preempted()
             if self._number:
                 self._checkpointing.save_now(self._number)
 
@@ -262,6 +270,8 @@ class Guard:
         for place, batch in self._engine.batches(placed):
             self._position.taken(place)
             yield batch
+            if not self._engine.accumulating:
+                self.begins()
         if self._judge_rest() and (rest := self._position.rest()) is not None:
             yield from self._batches(rest)
 
@@ -317,12 +327,18 @@ class Guard:
 
     # As the engine's attendant
 
+    def begins(self) -> None:
+        """Whatever the user does after a step is done: end, if that was asked for, or keep the state, if it is time."""
+        if self._ends:
+            self._preempted()
+        self._checkpointing.keep_wanted()
+
     def before_update(self) -> None:
         """Copies of the state that are still being made are waited for, by the device."""
         self._checkpointing.before_update()
 
     def closed(self, step: Step) -> None:
-        """A step is over: judge the one that is known by now, and keep the state if it is time."""
+        """A step is over: judge the one that is known by now."""
         self._number = step.number
         self._position.closed(step.number)
         self._unjudged.append(step.bare())
@@ -352,8 +368,7 @@ class Guard:
             self._unjudged.clear()
             self._number = self._engine.applied_steps + self._engine.skipped_steps
             return True
-        if agreed.ends:
-            self._preempted()
+        self._ends = self._ends or agreed.ends
         self._checkpointing.after(self._number, agreed)
         return False
 

@@ -87,9 +87,11 @@ async function follow(seconds) {
     if (isBusy()) continue;
     const answer = await ask(version);
     tellState(answer === null ? 'gone' : answer.ok || answer.status === 304 ? 'following' : 'other');
-    if (!answer?.ok || isBusy()) continue; // by now
+    if (!answer?.ok) continue;
+    const news = await answer.json();
+    if (isBusy()) continue; // by now
     version = answer.headers.get('ETag') || '';
-    takeIn(await answer.json());
+    takeIn(news);
   }
 }
 

@@ -1,0 +1,39 @@
+"""The small examples, run as they are."""
+
+import contextlib
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+def run(capfd, monkeypatch, name, *arguments):
+    """What it prints, and what it says besides."""
+    monkeypatch.setattr(sys, "argv", [name, *map(str, arguments)])
+    with contextlib.suppress(SystemExit) if "--help" not in arguments else contextlib.nullcontext():
+        runpy.run_path(str(EXAMPLES / name), run_name="__main__")
+    return capfd.readouterr()
+
+
+def test_a_guarded_training_passes_over_what_is_broken_and_can_be_started_again(capfd, monkeypatch, tmp_path):
+    first = run(capfd, monkeypatch, "guarded.py", "--directory", tmp_path, "--epochs", 1)
+    assert "passed over: 3 batches" in first.out
+    assert "rolled-back" in first.err
+    again = run(capfd, monkeypatch, "guarded.py", "--directory", tmp_path, "--epochs", 1)
+    assert again.out.splitlines()[-1] == first.out.splitlines()[-1]  # it is over: the same weights
+    assert "going on from" in again.err
+
+
+def test_a_nan_is_hunted_down_to_its_line(capfd, monkeypatch):
+    said = run(capfd, monkeypatch, "nan_hunt.py")
+    assert "division-by-zero" in said.out + said.err
+
+
+@pytest.mark.parametrize("name", ["guarded.py", "nan_hunt.py"])
+def test_help(capfd, monkeypatch, name):
+    with pytest.raises(SystemExit) as ended:
+        run(capfd, monkeypatch, name, "--help")
+    assert ended.value.code == 0
