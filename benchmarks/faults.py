@@ -48,6 +48,8 @@ LIMIT_S = 3 * SOON_S  # then it is said to hang
 IN_A_ROW = (50, 51, 52)
 WITHOUT_END = tuple(range(50, 10_000))
 
+WHAT = ("loss", "lost", "twice", "redone")
+
 Contender = Callable[[Job], None]
 
 
@@ -77,7 +79,7 @@ FAULTS = [
     Fault(name="NaN in the weights", kind="weights", at=(50,)),
     Fault(name="activations too large for FP16", model="loud", precision="fp16"),
     Fault(name="gradients too large for FP16", model="steep", precision="fp16"),
-    Fault(name="a spike: wrong labels", kind="spike", at=(100,), ladder={"on_spike": "rollback"}),
+    Fault(name="a spike: wrong labels", kind="spike", at=(90,), ladder={"on_spike": "rollback"}),
     Fault(name="SIGKILL", kind="SIGKILL", at=(70,)),
     Fault(name="SIGKILL while saving", kind="SIGKILL while saving"),
     Fault(name="killed, checkpoint truncated", kind="SIGKILL", at=(70,), damage=cut),
@@ -102,6 +104,7 @@ class Run:
     finished: bool
     lost: int  # samples of an epoch that are not in the weights
     twice: int  # that are there again
+    redone: int  # steps that were made, and undone or forgotten
     told: list[str]
 
 
@@ -167,10 +170,12 @@ def _child(contender: Contender, job: Job) -> None:
 
 def _seen(folder: Path, fault: Fault, codes: list[int | None]) -> Run:
     trained: Counter[tuple[int, int]] = Counter()
+    made = 0
     told: list[str] = []
     for rank in range(fault.ranks):
         lines = [json.loads(line) for line in (folder / f"log-{rank}").read_text().splitlines()]
         trained.update(_trained(lines))
+        made += sum("samples" in line for line in lines) - sum("skipped" in line for line in lines)
         told += [name for line in lines for name in line.get("told", ())] if rank == 0 else []
     result = json.loads((folder / RESULT).read_text()) if (folder / RESULT).exists() else None
     return Run(
@@ -179,6 +184,7 @@ def _seen(folder: Path, fault: Fault, codes: list[int | None]) -> Run:
         finished=result is not None,
         lost=EPOCHS * SAMPLES - len(trained),
         twice=sum(trained.values()) - len(trained),
+        redone=made // fault.ranks - sum(trained.values()) // BATCH,
         told=told,
     )
 
@@ -203,9 +209,9 @@ def table() -> Result:
         name="faults",
         title="What faults do to a training, by hand and with a guard",
         claim=f"A small model, {EPOCHS} epochs of {SAMPLES // BATCH} batches, {len(SEEDS)} seeds; on two ranks one. "
-        "Loss: the median at the end, after restarts; lost, twice: batches of data that are not in the weights, or "
-        "again, all seeds together. Codes: how its processes ended, in their order, with the first seed.",
-        columns=["fault", "by hand", "loss", "lost", "twice", "guard", "loss", "lost", "twice", "what it did"],
+        "Codes: how its processes ended, in their order, with the first seed. Loss: the median at the end. Lost, twice: "
+        "batches of data that are not in the weights, or again; redone: steps that were made in vain; a seed.",
+        columns=["fault", "by hand", *WHAT, "guard", *WHAT, "what it did"],
     )
     for fault in FAULTS:
         note(fault.name)
@@ -240,7 +246,8 @@ def _cells(runs: Sequence[Run]) -> list[str | float]:
     else:
         loss = "NaN" if any(map(math.isnan, losses)) else f"{statistics.median(losses):.4f}"
     codes = ", ".join("hangs" if code is None else str(code) for code in runs[0].codes)
-    return [codes, loss, sum(each.lost for each in runs) / BATCH, sum(each.twice for each in runs) / BATCH]
+    means = [statistics.mean(numbers) for numbers in zip(*((run.lost, run.twice) for run in runs), strict=True)]
+    return [codes, loss, *(mean / BATCH for mean in means), statistics.mean(run.redone for run in runs)]
 
 
 def _did(each: Run) -> str:

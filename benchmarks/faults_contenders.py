@@ -24,7 +24,7 @@ import ampwise
 
 __all__ = ["BATCH", "EPOCHS", "LATEST", "RESULT", "SAMPLES", "Fault", "Job", "guarded", "plain"]
 
-SAMPLES, WIDTH, BATCH, EPOCHS = 128, 8, 8, 8
+SAMPLES, WIDTH, BATCH, EPOCHS = 128, 8, 8, 7
 SAVED_EVERY = 20  # steps
 LATEST = "latest.pt"  # the plain loop's checkpoint
 RESULT = "result.json"  # of a training that came to its end
@@ -112,6 +112,11 @@ def samples() -> TensorDataset:
     return TensorDataset(torch.arange(SAMPLES), x, y)
 
 
+def _share(step: int) -> float:
+    """Of the learning rate: it ends at nothing, or the last few batches would decide on the loss."""
+    return min((step + 1) / 20, max(0.0, 1 - step / (EPOCHS * SAMPLES // BATCH)))
+
+
 class Training:
     """What both ways have in common."""
 
@@ -126,7 +131,7 @@ class Training:
         self.sampler: DistributedSampler[Any] | None = DistributedSampler(data, seed=job.seed) if shared else None
         self.loader = DataLoader(data, BATCH // job.fault.ranks, shuffle=not shared, sampler=self.sampler)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=5e-3)
-        self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda step: min(1.0, (step + 1) / 20))
+        self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, _share)
         job.directory.mkdir(parents=True, exist_ok=True)
         self._log = (job.directory / f"log-{job.rank}").open("a")
         if job.hits and job.fault.largest_file is not None:

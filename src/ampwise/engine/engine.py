@@ -481,6 +481,11 @@ class Engine:
         return self._trained.optimizers
 
     @property
+    def is_graphed(self) -> bool:
+        """Passes are captured in CUDA graphs, with the precision in them."""
+        return self._graphs is not None
+
+    @property
     def ranks(self) -> Ranks:
         """The processes that train this model together."""
         return self._ranks

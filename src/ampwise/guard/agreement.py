@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from ampwise.engine.ranks import Ranks
+from ampwise.guard.disk.manifest import Damaged
 
 __all__ = ["Agreed", "Agreement", "LostRank"]
 
@@ -39,10 +40,12 @@ class Agreement:
     def __init__(self, ranks: Ranks, patience: float) -> None:
         self.several = ranks.several
         self.saving: Any = None  # a group of its own, for a thread that writes meanwhile
+        self.reading: Any = None  # and one to read through, whatever that thread does
         self._group: Any = None
         if self.several:
             self._group = _new_group(ranks.process_group, patience)
             self.saving = _new_group(ranks.process_group, patience)
+            self.reading = _new_group(ranks.process_group, patience)
         self.rank = dist.get_rank(self._group) if self.several else 0
         self.size = dist.get_world_size(self._group) if self.several else 1
 
@@ -74,13 +77,18 @@ class Agreement:
             result = work()
         except Exception as failure:
             error = failure
-        failures = self.all_of(None if error is None else (type(error).__name__, str(error)))
-        if error is not None:
+        told = None if error is None else (isinstance(error, Damaged), type(error).__name__, str(error))
+        failures = {rank: failed for rank, failed in enumerate(self.all_of(told)) if failed is not None}
+        if not failures:
+            return result  # type: ignore[return-value]
+        # Damaged is gone on from, with another checkpoint: by all of them, or by none.
+        damaged = [rank for rank, failed in failures.items() if failed[0]]
+        if error is not None and (isinstance(error, Damaged) or not damaged):
             raise error
-        for rank, failed in enumerate(failures):
-            if failed is not None:
-                raise RuntimeError(f"rank {rank}: {failed[0]}: {failed[1]}")
-        return result  # type: ignore[return-value]
+        if damaged:
+            raise Damaged(f"rank {damaged[0]}: {failures[damaged[0]][2]}")
+        rank, (_, name, words) = next(iter(failures.items()))
+        raise RuntimeError(f"rank {rank}: {name}: {words}")
 
     def _exchange(self, work: Callable[[], Any]) -> None:
         try:

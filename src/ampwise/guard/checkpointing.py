@@ -16,10 +16,10 @@ from ampwise.engine.engine import Engine
 from ampwise.errors import BadInput
 from ampwise.evidence.faults import CheckpointFailed, CheckpointLate, WeightsNotFinite
 from ampwise.guard.agreement import Agreed, Agreement
-from ampwise.guard.disk.catalog import Checkpoint, checkpoints, discredit
+from ampwise.guard.disk.catalog import Checkpoint, checkpoints
 from ampwise.guard.durations import Every
 from ampwise.guard.plain import to_json
-from ampwise.guard.saving import Job, Saver, kind_of
+from ampwise.guard.saving import Job, Saver, kind_of, undo
 from ampwise.guard.snapshots import Snapshot, Snapshots
 from ampwise.guard.state import Whole
 from ampwise.guard.telling import Telling
@@ -54,7 +54,6 @@ class Checkpointing:
         self.snapshots = Snapshots(engine.device, snapshots_on)
         self._saver = Saver(directory, keep, agreement.saving, speaks=agreement.rank == 0)
         self._written: list[Job] = []  # whose checkpoints are not known to be good
-        self._undone_to: int | None = None  # steps after it, of the checkpoint that is being written, were undone
         self._saved_at = time.monotonic()
         self._saved_step = -1
         self._late_told: Job | None = None
@@ -75,8 +74,12 @@ class Checkpointing:
         if resumed is not None:
             self._saved_step = step
             self.last_good = resumed if resumed.good else None
+            if not resumed.good:  # it may become so
+                self._written = [Job(self.snapshots.kept[-1], {}, frozenset(), None, {}, checkpoint=resumed)]
 
     def _take(self, step: int) -> Snapshot:
+        for unlikely in self.snapshots.candidates[1:-1]:  # the oldest is the next to become good
+            self.snapshots.drop(unlikely)
         live = self._whole.live()
         live.plain.update(self._besides())
         self._live = live
@@ -113,23 +116,31 @@ class Checkpointing:
         """Between two steps, before the next batch is fetched: with averages of weights, say, that follow each step."""
         wanted, self._wanted = self._wanted, None
         if wanted is not None:
-            wanted()
+            try:
+                wanted()
+            except (torch.OutOfMemoryError, MemoryError) as error:  # for the copy: training has what it needs
+                self._tell_failed(self._saved_step, error)
 
     def _save(self, step: int) -> None:
         self._saved_at, self._saved_step = time.monotonic(), step
         taken = self._take(step)
         live, plain = self._live, to_json(taken.plain, "the state")
-        self._saver.begin(Job(taken, live.tensors, live.moving, plain, self._about()))
+        next_good = self._written[0].checkpoint if self._written else None
+        spared = frozenset() if next_good is None else frozenset({next_good.path})
+        self._saver.begin(Job(taken, live.tensors, live.moving, plain, self._about(), spared))
 
     def save_now(self, step: int) -> Checkpoint | None:
         """Write it, and wait; None if it could not be written, which is told."""
         self._wanted = None
         self.collect(wait=True)
-        if self.last is not None and self._saved_step == step and self.last.step == step:
+        if self._agreement.first_says(self._saved_step == step and self._is_last(step)):
             return self.last
         self._save(step)
         self.collect(wait=True)
-        return self.last if self.last is not None and self.last.step == step else None
+        return self.last if self._is_last(step) else None
+
+    def _is_last(self, step: int) -> bool:
+        return self.last is not None and self.last.step == step
 
     def _about(self) -> dict[str, Any]:
         """For people, and for ``ampwise resume --show``."""
@@ -160,12 +171,12 @@ class Checkpointing:
     def _has_written(self, job: Job, checkpoint: Checkpoint) -> None:
         self.failures = 0
         self.count += 1
-        if self._undone_to is not None and checkpoint.step > self._undone_to:
-            self._discredit(checkpoint, self._undone_to)
-            self._undone_to = None
+        if job.undone_to is not None:
+            self._undo(checkpoint, job.undone_to)
             return
         self.last = checkpoint
-        self._written.append(job)
+        job.live, job.plain = {}, None  # which are large
+        self._written = [*self._written[:1], job]  # the oldest is the next to become good
 
     def _has_failed(self, job: Job) -> None:
         step = job.snapshot.step
@@ -175,9 +186,12 @@ class Checkpointing:
             self._telling.tell(
                 WeightsNotFinite(step=step, names=names, count=len(job.not_finite), where="checkpoint"), step
             )
-            self.snapshots.drop(job.snapshot)
+            if not job.snapshot.good:
+                self.snapshots.drop(job.snapshot)
             return
-        error = job.error or RuntimeError("nothing was written")
+        self._tell_failed(step, job.error or RuntimeError("nothing was written"))
+
+    def _tell_failed(self, step: int, error: Exception) -> None:
         self._telling.tell(
             CheckpointFailed(
                 step=step,
@@ -218,20 +232,30 @@ class Checkpointing:
         """Steps after this one never were: checkpoints of them are not to be gone on from."""
         self._wanted = None
         self.snapshots.drop_after(step)
-        if self._saver.busy:
-            self._undone_to = step
-        self._written = [job for job in self._written if job.snapshot.step <= step]
+        job = self._saver.job  # being written, or written and not looked at yet
+        if job is not None and job.snapshot.step > step:
+            job.undone_to = step
+        self._written = [each for each in self._written if each.snapshot.step <= step]
         self._saved_step = min(self._saved_step, step)
-        if self._agreement.rank == 0:
-            for checkpoint in checkpoints(self._directory):
-                if checkpoint.step > step and not checkpoint.trouble:
-                    self._discredit(checkpoint, step)
-            whole = [each for each in checkpoints(self._directory) if not each.trouble]
-            self.last = whole[0] if whole else None
+        self.last = self._agreement.first_says(self._last_after_undoing(step))
 
-    def _discredit(self, checkpoint: Checkpoint, step: int) -> None:
+    def _last_after_undoing(self, step: int) -> Checkpoint | None:
+        """By the first rank, which marks those of later steps."""
+        if self._agreement.rank != 0:
+            return None
+        try:
+            found = checkpoints(self._directory)
+        except BadInput as error:  # it cannot even be listed
+            self._telling.say(str(error))
+            return None
+        for checkpoint in found:
+            if checkpoint.step > step and not checkpoint.trouble:
+                self._undo(checkpoint, step)
+        return next((each for each in found if each.step <= step and not each.trouble), None)
+
+    def _undo(self, checkpoint: Checkpoint, step: int) -> None:
         if self._agreement.rank == 0:
             try:
-                discredit(checkpoint, f"the run went back to step {step}, before it")
+                undo(checkpoint, step)
             except (OSError, BadInput) as error:
                 self._telling.say(f"{checkpoint.path} could not be set aside: {error}")

@@ -39,6 +39,7 @@ class Signals:
         self._before: dict[signal.Signals, Any] = {}
         self.caught = ""  # the name of the first
         self.when = 0.0
+        self.heeded = False
 
     def listen(self) -> None:
         """From now on. Only the main thread may; elsewhere nothing is changed."""
@@ -53,6 +54,12 @@ class Signals:
                 if signal.getsignal(number) == self._note:
                     signal.signal(number, before)
         self._before.clear()
+
+    def pass_on(self) -> None:
+        """A signal that came too late to be heeded is not lost: it does what it would have done without a guard."""
+        if self.caught and not self.heeded:
+            self.heeded = True
+            os.kill(os.getpid(), signal.Signals[self.caught])
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         if self.caught:

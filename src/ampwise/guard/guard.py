@@ -63,7 +63,7 @@ class Guard:
     alerts: functions that are called with each finding, in the background; ``ampwise.guard.alerts`` has some.
     metrics_port: offer numbers to Prometheus, on this machine only.
     signals: at which the step is finished, the state saved, and the program ended with ``exit_code``.
-    patience: how long other ranks are waited for before this one ends too.
+    patience: how long other ranks are waited for, and the next step, before this one ends too; see ``alive``.
 
     >>> import tempfile
     >>> model = torch.nn.Linear(4, 1)
@@ -143,6 +143,7 @@ class Guard:
         self._pieces = 1  # that batches are cut into
         self._waits_for_disk = True
         self._ends = False  # a rank was told to
+        self._updating = False  # weights and optimizers are being written: a step that fails now is half done
         self._number = 0  # of the last closed step
         self._attends = self._begun = self._ended = False
 
@@ -160,6 +161,8 @@ class Guard:
                 self._finish()
             elif self._is_lost_rank(error):
                 self._rank_lost(error)
+        except LostRank as lost:
+            self._rank_lost(lost)
         finally:
             self.close()
 
@@ -226,9 +229,11 @@ class Guard:
         """The training is over: judge what is left, and save it."""
         if self._begun and not self._ended:
             self._judge_rest()
-            if self._ends:
+            if any(self._agreement.all_of(self._ends or bool(self._signals.caught))):
                 self._preempted()
-            if self._number:
+            if self._engine.accumulating:
+                self._telling.say("the training ended in the middle of a window, which is not saved")
+            elif self._number:
                 self._checkpointing.save_now(self._number)
 
     def close(self) -> None:
@@ -252,6 +257,7 @@ class Guard:
         self._engine.save_bad_steps(None)
         self._checkpointing.collect(wait=self._waits_for_disk)
         self._finalizer()
+        self._signals.pass_on()
 
     # The training
 
@@ -281,16 +287,26 @@ class Guard:
         self._window.append((loss_fn, args, kwargs))
         try:
             step = self._run(loss_fn, args, kwargs)
-        except (torch.OutOfMemoryError, MemoryError) as error:
-            step = self._with_less_memory(error)
         except BaseException as error:
-            self._window.pop()  # whoever goes on goes on without it
+            if isinstance(error, torch.OutOfMemoryError | MemoryError) and not self._updating:
+                return self._with_less_memory(error)
+            self._forget_window()
             if self._is_lost_rank(error):
                 self._rank_lost(error)
             raise
-        if step.closed:
-            self._window.clear()
         return step
+
+    def _forget_window(self) -> None:
+        """Of a batch that failed: whoever goes on goes on without it, and without those that went with it."""
+        if self._engine.accumulating:
+            self._window.pop()
+        else:
+            self._window.clear()
+
+    def alive(self) -> None:
+        """All is well though no step is closed: for an evaluation that takes longer than ``patience``."""
+        if self._watchdog is not None:
+            self._watchdog.beat()
 
     def save(self) -> Checkpoint | None:
         """Write a checkpoint now, and wait for it; None if that failed, which is a finding. All ranks together."""
@@ -329,16 +345,20 @@ class Guard:
 
     def begins(self) -> None:
         """Whatever the user does after a step is done: end, if that was asked for, or keep the state, if it is time."""
+        self._updating = False
         if self._ends:
             self._preempted()
         self._checkpointing.keep_wanted()
 
     def before_update(self) -> None:
         """Copies of the state that are still being made are waited for, by the device."""
+        self._updating = True
         self._checkpointing.before_update()
 
     def closed(self, step: Step) -> None:
         """A step is over: judge the one that is known by now."""
+        self._updating = False
+        self._window.clear()
         self._number = step.number
         self._position.closed(step.number)
         self._unjudged.append(step.bare())
@@ -402,6 +422,7 @@ class Guard:
 
     def _preempted(self) -> None:
         """Finish, save, and end; whoever asked for it may have asked another rank."""
+        self._signals.heeded = True
         name = self._signals.caught or "a signal to another rank"
         began = self._signals.when or time.monotonic()
         saved = self._checkpointing.save_now(self._number)
@@ -448,7 +469,9 @@ class Guard:
 
     def _with_less_memory(self, error: BaseException) -> Step:
         """The window once more, from its beginning: as it was, with memory that others held let go; then in halves."""
-        what, first = str(error).splitlines()[0], True
+        what, first = (str(error) or type(error).__name__).splitlines()[0], True
+        if self._agreement.several:  # others may have exchanged some of its gradients
+            self._halve(error, what)
         while True:
             self._engine.drop_window()
             error.__traceback__ = None  # which holds what the step had made
@@ -457,11 +480,11 @@ class Guard:
                 self._halve(error, what)
             first = False
             try:
-                steps = [self._run(*batch) for batch in list(self._window)]
+                return [self._run(*batch) for batch in list(self._window)][-1]
             except (torch.OutOfMemoryError, MemoryError) as again:
+                if self._updating:
+                    raise
                 error = again
-            else:
-                return steps[-1]
 
     def _halve(self, error: BaseException, what: str) -> None:
         longest = max(length_of(args, kwargs) for _, args, kwargs in self._window) if self._splits else 0
@@ -469,6 +492,7 @@ class Guard:
         pieces = min(self._pieces * 2, longest) if may else self._pieces
         self._telling.tell(OutOfMemory(step=self._number + 1, pieces=pieces, error=what, splits=may), self._number + 1)
         if not may:
+            self._forget_window()
             raise error
         self._pieces = pieces
 

@@ -105,7 +105,7 @@ class Standing:
         self.trouble = 0  # the last step that was bad, also of those that were undone
         self.rollbacks = 0  # since things last were well
         self.widened = 0  # times that the precision was changed
-        self._climb_after = ladder.climb_after
+        self.climb_after = ladder.climb_after  # longer after each time that it was in vain
         self._climbed = False  # and nothing was bad since
         self.tried: list[str] = []  # since things last were well, in words
 
@@ -130,16 +130,19 @@ class Standing:
         if self.healthy >= self._ladder.healthy and number >= self.trouble + self._ladder.healthy:
             self.rollbacks = 0
             self.tried.clear()
-        if self.widened and self._climb_after is not None and self.healthy >= self._climb_after:
+        if self.widened and self.climb_after is not None and self.healthy >= self.climb_after:
             self.healthy = 0
             return Move.CLIMB
         return Move.GO_ON
 
-    def rung(self, *, goes_back: bool, cause: str, wider: bool) -> Move:
+    def rung(self, *, goes_back: bool, cause: str, wider: bool, spike: bool = False) -> Move:
         """Which rung it is to be. goes_back: that would change anything; wider: there is a wider precision."""
         of_the_data = cause == "bad-batch"  # which no precision mends
         if self.rollbacks < self._ladder.rollbacks and (goes_back or of_the_data):
             return Move.ROLL_BACK
+        if spike:  # that comes again and again belongs to the data; the loss is a number, and training may go on
+            self.streak.clear()
+            return Move.GO_ON
         if self._ladder.change_precision and wider and not of_the_data:
             return Move.WIDEN
         return Move.STOP
@@ -153,8 +156,8 @@ class Standing:
         elif move is Move.WIDEN:
             self.rollbacks = 0
             self.widened += 1
-            if self._climbed and self._climb_after is not None:
-                self._climb_after *= 2  # or a run would climb and fall over the same steps for ever
+            if self._climbed and self.climb_after is not None:
+                self.climb_after *= 2  # or a run would climb and fall over the same steps for ever
             self._climbed = False
         elif move is Move.CLIMB:
             self.widened -= 1

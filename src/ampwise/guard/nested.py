@@ -13,7 +13,7 @@ from ampwise.errors import BadInput
 
 __all__ = ["join", "split"]
 
-MARK = "ampwise tensor"
+MARK, DEVICE = "ampwise tensor", "on"
 
 
 @dataclass(slots=True)
@@ -27,7 +27,7 @@ def split(value: Any, prefix: str) -> tuple[dict[str, Tensor], Any]:
 
     >>> import torch
     >>> split({"shadow": [torch.ones(1)], "decay": 0.9}, "ema")
-    ({'ema.shadow.0': tensor([1.])}, {'shadow': [{'ampwise tensor': 'shadow.0'}], 'decay': 0.9})
+    ({'ema.shadow.0': tensor([1.])}, {'shadow': [{'ampwise tensor': 'shadow.0', 'on': 'cpu'}], 'decay': 0.9})
     """
     place = _Place({}, prefix)
     return place.tensors, _split(value, "", place)
@@ -37,7 +37,7 @@ def _split(value: Any, path: str, place: _Place) -> Any:
     if isinstance(value, Tensor):
         name = path.lstrip(".") or "value"
         place.tensors[f"{place.prefix}.{name}"] = value.detach()
-        return {MARK: name}
+        return {MARK: name, DEVICE: value.device.type}
     if isinstance(value, Mapping):
         inner = {key: _split(each, f"{path}.{key}", place) for key, each in value.items()}
         return inner if type(value) is dict else _of_kind(value, inner)
@@ -55,7 +55,7 @@ def join(value: Any, tensors: Mapping[str, Tensor], prefix: str) -> Any:
             name = f"{prefix}.{value[MARK]}"
             if name not in tensors:
                 raise BadInput(f"the state is without the tensor {name[:80]}.")
-            return tensors[name].clone()
+            return tensors[name].to(value.get(DEVICE, "cpu"), copy=True)
         inner = {key: join(each, tensors, prefix) for key, each in value.items()}
         return inner if type(value) is dict else _of_kind(value, inner)
     if isinstance(value, tuple) and hasattr(value, "_fields"):

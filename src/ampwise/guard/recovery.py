@@ -163,22 +163,24 @@ class Recovery:
         self._capsule = found.capsule or self._capsule
         goes_back = facts.spike or self._would_change()
         policy = self._wider(found.patterns)
-        rung = self.standing.rung(goes_back=goes_back, cause=found.kind, wider=policy is not None)
+        spike = facts.spike and not facts.bad
+        rung = self.standing.rung(goes_back=goes_back, cause=found.kind, wider=policy is not None, spike=spike)
         cause = _cause(facts, len(self.standing.streak), found)
         if rung is Move.ROLL_BACK:
             self._roll_back(facts, cause)
         elif rung is Move.WIDEN and policy is not None:
             self._widen(facts, cause, policy, goes_back)
-        else:
+        elif rung is Move.STOP:
             self._stop(facts, cause, found)
-        return True
+        return rung is not Move.GO_ON
 
     def _would_change(self) -> bool:
         """Whether the state is another than that of the last good snapshot: after a step, or because someone wrote."""
         good = self._checkpointing.snapshots.good
         assert good is not None, "there is one from the beginning"
-        live = {name: local(tensor) for name, tensor in self._whole.live().tensors.items()}
-        return any(self._agreement.all_of(self._last_applied > good.step or bool(not_finite(live))))
+        live = self._whole.live()
+        values = {name: local(tensor) for name, tensor in live.tensors.items()}
+        return any(self._agreement.all_of(self._last_applied > good.step or bool(not_finite(values, live.moving))))
 
     def _roll_back(self, facts: Facts, cause: str) -> None:
         began = time.perf_counter()
@@ -207,9 +209,8 @@ class Recovery:
         """The last good snapshot; or what is older on disk, where that one has not helped."""
         good = self._checkpointing.snapshots.good
         assert good is not None, "there is one from the beginning"
-        checkpoint = self._resuming.earlier(good.step) if older else None
-        if checkpoint is not None:
-            plain = self._resuming.read(checkpoint)
+        if older and (resumed := self._resuming.earlier(good.step)) is not None:
+            checkpoint, plain = resumed
             self._position.go_to(plain.get("data"))
             self._checkpointing.undo_after(checkpoint.step)
             self._checkpointing.begin(checkpoint.step, checkpoint)
@@ -227,6 +228,8 @@ class Recovery:
     def _wider(self, patterns: Sequence[str]) -> Policy | None:
         """The policy to go on with: modules that are flagged in FP32; else the next precision that the device runs."""
         policy, precision = self._engine.policy, self._engine.precision
+        if self._engine.is_graphed:  # the precision is in its graphs
+            return None
         known = {rule.pattern for rule in policy.rules}
         new = [pattern for pattern in patterns if pattern not in known]
         if new and precision in ("fp16", "bf16"):
@@ -251,7 +254,7 @@ class Recovery:
         )
 
     def _climb(self, facts: Facts) -> None:
-        before, healthy = self._engine.precision, self._ladder.climb_after or 0
+        before, healthy = self._engine.precision, self.standing.climb_after or 0
         self._engine.change_precision(self._before.pop())
         self.standing.taken(Move.CLIMB, f"{self._engine.precision.upper()} again")
         self._telling.tell(

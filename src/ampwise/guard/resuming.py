@@ -37,9 +37,11 @@ class Resuming:
 
         One that is damaged is told of. If all are, nothing is begun anew in their place: that is for a person to say.
         """
-        found = self._agreement.first_says(self._found())
+        found = self._agreement.first_says(self._agreement.each(self._found))
         troubles: list[tuple[str, str]] = []
         for checkpoint in found:
+            if checkpoint.undone:
+                continue
             trouble = checkpoint.trouble or self._trouble(checkpoint)
             if not trouble:
                 try:
@@ -58,10 +60,27 @@ class Resuming:
             )
         return None
 
-    def earlier(self, than: int) -> Checkpoint | None:
-        """The newest good one of a step before this."""
-        found = self._agreement.first_says(self._found())
-        return next((each for each in found if each.good and not each.trouble and each.step < than), None)
+    def earlier(self, than: int) -> Resumed | None:
+        """Go back to the newest good one of a step before this; None if there is none that is whole.
+
+        The precision stays as it is: it may have been changed since, for a reason.
+        """
+        try:
+            found = self._agreement.first_says(self._agreement.each(self._found))
+        except (BadInput, RuntimeError):  # it cannot be listed
+            return None
+        policy = self._engine.policy
+        for checkpoint in found:
+            if checkpoint.good and not checkpoint.trouble and checkpoint.step < than:
+                try:
+                    plain = self.read(checkpoint)
+                except Damaged as error:
+                    self._tell([(str(checkpoint.path), str(error))], "", None)
+                    continue
+                if self._engine.policy != policy:
+                    self._engine.change_precision(policy)
+                return checkpoint, plain
+        return None
 
     def _found(self) -> list[Checkpoint]:
         return checkpoints(self._directory) if self._agreement.rank == 0 else []
@@ -85,10 +104,10 @@ class Resuming:
 
         agreement = self._agreement
         plain, room = agreement.each(lambda: self._prepared(checkpoint))
-        read_into(checkpoint, room, agreement.saving)
-        not_finite = next(filter(None, agreement.all_of(_not_finite(room))), "")
-        if not_finite:
-            raise Damaged(f"{checkpoint.path.name} has {not_finite} with inf or NaN in it.")
+        read_into(checkpoint, room, agreement.reading)
+        bad = next(filter(None, agreement.all_of(self._not_finite(room))), "")
+        if bad:
+            raise Damaged(f"{checkpoint.path.name} has {bad} with inf or NaN in it.")
         if checkpoint.world_size != agreement.size:
             self._telling.tell(RanksChanged(before=checkpoint.world_size, after=agreement.size), checkpoint.step)
             plain["engine"]["rng"] = self._engine.state_dict()["rng"]  # each its own: those of others are not
@@ -104,8 +123,15 @@ class Resuming:
             plain: dict[str, Any] = from_json(read_plain(checkpoint, self._agreement.rank))
             self._take_precision(plain["engine"])
             return plain, _room(checkpoint, self._whole.prepare(plain))
+        except Damaged:
+            raise
         except (ValueError, KeyError, TypeError) as error:
             raise BadInput(f"{checkpoint.path} cannot be gone on from: {error}") from error
+
+    def _not_finite(self, tensors: dict[str, Tensor]) -> str:
+        """The first weight that is not to be gone on with."""
+        buffers = self._whole.live().moving
+        return next(iter(not_finite({name: local(tensor) for name, tensor in tensors.items()}, buffers)), "")
 
     def _take_precision(self, state: dict[str, Any]) -> None:
         """That of the run, which its guard may have changed."""
@@ -130,8 +156,3 @@ def _room(checkpoint: Checkpoint, live: dict[str, Tensor]) -> dict[str, Tensor]:
     return room | {
         name: tensor for name, tensor in live.items() if name not in stored and not name.startswith("other.")
     }
-
-
-def _not_finite(tensors: dict[str, Tensor]) -> str:
-    """The first weight that is not to be gone on with."""
-    return next(iter(not_finite({name: local(tensor) for name, tensor in tensors.items()})), "")

@@ -5,19 +5,18 @@ from __future__ import annotations
 import errno
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ampwise.guard.disk.catalog import Checkpoint, promote, prune
+from ampwise.guard.disk.catalog import Checkpoint, discredit, promote, prune
 from ampwise.guard.snapshots import Snapshot
 
-__all__ = ["Job", "Saver", "kind_of", "not_finite"]
+__all__ = ["Job", "Saver", "kind_of", "not_finite", "undo"]
 
 
 @dataclass(slots=True, eq=False)
@@ -29,11 +28,13 @@ class Job:
     moving: frozenset[str]  # names of those that each rank may have its own of
     plain: Any  # this rank's, as JSON
     about: Mapping[str, Any]
+    spared: frozenset[Path] = frozenset()  # checkpoints that are not to be pruned for it
     began: float = field(default_factory=time.monotonic)
     seconds: float = 0.0
     checkpoint: Checkpoint | None = None
     error: Exception | None = None
     not_finite: list[str] = field(default_factory=list)  # weights, on any rank; it was not written then
+    undone_to: int | None = None  # meanwhile, the run went back to this step, before it
     good: bool = False  # it is marked as such on disk
 
 
@@ -84,7 +85,7 @@ class Saver:
         try:
             job.snapshot.wait()
             staged = {name: value.cpu() for name, value in job.snapshot.values.items()}
-            job.not_finite = self._anywhere(not_finite(staged))
+            job.not_finite = self._anywhere(not_finite(staged, job.moving))
             if not job.not_finite:
                 job.checkpoint = write_checkpoint(
                     self._directory,
@@ -97,10 +98,16 @@ class Saver:
                     alike=set(staged) - job.moving,
                 )
                 if self._speaks:
-                    prune(self._directory, self._keep)
+                    self._put_in_order(job, job.checkpoint)
         except Exception as error:
             job.error = error
         job.seconds = time.monotonic() - job.began
+
+    def _put_in_order(self, job: Job, checkpoint: Checkpoint) -> None:
+        if job.undone_to is not None:
+            undo(checkpoint, job.undone_to)
+        else:
+            prune(self._directory, self._keep, job.spared)
 
     def _anywhere(self, names: list[str]) -> list[str]:
         if self._group is None:
@@ -110,15 +117,21 @@ class Saver:
         return sorted({name for found in everyone for name in found})
 
 
-def not_finite(values: Mapping[str, Tensor]) -> list[str]:
-    """Tensors of models that are not to be gone on with. Others' may well be infinite."""
-    return [name for name, value in values.items() if name.startswith("model.") and not _is_finite(value)]
+def undo(checkpoint: Checkpoint, step: int) -> None:
+    """Mark it as one of steps that never were."""
+    discredit(checkpoint, f"the run went back to step {step:,}, before it", undone=True)
 
 
-def _is_finite(value: Tensor) -> bool:
+def not_finite(values: Mapping[str, Tensor], buffers: Collection[str]) -> list[str]:
+    """Tensors of models that are not to be gone on with. Buffers may well be infinite, such as masks."""
+    ours = {name: value for name, value in values.items() if name.startswith("model.")}
+    return [name for name, value in ours.items() if not _is_sound(value, infinite=name in buffers)]
+
+
+def _is_sound(value: Tensor, *, infinite: bool) -> bool:
     if not (value.is_floating_point() or value.is_complex()) or value.itemsize == 1:
         return True
-    return bool(torch.isfinite(value).all())
+    return not bool(value.isnan().any()) if infinite else bool(value.isfinite().all())
 
 
 def kind_of(error: BaseException) -> Any:

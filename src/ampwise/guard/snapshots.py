@@ -36,8 +36,9 @@ class Snapshot:
 
     def wait(self) -> None:
         """Until the values are there."""
-        if self.copied is not None:
-            self.copied.synchronize()
+        copied = self.copied  # once: the thread that writes it waits, too
+        if copied is not None:
+            copied.synchronize()
             self.copied, self.sources = None, []
 
 
@@ -87,8 +88,9 @@ class Snapshots:
         if self._copying:
             now = torch.cuda.current_stream(self._device)
             for taken in self._copying:
-                if taken.copied is not None:
-                    now.wait_event(taken.copied)
+                copied = taken.copied
+                if copied is not None:
+                    now.wait_event(copied)
             self._copying.clear()
 
     def _memory(self, found: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -7,7 +7,7 @@ import dataclasses
 import hashlib
 import os
 import stat
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -51,6 +51,7 @@ class Checkpoint:
     about: Mapping[str, Any]
     good: bool  # promoted: the run was healthy for a while after it
     trouble: str  # in a line, why not to go on from it; empty if it is whole
+    undone: bool = False  # the run went back behind it: that is its only trouble
 
 
 # --- finding -------------------------------------------------------------------------------------------------------
@@ -82,7 +83,9 @@ def read_manifest(folder: Path) -> Manifest:
     return Manifest.parse(data)
 
 
-def described(folder: Path, manifest: Manifest, *, good: bool = False, trouble: str = "") -> Checkpoint:
+def described(
+    folder: Path, manifest: Manifest, *, good: bool = False, trouble: str = "", undone: bool = False
+) -> Checkpoint:
     return Checkpoint(
         path=folder,
         step=manifest.step,
@@ -93,6 +96,7 @@ def described(folder: Path, manifest: Manifest, *, good: bool = False, trouble: 
         about=manifest.about,
         good=good,
         trouble=trouble,
+        undone=undone,
     )
 
 
@@ -104,18 +108,18 @@ def _order(checkpoint: Checkpoint, all_of_them: Sequence[Checkpoint]) -> float:
 
 
 def _checkpoint(folder: Path, step: int) -> Checkpoint:
-    manifest = None
+    manifest, undone = None, False
     try:
         if not stat.S_ISDIR(folder.lstat().st_mode):
             raise Damaged("it is a link or a file, and no folder.")
         manifest = read_manifest(folder)
         _check_sizes(folder, manifest)
-        good, trouble = _mark(folder)
+        good, trouble, undone = _mark(folder)
     except (Damaged, OSError) as error:
         good, trouble = False, printable(str(error))
     if manifest is None:
         return Checkpoint(folder, step, 0, 0.0, 0, 0, {}, False, trouble)
-    return described(folder, manifest, good=good, trouble=trouble)
+    return described(folder, manifest, good=good, trouble=trouble, undone=undone)
 
 
 def _check_sizes(folder: Path, manifest: Manifest) -> None:
@@ -180,11 +184,11 @@ def promote(checkpoint: Checkpoint) -> Checkpoint:
     return dataclasses.replace(checkpoint, good=True)
 
 
-def discredit(checkpoint: Checkpoint, why: str) -> Checkpoint:
-    """Mark it as one not to be resumed from, such as one with weights that are not finite."""
+def discredit(checkpoint: Checkpoint, why: str, *, undone: bool = False) -> Checkpoint:
+    """Mark it as one not to be resumed from. undone: because the run went back to a step before it."""
     reason = printable(why)[:LONGEST_REASON] or "it was marked as not to be resumed from."
-    _write_mark(checkpoint, {"good": False, "why": reason})
-    return dataclasses.replace(checkpoint, good=False, trouble=reason)
+    _write_mark(checkpoint, {"good": False, "why": reason, **({"undone": True} if undone else {})})
+    return dataclasses.replace(checkpoint, good=False, trouble=reason, undone=undone)
 
 
 def _write_mark(checkpoint: Checkpoint, facts: Mapping[str, Any]) -> None:
@@ -192,27 +196,29 @@ def _write_mark(checkpoint: Checkpoint, facts: Mapping[str, Any]) -> None:
     sync_folder(checkpoint.path)
 
 
-def _mark(folder: Path) -> tuple[bool, str]:
-    """Whether it is good, and why it is not to be resumed from."""
+def _mark(folder: Path) -> tuple[bool, str, bool]:
+    """Whether it is good, why it is not to be resumed from, and whether that is because it was undone."""
     if not os.path.lexists(folder / MARK):
-        return False, ""
+        return False, "", False
     try:
         facts = loads(_bytes(folder, MARK, LARGEST_MARK))
     except ValueError as error:
         raise Damaged(f"{MARK} is damaged: {str(error)[:200]}") from error
     match facts:
         case {"good": True, "why": ""}:
-            return True, ""
+            return True, "", False
         case {"good": False, "why": str(why)} if why:
-            return False, printable(why)[:LONGEST_REASON]
+            return False, printable(why)[:LONGEST_REASON], facts.get("undone") is True
     raise Damaged(f"{MARK} is damaged: it says neither that this is good nor why it is not.")
 
 
 # --- pruning -------------------------------------------------------------------------------------------------------
 
 
-def prune(directory: str | Path, keep: int) -> list[Path]:
+def prune(directory: str | Path, keep: int, spared: Collection[Path] = ()) -> list[Path]:
     """Remove what is older than the ``keep`` newest whole ones, and what attempts left behind; returns what is gone.
+
+    spared: folders that stay besides, such as that of the one that is next to become good.
 
     The newest good one stays in any case. Of damaged ones, those go whose manifest still says that they are ours, once
     they are older than all that is kept. Folders with other names in them are not touched, and links not followed.
@@ -221,7 +227,8 @@ def prune(directory: str | Path, keep: int) -> list[Path]:
         raise BadInput(f"prune(keep={keep}): at least one checkpoint has to stay.")
     home = Path(directory)
     gone = [path for path in _leftovers(home) if remove_ours(path)]
-    gone += [old.path for old in _beyond(checkpoints(home), keep) if holds_only_ours(old.path) and _removed(old)]
+    beyond = [old for old in _beyond(checkpoints(home), keep) if old.path not in spared]
+    gone += [old.path for old in beyond if holds_only_ours(old.path) and _removed(old)]
     if gone:
         with contextlib.suppress(OSError):  # what comes back after a power cut is removed the next time
             sync_folder(home)

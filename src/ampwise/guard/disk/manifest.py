@@ -22,6 +22,7 @@ MOST_DIMENSIONS = 64
 MOST_VALUES = 2**56
 LONGEST_NAME = 4096
 LONGEST_NUMBER = 2**63
+MOST_NUMBER = 2**53  # checkpoints: there is always one more
 
 
 class Damaged(BadInput):
@@ -106,7 +107,7 @@ class Manifest:
         try:
             return cls(
                 step=_count(facts["step"]),
-                number=_count(facts["number"]),
+                number=_count(facts["number"], most=MOST_NUMBER),
                 saved=_time(facts["saved"]),
                 world_size=_count(facts["world_size"], 1, MOST_RANKS),
                 about=_a(dict, facts["about"]),
