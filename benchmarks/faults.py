@@ -209,8 +209,8 @@ def table() -> Result:
         name="faults",
         title="What faults do to a training, by hand and with a guard",
         claim=f"A small model, {EPOCHS} epochs of {SAMPLES // BATCH} batches, {len(SEEDS)} seeds; on two ranks one. "
-        "Codes: how its processes ended, in their order, with the first seed. Loss: the median at the end. Lost, twice: "
-        "batches of data that are not in the weights, or again; redone: steps that were made in vain; a seed.",
+        "Codes: how its processes ended, in their order, with the first seed. Loss: the median at the end. Lost, "
+        "twice: batches of data that are not in the weights, or again; redone: steps that were made in vain; a seed.",
         columns=["fault", "by hand", *WHAT, "guard", *WHAT, "what it did"],
     )
     for fault in FAULTS:
@@ -222,6 +222,10 @@ def table() -> Result:
         if fault.name == "none":
             result.notes.append(f"Unbroken runs end at {_noise(by_hand)} by hand, {_noise(with_guard)} with a guard.")
     result.notes += _expected()
+    result.notes.append(
+        "Of a rank that hangs the watchdog of the other tells on stderr, and ends it at once: that is not in the last "
+        "column."
+    )
     return result
 
 

@@ -237,7 +237,7 @@ def plain(job: Job) -> None:
             number += 1
             if scaler.get_scale() < before:
                 training.note(skipped=number)
-            scheduler.step()
+            scheduler.step()  # noqa: AMP114 (as most loops have it)
             if number % SAVED_EVERY == 0 and job.rank == 0:
                 saved = {name: part.state_dict() for name, part in parts.items()}
                 _save({**saved, "epoch": current, "number": number}, latest, job)

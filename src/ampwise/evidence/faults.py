@@ -181,7 +181,7 @@ class RankLost:
     """Another rank died or hangs."""
 
     step: int
-    waited: float  # seconds
+    waited: float  # seconds; 0 where it was not waited for, as its connection was closed
     error: str
     checkpoint: str = ""
 

@@ -57,7 +57,7 @@ class Checkpointing:
         self._saved_at = time.monotonic()
         self._saved_step = -1
         self._late_told: Job | None = None
-        self._wanted: Callable[[], object] | None = None  # what is to be done about the last step
+        self._wanted: tuple[int, Callable[[int], object]] | None = None  # the last step, and what is to be done
         self.failures = 0  # in a row
         self.count = 0  # checkpoints written
         self.last: Checkpoint | None = None
@@ -108,18 +108,19 @@ class Checkpointing:
         if agreed.due and agreed.busy:
             self._tell_late(step)
         elif agreed.due:
-            self._wanted = lambda: self._save(step)
+            self._wanted = step, self._save
         elif step % self._snapshot_every == 0:
-            self._wanted = lambda: self._take(step)
+            self._wanted = step, self._take
 
     def keep_wanted(self) -> None:
         """Between two steps, before the next batch is fetched: with averages of weights, say, that follow each step."""
         wanted, self._wanted = self._wanted, None
         if wanted is not None:
+            step, keep = wanted
             try:
-                wanted()
+                keep(step)
             except (torch.OutOfMemoryError, MemoryError) as error:  # for the copy: training has what it needs
-                self._tell_failed(self._saved_step, error)
+                self._tell_failed(step, error)
 
     def _save(self, step: int) -> None:
         self._saved_at, self._saved_step = time.monotonic(), step

@@ -288,7 +288,7 @@ class Guard:
         try:
             step = self._run(loss_fn, args, kwargs)
         except BaseException as error:
-            if isinstance(error, torch.OutOfMemoryError | MemoryError) and not self._updating:
+            if self._may_run_again(error):
                 return self._with_less_memory(error)
             self._forget_window()
             if self._is_lost_rank(error):
@@ -481,10 +481,15 @@ class Guard:
             first = False
             try:
                 return [self._run(*batch) for batch in list(self._window)][-1]
-            except (torch.OutOfMemoryError, MemoryError) as again:
-                if self._updating:
+            except BaseException as again:
+                if not self._may_run_again(again):
+                    self._forget_window()
                     raise
                 error = again
+
+    def _may_run_again(self, error: BaseException) -> bool:
+        """It ran out of memory before anything was written to, and not when the step was over."""
+        return isinstance(error, torch.OutOfMemoryError | MemoryError) and bool(self._window) and not self._updating
 
     def _halve(self, error: BaseException, what: str) -> None:
         longest = max(length_of(args, kwargs) for _, args, kwargs in self._window) if self._splits else 0

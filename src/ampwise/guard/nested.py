@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ampwise.errors import BadInput
@@ -55,7 +56,7 @@ def join(value: Any, tensors: Mapping[str, Tensor], prefix: str) -> Any:
             name = f"{prefix}.{value[MARK]}"
             if name not in tensors:
                 raise BadInput(f"the state is without the tensor {name[:80]}.")
-            return tensors[name].to(value.get(DEVICE, "cpu"), copy=True)
+            return tensors[name].to(_device_here(value.get(DEVICE)), copy=True)
         inner = {key: join(each, tensors, prefix) for key, each in value.items()}
         return inner if type(value) is dict else _of_kind(value, inner)
     if isinstance(value, tuple) and hasattr(value, "_fields"):
@@ -63,6 +64,12 @@ def join(value: Any, tensors: Mapping[str, Tensor], prefix: str) -> Any:
     if isinstance(value, list | tuple):
         return type(value)(join(each, tensors, prefix) for each in value)
     return copy.deepcopy(value)
+
+
+def _device_here(device: Any) -> str:
+    """Where a tensor was, if this machine has such a device."""
+    here = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return here.type if here is not None and here.type == device else "cpu"
 
 
 def _of_kind(value: Mapping[Any, Any], inner: dict[Any, Any]) -> Any:

@@ -73,13 +73,12 @@ class Resuming:
         for checkpoint in found:
             if checkpoint.good and not checkpoint.trouble and checkpoint.step < than:
                 try:
-                    plain = self.read(checkpoint)
+                    return checkpoint, self.read(checkpoint)
                 except Damaged as error:
-                    self._tell([(str(checkpoint.path), str(error))], "", None)
-                    continue
-                if self._engine.policy != policy:
-                    self._engine.change_precision(policy)
-                return checkpoint, plain
+                    self._tell([(str(checkpoint.path), str(error))], "another state", None)
+                finally:
+                    if self._engine.policy != policy:
+                        self._engine.change_precision(policy)
         return None
 
     def _found(self) -> list[Checkpoint]:

@@ -165,8 +165,8 @@ CASES = [
         "the last whole checkpoint is run/step-4",
     ),
     (
-        RankLost(step=5, waited=30.0, error="gone"),
-        "a rank did not answer within 30.0 s, and this one stops (gone); there is no whole checkpoint yet",
+        RankLost(step=5, waited=0.0, error="closed"),
+        "a rank is gone, and this one stops (closed); there is no whole checkpoint yet",
     ),
     (
         RanksChanged(before=8, after=1),

@@ -31,8 +31,9 @@ def check(lost: RankLost) -> Iterator[Finding]:
         last = f"the last whole checkpoint is {one_line(lost.checkpoint)}"
     else:
         last = "there is no whole checkpoint yet"
+    how = f"a rank did not answer within {time_text(lost.waited)}" if lost.waited else "a rank is gone"
     yield RULE.at(
         Place(step=lost.step),
-        f"a rank did not answer within {time_text(lost.waited)}, and this one stops ({one_line(lost.error)}); {last}",
+        f"{how}, and this one stops ({one_line(lost.error)}); {last}",
         evidence=evidence_of(lost),
     )
