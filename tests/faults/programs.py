@@ -344,9 +344,10 @@ class Run:
 
     def loss_of_all(self):
         _, x, y = data().tensors
-        self.model.eval()
+        model = getattr(self.model, "module", self.model)  # without DDP, which would meet the other rank
+        model.eval()
         with torch.no_grad():
-            return float(F.mse_loss(self.model(x), y))
+            return float(F.mse_loss(model(x), y))
 
 
 def wrapped(model, wrap):
@@ -402,7 +403,9 @@ def main(text):
         threading.Timer(plan.kill_after_s, os.kill, (os.getpid(), signal.SIGKILL)).start()
     outcome = run.to_the_end()
     resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-    Path(plan.result).write_text(json.dumps(asdict(outcome)))
+    aside = Path(f"{plan.result}.new")
+    aside.write_text(json.dumps(asdict(outcome)))
+    aside.rename(plan.result)  # all of it, or nothing: it may be killed now, too
     sys.exit(outcome.code)
 
 

@@ -18,6 +18,8 @@ from ampwise.guard.snapshots import Snapshot
 
 __all__ = ["Job", "Saver", "kind_of", "not_finite", "undo"]
 
+STATISTICS = (".running_mean", ".running_var")
+
 
 @dataclass(slots=True, eq=False)
 class Job:
@@ -123,9 +125,10 @@ def undo(checkpoint: Checkpoint, step: int) -> None:
 
 
 def not_finite(values: Mapping[str, Tensor], buffers: Collection[str]) -> list[str]:
-    """Tensors of models that are not to be gone on with. Buffers may well be infinite, such as masks."""
+    """Tensors of models that are not to be gone on with. Buffers may be infinite, such as masks; statistics may not."""
     ours = {name: value for name, value in values.items() if name.startswith("model.")}
-    return [name for name, value in ours.items() if not _is_sound(value, infinite=name in buffers)]
+    may_be_infinite = {name for name in buffers if not name.endswith(STATISTICS)}
+    return [name for name, value in ours.items() if not _is_sound(value, infinite=name in may_be_infinite)]
 
 
 def _is_sound(value: Tensor, *, infinite: bool) -> bool:

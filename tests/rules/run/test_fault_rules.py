@@ -132,7 +132,7 @@ CASES = [
     ),
     (
         CheckpointDamaged(path="run/step-5", why="no manifest"),
-        "the checkpoint is damaged: no manifest; there is no other, so the run begins anew",
+        "the checkpoint is damaged: no manifest; no other was whole",
     ),
     (
         WeightsNotFinite(step=5, names=("head.weight",), count=1, where="checkpoint"),

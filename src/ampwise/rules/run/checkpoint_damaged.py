@@ -30,7 +30,7 @@ def check(damaged: CheckpointDamaged) -> Iterator[Finding]:
     if damaged.instead:
         instead = f"{one_line(damaged.instead)} is used instead"
     else:
-        instead = "there is no other, so the run begins anew"
+        instead = "no other was whole"
     yield RULE.at(
         Place(file=damaged.path),
         f"the checkpoint is damaged: {one_line(damaged.why)}; {instead}",

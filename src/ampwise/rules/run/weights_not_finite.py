@@ -22,8 +22,8 @@ RULE = Rule(
         "skipped."
     ),
     fix=(
-        "The guard goes back to the last good state. If it comes again, lower the learning rate, and look at what "
-        "else writes to the weights named."
+        "If the loss is not finite either, the guard goes back to the last good state. Lower the learning rate, and "
+        "look at what else writes to the tensors named; statistics of BatchNorm are spoilt by one huge batch."
     ),
     bad='torch.save(model.state_dict(), "last.pt")  # whatever is in it',
     good='with Guard(engine, "checkpoints"):\n    for x, y in loader:\n        engine.step(loss_fn, x, y)',

@@ -1,0 +1,279 @@
+"""Two gloo ranks that train under a guard, case by case; writes what each rank found as JSON.
+
+    python guard_ranks.py FOLDER FILE
+
+Torch is loaded once: for each case, two ranks are forked. They meet in a file, and answer through pipes.
+"""
+
+import json
+import multiprocessing
+import os
+import signal
+import sys
+import time
+import traceback
+from datetime import timedelta
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from ampwise import Engine, Guard, Ladder, Stopped
+from ampwise.guard.disk import reading, writing
+from ampwise.guard.disk.catalog import Damaged, checkpoints
+
+LIMIT_S = 30  # for a case; all of them take a second or two if all is well
+LADDER = Ladder(skips=1, healthy=3, rollbacks=2)
+
+
+def data(count, bad=()):
+    generator = torch.Generator().manual_seed(0)
+    batches = [torch.randn(6, 4, generator=generator) for _ in range(count)]
+    return [batch * float("nan") if number in bad else batch for number, batch in enumerate(batches)]
+
+
+def model_of(seed):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+
+
+def training(directory, *, seed=1, model=None, **options):
+    wrapped = DistributedDataParallel(model_of(seed) if model is None else model, bucket_cap_mb=0.0001)
+    engine = Engine(wrapped, torch.optim.AdamW(wrapped.parameters(), 0.01), "fp32", trace=False)
+    options = {"every": "4 steps", "keep": 20, "snapshot_every": 1000, "patience": "10s", "ladder": LADDER, **options}
+    guard = Guard(engine, directory, **options)
+    return SimpleNamespace(
+        model=wrapped, engine=engine, guard=guard, loss=lambda x: wrapped(x).square().mean(), seconds_to_end=0.0
+    )
+
+
+def train(run, batches, after=lambda run: None, at_the_end=lambda: None):
+    """What came of it: the code of a stop, or None. Checkpoints are on disk before the next step."""
+    try:
+        with run.guard:
+            for batch in run.guard.batches(batches):
+                run.guard.step(run.loss, batch)
+                after(run)
+            at_the_end()
+            run.seconds_to_end = -time.monotonic()
+    except Stopped as stopped:
+        return stopped.code
+    finally:
+        run.seconds_to_end += time.monotonic()
+    return None
+
+
+def collect(run):
+    run.guard._checkpointing.keep_wanted()
+    run.guard._checkpointing.collect(wait=True)
+
+
+def found(run, **facts):
+    return {
+        "told": [finding.rule.name for finding in run.guard.findings],
+        "sources": [finding.evidence["source"] for finding in run.guard.findings if "source" in finding.evidence],
+        "applied": run.engine.applied_steps,
+        "last": None if run.guard.last_checkpoint is None else run.guard.last_checkpoint.step,
+        **facts,
+    }
+
+
+def is_unbroken(run, batches):
+    """Whether weights are to the bit those of one process that never met a bad batch: half and half is the whole."""
+    model = model_of(1)
+    engine = Engine(model, torch.optim.AdamW(model.parameters(), 0.01), "fp32", trace=False)
+    for batch in batches:
+        engine.step(lambda x: model(x).square().mean(), batch)
+    return all(map(torch.equal, model.parameters(), run.model.parameters()))
+
+
+# --- cases ---------------------------------------------------------------------------------------------------------
+
+
+def back_to_disk_while_writing(rank, directory):
+    """It goes back to memory from step 21, and then to disk, while step 20 is written; one rank takes long for that."""
+    run, write, slow = training(directory), writing.write_tensors, []
+
+    def write_tensors(path, tensors):
+        time.sleep(0.7 * rank if slow else 0)
+        return write(path, tensors)
+
+    writing.write_tensors = write_tensors
+    busy = []
+
+    def after(run):
+        if run.guard._recovery.rollbacks == 0:
+            collect(run)
+        elif run.guard._recovery.rollbacks == 1:
+            slow.append(1)
+        elif not busy:
+            busy.append(run.guard._checkpointing.busy)
+            slow.clear()
+
+    code = train(run, data(30, bad=[20, 21]), after)
+    kept = [batch for number, batch in enumerate(data(30)) if number not in (20, 21)]
+    disk = [[each.step, each.undone] for each in checkpoints(directory)]
+    return found(run, code=code, busy=busy, unbroken=is_unbroken(run, kept), disk=disk)
+
+
+def back_at_the_end(rank, directory):
+    """The last two steps are bad, and the step that it goes back to has a checkpoint: there is nothing to save."""
+    run = training(directory, ladder=Ladder(skips=2, healthy=3))
+    with run.guard:
+        for batch in data(15, bad=[13, 14]):  # which are not gone back in
+            run.guard.step(run.loss, batch)
+            collect(run)
+        begun = time.monotonic()
+    return found(run, to_end=time.monotonic() - begun, number=run.guard._number)
+
+
+def damaged_for_one(rank, directory):
+    """One rank cannot read its own part of the newest checkpoint."""
+    first = training(directory)
+    first.guard.begin()
+    for batch in data(9):
+        first.guard.step(first.loss, batch)
+        collect(first)
+    first.guard.close()  # as a kill would leave it
+    read = reading.read_plain
+
+    def read_plain(checkpoint, its_rank):
+        if checkpoint.step == 8 and rank == 1:
+            raise Damaged("plain-00001.json cannot be read: Input/output error.")
+        return read(checkpoint, its_rank)
+
+    reading.read_plain = read_plain
+    second = training(directory, seed=2)
+    second.guard.begin()
+    begun_at, words = second.engine.applied_steps, [finding.message for finding in second.guard.findings]
+    for batch in data(9)[begun_at:]:
+        second.guard.step(second.loss, batch)
+    second.guard.close()
+    return found(second, begun_at=begun_at, words=words, unbroken=is_unbroken(second, data(9)))
+
+
+class Cramped(torch.autograd.Function):
+    """Runs out of memory in a backward pass, when some gradients are with the others already."""
+
+    fails = False
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        if Cramped.fails:
+            Cramped.fails = False
+            raise torch.OutOfMemoryError("no room in the backward pass")
+        return gradient
+
+
+class CrampedModel(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 64), nn.Linear(64, 1)
+
+    def forward(self, x):
+        return self.last(Cramped.apply(self.first(x).tanh()))
+
+
+def no_memory_on_one(rank, directory):
+    run = training(directory, model=CrampedModel(), split=True)
+
+    def after(run):
+        Cramped.fails = rank == 1 and run.guard._number == 3
+
+    raised = ""
+    try:
+        code = train(run, data(6), after)
+    except torch.OutOfMemoryError as error:
+        code, raised = None, str(error)
+    return found(run, code=code, raised=raised)
+
+
+def alive_for_long(rank, directory):
+    """An evaluation that takes longer than there is patience."""
+    run = training(directory, patience="2s")
+
+    def after(run):
+        if run.guard._number == 2:
+            for _ in range(6):
+                time.sleep(0.5)
+                run.guard.alive()
+
+    return found(run, code=train(run, data(4), after))
+
+
+def told_to_end_after_the_last_step(rank, directory):
+    run = training(directory, exit_code=5)
+    code = train(run, data(3), at_the_end=lambda: rank == 1 and os.kill(os.getpid(), signal.SIGTERM))
+    return found(run, code=code)
+
+
+def gone_after_the_last_step(rank, directory):
+    run = training(directory)
+    code = train(run, data(3), at_the_end=lambda: rank == 1 and os._exit(1))
+    return found(run, code=code)
+
+
+CASES = [
+    back_to_disk_while_writing,
+    back_at_the_end,
+    damaged_for_one,
+    no_memory_on_one,
+    alive_for_long,
+    told_to_end_after_the_last_step,
+    gone_after_the_last_step,
+]
+
+
+# --- ranks ---------------------------------------------------------------------------------------------------------
+
+
+def be(rank, case, directory, store, pipe):
+    torch.set_num_threads(1)
+    torch._C._set_mkldnn_enabled(False)
+    began = time.monotonic()
+    try:
+        timeout = timedelta(seconds=LIMIT_S)
+        dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2, timeout=timeout)
+        facts = case(rank, directory)
+    except BaseException as error:  # an answer too
+        traceback.print_exc()
+        facts = {"error": f"{type(error).__name__}: {error}"}
+    pipe.send({**facts, "seconds": time.monotonic() - began})
+    sys.stderr.flush()
+    os._exit(0)  # at once: torch takes long to leave
+
+
+def answers(case, folder):
+    """What both ranks say; None of one that died."""
+    context = multiprocessing.get_context("fork")
+    store, directory = folder / f"{case.__name__}.store", folder / case.__name__
+    pipes = [context.Pipe(duplex=False) for _ in range(2)]
+    ranks = [
+        context.Process(target=be, args=(rank, case, directory, store, theirs), daemon=True)
+        for rank, (_, theirs) in enumerate(pipes)
+    ]
+    for process in ranks:
+        process.start()
+    for _, theirs in pipes:
+        theirs.close()
+    said = []
+    for process, (ours, _) in zip(ranks, pipes, strict=True):
+        try:
+            said.append(ours.recv() if ours.poll(LIMIT_S) else None)
+        except EOFError:
+            said.append(None)
+        process.join(2)
+        process.kill()
+    return said
+
+
+if __name__ == "__main__":
+    where = Path(sys.argv[1])
+    Path(sys.argv[2]).write_text(json.dumps({case.__name__: answers(case, where) for case in CASES}))
