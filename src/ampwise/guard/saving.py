@@ -37,7 +37,6 @@ class Job:
     error: Exception | None = None
     not_finite: list[str] = field(default_factory=list)  # weights, on any rank; it was not written then
     undone_to: int | None = None  # meanwhile, the run went back to this step, before it
-    good: bool = False  # it is marked as such on disk
 
 
 class Saver:

@@ -27,10 +27,7 @@ RULE = Rule(
 
 
 def check(damaged: CheckpointDamaged) -> Iterator[Finding]:
-    if damaged.instead:
-        instead = f"{one_line(damaged.instead)} is used instead"
-    else:
-        instead = "no other was whole"
+    instead = f"{one_line(damaged.instead)} is used instead" if damaged.instead else "no other was whole"
     yield RULE.at(
         Place(file=damaged.path),
         f"the checkpoint is damaged: {one_line(damaged.why)}; {instead}",
