@@ -67,7 +67,8 @@ def test_verify_reads_the_files(four, capsys):
     assert err.splitlines() == [f"ampwise: reading step-00000{step} (1.25 KiB)" for step in (200, 100)]
 
 
-def test_show_is_a_table_of_all(four, capsys):
+def test_show_is_a_table_of_all(four, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
     code, out, _ = resume(capsys, four, "--show")
     lines = out.splitlines()
     assert code == 0

@@ -352,10 +352,14 @@ def test_a_nan_in_one_piece_skips_the_step_and_is_explained(capsys):
 def test_a_step_in_pieces_is_attended_once():
     run, told = training(), []
     run.engine.attend(
-        SimpleNamespace(before_update=lambda: told.append("before"), closed=lambda step: told.append(step.number))
+        SimpleNamespace(
+            begins=lambda: told.append("begins"),
+            before_update=lambda: told.append("before"),
+            closed=lambda step: told.append(step.number),
+        )
     )
     run.engine.step_in_pieces(3, run.loss, torch.randn(6, 4), torch.ones(6, 1))
-    assert told == ["before", 1]
+    assert told == ["begins", "before", 1]
 
 
 # Ranks

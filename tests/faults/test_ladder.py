@@ -129,8 +129,8 @@ def test_a_spike_is_gone_around_if_asked(tmp_path):
     assert outcome.loss == pytest.approx(healthy.loss, rel=0.25)
 
 
-def test_spikes_without_end_are_given_up(tmp_path):
+def test_spikes_without_end_are_lived_with(tmp_path):
     options = {"fault": "spike", "at": tuple(range(70, 1000)), "ladder": {"on_spike": "rollback"}}
     outcome = train(tmp_path, epochs=16, precision="fp32", **options)
-    assert outcome.code in (0, 70)
+    assert outcome.code == 0
     assert outcome.told.count("rolled-back") >= 1
