@@ -59,6 +59,7 @@ class Checkpointing:
         self._late_told: Job | None = None
         self._wanted: tuple[int, Callable[[int], object]] | None = None  # the last step, and what is to be done
         self.failures = 0  # in a row
+        self.failed = 0  # in all
         self.count = 0  # checkpoints written
         self.last: Checkpoint | None = None
         self.last_good: Checkpoint | None = None
@@ -182,6 +183,7 @@ class Checkpointing:
     def _has_failed(self, job: Job) -> None:
         step = job.snapshot.step
         self.failures += 1
+        self.failed += 1
         if job.not_finite:
             names = tuple(job.not_finite[:NAMED])
             self._telling.tell(

@@ -304,7 +304,7 @@ class Guard:
             self._window.clear()
 
     def alive(self) -> None:
-        """All is well though no step is closed: for an evaluation that takes longer than ``patience``."""
+        """All is well though no step is closed: for an evaluation longer than ``patience``; on every rank."""
         if self._watchdog is not None:
             self._watchdog.beat()
 
@@ -337,6 +337,11 @@ class Guard:
     def epoch(self) -> int:
         """Of the batch that ``batches`` handed out last, from 0."""
         return self._position.epoch
+
+    @property
+    def metrics_address(self) -> str | None:
+        """Where the numbers for Prometheus are, on the first rank; None if nobody asked for them."""
+        return None if self._metrics is None else self._metrics.address
 
     def __repr__(self) -> str:
         return f"<Guard of {self._engine!r} in {self.directory}, step {self._number:,}>"
@@ -410,6 +415,7 @@ class Guard:
             applied=self._engine.applied_steps,
             rollbacks=self._recovery.rollbacks,
             checkpoints=self._checkpointing.count,
+            checkpoints_failed=self._checkpointing.failed,
             last_good_step=0 if good is None else good.step,
             healthy=self._recovery.standing.healthy,
         )
