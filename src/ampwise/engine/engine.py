@@ -214,9 +214,10 @@ class Engine:
         self._inside = True
         try:
             weights = [self._weight_of(piece.args, piece.kwargs) for piece in pieces]
-            factor = self._window.factor(_total(weights), self._typical)
+            total = _total(weights)
+            factor = self._window.factor(total, self._typical)
             extras = [
-                self._one_piece(loss_fn, piece.weighed(weight, _total(weights)), factor, len(pieces) - place)
+                self._one_piece(loss_fn, piece.weighed(weight, total), factor, len(pieces) - place)
                 for place, (piece, weight) in enumerate(zip(pieces, weights, strict=True), start=1)
             ]
             if not self._window.at_its_last:

@@ -16,7 +16,7 @@ from ampwise.engine.engine import Engine
 from ampwise.errors import BadInput
 from ampwise.evidence.faults import CheckpointFailed, CheckpointLate, WeightsNotFinite
 from ampwise.guard.agreement import Agreed, Agreement
-from ampwise.guard.disk.catalog import Checkpoint, checkpoints
+from ampwise.guard.disk.catalog import Checkpoint, checkpoints, promote
 from ampwise.guard.durations import Every
 from ampwise.guard.plain import to_json
 from ampwise.guard.saving import Job, Saver, kind_of, undo
@@ -226,8 +226,7 @@ class Checkpointing:
 
     def _promote(self, checkpoint: Checkpoint) -> None:
         try:
-            self._saver.mark_good(checkpoint)
-            self.last_good = checkpoint
+            self.last_good = promote(checkpoint)
         except (OSError, BadInput) as error:
             self._telling.say(f"{checkpoint.path} could not be marked as good: {error}")
 

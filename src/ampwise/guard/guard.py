@@ -23,7 +23,7 @@ from ampwise.finding import Finding
 from ampwise.guard.agreement import Agreement, LostRank
 from ampwise.guard.alerts import Alert, Alerts
 from ampwise.guard.checkpointing import Checkpointing
-from ampwise.guard.disk.catalog import Checkpoint
+from ampwise.guard.disk.catalog import Checkpoint, checkpoints
 from ampwise.guard.disk.lock import Lock
 from ampwise.guard.durations import Every, seconds
 from ampwise.guard.ends import STOPPED, Signals, Stopped, Watchdog
@@ -217,8 +217,6 @@ class Guard:
         self._signals.listen()
 
     def _refuse_used(self) -> None:
-        from ampwise.guard.disk.catalog import checkpoints
-
         if self._agreement.rank == 0 and checkpoints(self.directory):
             raise BadInput(
                 f"Guard({str(self.directory)!r}, resume=False): it has a run's checkpoints. Name another directory, or "
@@ -286,7 +284,7 @@ class Guard:
         self.begin()
         self._window.append((loss_fn, args, kwargs))
         try:
-            step = self._run(loss_fn, args, kwargs)
+            return self._run(loss_fn, args, kwargs)
         except BaseException as error:
             if self._may_run_again(error):
                 return self._with_less_memory(error)
@@ -294,7 +292,6 @@ class Guard:
             if self._is_lost_rank(error):
                 self._rank_lost(error)
             raise
-        return step
 
     def _forget_window(self) -> None:
         """Of a batch that failed: whoever goes on goes on without it, and without those that went with it."""

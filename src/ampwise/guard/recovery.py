@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from ampwise.engine.capsules import Capsules
 from ampwise.engine.engine import Engine
@@ -30,8 +30,9 @@ from ampwise.guard.ladder import Facts, Ladder, Move, Standing
 from ampwise.guard.position import Position
 from ampwise.guard.resuming import Resuming
 from ampwise.guard.saving import not_finite
-from ampwise.guard.state import Whole, local
+from ampwise.guard.state import Whole
 from ampwise.guard.telling import Telling
+from ampwise.trace.ranges import local
 
 __all__ = ["Diagnosis", "Recovery", "diagnosis"]
 
@@ -171,7 +172,7 @@ class Recovery:
         elif rung is Move.WIDEN and policy is not None:
             self._widen(facts, cause, policy, goes_back)
         elif rung is Move.STOP:
-            self._stop(facts, cause, found)
+            self._stop(facts, cause)
         return rung is not Move.GO_ON
 
     def _would_change(self) -> bool:
@@ -195,7 +196,7 @@ class Recovery:
             RolledBack(
                 step=facts.number,
                 to_step=to_step,
-                source="disk" if source == "disk" else "memory",
+                source=source,
                 milliseconds=(time.perf_counter() - began) * 1e3,
                 streak=len(streak),
                 cause=cause,
@@ -205,7 +206,7 @@ class Recovery:
             facts.number,
         )
 
-    def _restore(self, *, older: bool) -> tuple[int, str]:
+    def _restore(self, *, older: bool) -> tuple[int, Literal["memory", "disk"]]:
         """The last good snapshot; or what is older on disk, where that one has not helped."""
         good = self._checkpointing.snapshots.good
         assert good is not None, "there is one from the beginning"
@@ -262,7 +263,7 @@ class Recovery:
             facts.number,
         )
 
-    def _stop(self, facts: Facts, cause: str, found: Diagnosis) -> None:
+    def _stop(self, facts: Facts, cause: str) -> None:
         self._checkpointing.collect(wait=True)
         good = self._checkpointing.last_good or self._checkpointing.last
         finding = self._telling.tell(

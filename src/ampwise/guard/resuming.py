@@ -17,8 +17,9 @@ from ampwise.guard.agreement import Agreement
 from ampwise.guard.disk.catalog import Checkpoint, Damaged, checkpoints, verify
 from ampwise.guard.plain import from_json
 from ampwise.guard.saving import not_finite
-from ampwise.guard.state import Whole, local
+from ampwise.guard.state import Whole
 from ampwise.guard.telling import Telling
+from ampwise.trace.ranges import local
 
 __all__ = ["Resumed", "Resuming"]
 

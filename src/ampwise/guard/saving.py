@@ -13,7 +13,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from ampwise.guard.disk.catalog import Checkpoint, discredit, promote, prune
+from ampwise.guard.disk.catalog import Checkpoint, discredit, prune
 from ampwise.guard.snapshots import Snapshot
 
 __all__ = ["Job", "Saver", "kind_of", "not_finite", "undo"]
@@ -32,7 +32,6 @@ class Job:
     about: Mapping[str, Any]
     spared: frozenset[Path] = frozenset()  # checkpoints that are not to be pruned for it
     began: float = field(default_factory=time.monotonic)
-    seconds: float = 0.0
     checkpoint: Checkpoint | None = None
     error: Exception | None = None
     not_finite: list[str] = field(default_factory=list)  # weights, on any rank; it was not written then
@@ -69,16 +68,11 @@ class Saver:
         job, self._job, self._thread = self._job, None, None
         return job
 
-    def wait(self, timeout: float | None = None) -> Job | None:
-        """The same, when it is done; None if there is none, or time is up."""
+    def wait(self) -> Job | None:
+        """The same, when it is done; None if there is none."""
         if self._thread is not None:
-            self._thread.join(timeout)
+            self._thread.join()
         return self.finished()
-
-    def mark_good(self, checkpoint: Checkpoint) -> None:
-        """Enough healthy steps came after it. By the first rank alone."""
-        if self._speaks:
-            promote(checkpoint)
 
     def _write(self, job: Job) -> None:
         from ampwise.guard.disk.writing import write_checkpoint
@@ -102,7 +96,6 @@ class Saver:
                     self._put_in_order(job, job.checkpoint)
         except Exception as error:
             job.error = error
-        job.seconds = time.monotonic() - job.began
 
     def _put_in_order(self, job: Job, checkpoint: Checkpoint) -> None:
         if job.undone_to is not None:

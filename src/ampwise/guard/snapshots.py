@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from ampwise.errors import BadInput
-from ampwise.guard.state import Live, local
+from ampwise.guard.state import Live
+from ampwise.trace.ranges import local
 
 __all__ = ["PLACES", "Snapshot", "Snapshots"]
 

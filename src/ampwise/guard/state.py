@@ -21,8 +21,9 @@ from ampwise.engine.engine import Engine
 from ampwise.engine.precision.policy import named_modules, with_wrappers
 from ampwise.errors import BadInput
 from ampwise.guard.nested import join, split
+from ampwise.trace.ranges import local
 
-__all__ = ["Live", "Whole", "local"]
+__all__ = ["Live", "Whole"]
 
 Plain = dict[str, Any]
 
@@ -34,11 +35,6 @@ class Live:
     tensors: dict[str, Tensor]
     plain: Plain
     moving: frozenset[str]  # names of those that a forward pass changes: buffers
-
-
-def local(tensor: Tensor) -> Tensor:
-    """The part of a tensor that this rank has."""
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 class Whole:
@@ -82,25 +78,19 @@ class Whole:
 
         Nothing that training goes by has changed after it, but for memory that optimizers have.
         """
-        names = self._parameter_names()
         if len(plain["optimizers"]) != len(self._engine.optimizers):
             raise BadInput(
                 f"the state has {len(plain['optimizers'])} optimizers, and this engine {len(self._engine.optimizers)}."
             )
         if missing := [name for name in plain["others"] if name not in self._others]:
             raise BadInput(f"the state has {missing[0][:80]!r}, and Guard(state=...) does not name it.")
-        for optimizer, rest in zip(self._engine.optimizers, plain["optimizers"], strict=True):
-            if "nested" not in rest:
-                _make_room(optimizer, rest, names)
+        self._make_rooms(plain)
         handed_over = _handed_over(plain)
         return {name: each for name, each in self.live().tensors.items() if not name.startswith(handed_over)}
 
     def put_back(self, values: Mapping[str, Tensor], plain: Plain, *, other_precision: bool = False) -> None:
         """The state as it was: ``values`` has this rank's part of each tensor, on any device."""
-        names = self._parameter_names()
-        for optimizer, rest in zip(self._engine.optimizers, plain["optimizers"], strict=True):
-            if "nested" not in rest:
-                _make_room(optimizer, rest, names)
+        self._make_rooms(plain)
         live = self.live().tensors
         handed_over = _handed_over(plain)
         with torch.no_grad():
@@ -121,6 +111,12 @@ class Whole:
         for name, skeleton in plain["others"].items():
             self._others[name].load_state_dict(join(skeleton, values, f"other.{name}"))
         self._engine.load_state_dict(copy.deepcopy(plain["engine"]), other_precision=other_precision)
+
+    def _make_rooms(self, plain: Plain) -> None:
+        names = self._parameter_names()
+        for optimizer, rest in zip(self._engine.optimizers, plain["optimizers"], strict=True):
+            if "nested" not in rest:
+                _make_room(optimizer, rest, names)
 
     def _parameter_names(self) -> dict[int, str]:
         return {
