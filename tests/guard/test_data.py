@@ -19,7 +19,6 @@ from torch.utils.data import (
     SubsetRandomSampler,
     WeightedRandomSampler,
 )
-from torchdata.stateful_dataloader import StatefulDataLoader
 
 from ampwise.errors import BadInput
 from ampwise.guard import sources
@@ -27,6 +26,7 @@ from ampwise.guard.data import Data
 from ampwise.guard.plain import from_json, to_json
 from ampwise.randomness import captured, restore_random
 
+StatefulDataLoader = pytest.importorskip("torchdata.stateful_dataloader").StatefulDataLoader
 CPU = torch.device("cpu")
 # torchdata 0.11 with torch 2.13
 pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")

@@ -71,7 +71,8 @@ def test_copies_are_those_of_the_moment_though_training_goes_on_at_once(tmp_path
     for batch in data(2):
         run.engine.step(run.loss, batch)
     whole, snapshots = Whole(run.engine, {}), Snapshots(run.engine.device, place)
-    run.engine.attend(SimpleNamespace(before_update=snapshots.before_update, closed=lambda step: None))
+    looking_on = SimpleNamespace(begins=lambda: None, before_update=snapshots.before_update, closed=lambda step: None)
+    run.engine.attend(looking_on)
     live = whole.live()
     expected = {name: tensor.detach().clone() for name, tensor in live.tensors.items()}
     torch.cuda.synchronize()

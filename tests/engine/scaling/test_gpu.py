@@ -201,6 +201,7 @@ def test_inside_a_cuda_graph():
         generator = torch.Generator().manual_seed(1)
         batches = [torch.randn(16, 64, generator=generator) for _ in range(14)]
         batches[8][0, 0] = math.inf
+        torch.cuda.synchronize()  # the weights are made on another stream
         side = torch.cuda.Stream()
         with torch.cuda.stream(side):
             for batch in batches[:4]:
