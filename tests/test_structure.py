@@ -35,6 +35,7 @@ LAYERS = {
     "ampwise.sinks": 3,
     "ampwise.report": 3,
     "ampwise.live": 3,
+    "ampwise.user_code": 3,
     "ampwise.formats.cast": 4,
     "ampwise.census.measure": 4,
     "ampwise.census.cpu": 4,

@@ -35,9 +35,9 @@ from ampwise.printers.terminal import printable, write
 
 TYPE_CHECKING = False  # as in typing, which takes milliseconds to import
 if TYPE_CHECKING:
-    from ampwise.trace.capsule.building import Builder
     from ampwise.trace.capsule.contents import Contents
     from ampwise.trace.capsule.rerunning import Rerun
+    from ampwise.user_code import Named
 
 __all__ = ["add_arguments", "run"]
 
@@ -72,9 +72,10 @@ def run(args: argparse.Namespace) -> int:
 
 def _rerun(args: argparse.Namespace) -> tuple[Contents, Rerun]:
     _need_torch()
-    from ampwise.trace.capsule.building import build, builder_named, own_builder, python_path
+    from ampwise.trace.capsule.building import build, builder_named, own_builder
     from ampwise.trace.capsule.reading import read
     from ampwise.trace.capsule.rerunning import device_named, load_weights, precision_for, rerun
+    from ampwise.user_code import python_path
 
     contents = read(args.capsule, lambda kind: device_named(args.device, kind))
     _say(_head(contents))
@@ -109,7 +110,7 @@ def _head(contents: Contents) -> str:
     return f"{step}{precision} on {contents.device}{loss}{weights}{found}"
 
 
-def _announced(builder: Builder, contents: Contents) -> str:
+def _announced(builder: Named, contents: Contents) -> str:
     arguments = ", ".join(f"{name}={value!r}" for name, value in contents.build_args.items())
     return f"built as the capsule says, with {builder.function}({arguments[:200]}) of {builder.said}"
 

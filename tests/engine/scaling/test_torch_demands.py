@@ -629,7 +629,7 @@ def test_cuda_without_cuda_warns_and_disables(scaler_type, arguments):
 @pytest.mark.gpu
 def test_one_optimizer_may_hold_several_devices(scaler_type):
     if scaler_type is torch.amp.GradScaler:
-        pytest.skip("torch copies the scale to the CPU without waiting, and reads it before it has arrived: now and then")
+        pytest.skip("torch copies the scale to the CPU without waiting, and may read it before it is there")
     for bad in (None, "cpu", "cuda"):
         weights = {place: nn.Parameter(torch.zeros(2, device=place)) for place in ("cuda", "cpu")}
         for place, weight in weights.items():

@@ -17,11 +17,12 @@ from ampwise.engine.precision.policy import Policy, named_modules
 from ampwise.engine.precision.precision import PRECISIONS, Precision, facts_of
 from ampwise.errors import AmpwiseError, BadInput, PrecisionUnavailable, UnknownName
 from ampwise.finding import Finding
-from ampwise.trace.capsule.building import Built, failure
+from ampwise.trace.capsule.building import Built
 from ampwise.trace.capsule.contents import Contents
 from ampwise.trace.explaining import explain
 from ampwise.trace.names import named_tensors
 from ampwise.trace.replay import Ended, Replay, Settings, Subject, in_precision, tensors_of
+from ampwise.user_code import failure
 
 __all__ = ["Rerun", "device_named", "load_weights", "precision_for", "rerun"]
 

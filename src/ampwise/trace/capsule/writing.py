@@ -22,10 +22,10 @@ from ampwise.record.rows import Seen
 from ampwise.record.stored import findings_data
 from ampwise.strict_json import dumps
 from ampwise.tensors_on_disk import refuse_unwritable, size_on_disk, write_tensors
-from ampwise.trace.capsule.building import checked_name
 from ampwise.trace.capsule.contents import Contents
 from ampwise.trace.capsule.layout import BATCH, FACTS, FORMAT, LARGEST_FACTS, SEAL, VERSION, WEIGHTS
 from ampwise.trace.capsule.tree import Packer
+from ampwise.user_code import checked_name
 
 __all__ = ["next_path", "size_of", "write"]
 

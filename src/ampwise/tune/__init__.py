@@ -1,0 +1,1 @@
+"""Choosing a precision by evidence: advise, compare, memory, align."""

@@ -1,0 +1,79 @@
+"""A step by torch's means is the step that one writes by hand."""
+
+import pytest
+import torch
+from torch import nn
+
+from ampwise import Policy
+from ampwise.errors import UnknownName
+from ampwise.tune.step import OPTIMIZERS, TrainingStep, make_optimizer
+from ampwise.tune.subject import maker_of
+
+
+def make(batch=8):
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 1))
+    return model, (torch.randn(batch, 4),), lambda x: model(x).square().mean()
+
+
+def by_hand(dtype, scaled, clip):
+    subject = maker_of(make).make()
+    optimizer = torch.optim.AdamW(subject.parameters, lr=1e-5, fused=True)
+    scaler = torch.amp.GradScaler("cpu", enabled=scaled)
+    for _ in range(3):
+        with torch.autocast("cpu", dtype, enabled=dtype is not None):
+            loss = subject.loss()
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(subject.parameters, clip)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+    return torch.cat([parameter.detach().flatten() for parameter in subject.parameters])
+
+
+@pytest.mark.parametrize(("precision", "dtype", "scaled"), [("fp32", None, False), ("fp16", torch.float16, True)])
+def test_it_is_the_step_one_writes(precision, dtype, scaled):
+    subject = maker_of(make).make()
+    step = TrainingStep(subject, precision, make_optimizer("adamw", subject.parameters, fused=True), clip_norm=0.01)
+    losses = [step().item() for _ in range(3)]
+    assert losses == sorted(losses, reverse=True)
+    assert torch.equal(
+        torch.cat([each.detach().flatten() for each in subject.parameters]), by_hand(dtype, scaled, 0.01)
+    )
+    assert all(parameter.grad is None for parameter in subject.parameters)
+
+
+def test_steps_of_several_precisions_take_turns_on_one_model():
+    subject = maker_of(make).make()
+    optimizer = make_optimizer("sgd", subject.parameters, fused=False)
+    steps = [TrainingStep(subject, name, optimizer, clip_norm=None) for name in ("fp32", "fp16")]
+    for _ in range(2):
+        for step in steps:
+            assert step().isfinite()
+    assert optimizer.state_dict()["param_groups"][0]["lr"] == 1e-5
+
+
+def test_a_policy_is_on_the_model_inside_only():
+    subject = maker_of(make).make()
+    seen = []
+    subject.model[2].register_forward_hook(lambda module, given, returned: seen.append(returned.dtype))
+    policy = Policy("fp16").keep("fp32", "2")
+    step = TrainingStep(subject, policy, make_optimizer("sgd", subject.parameters, fused=False))
+    with step.in_place():
+        step()
+    step()
+    assert seen == [torch.float32, torch.float16]
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_each_optimizer_moves_the_weights(name):
+    subject = maker_of(make).make()
+    before = subject.model[0].weight.detach().clone()
+    TrainingStep(subject, "fp32", make_optimizer(name, subject.parameters, fused=False))()
+    assert not torch.equal(before, subject.model[0].weight)
+
+
+def test_an_unknown_optimizer():
+    with pytest.raises(UnknownName, match=r"unknown optimizer 'adamx'\. Did you mean adam or adamw"):
+        make_optimizer("adamx", [], fused=False)

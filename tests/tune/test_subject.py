@@ -1,0 +1,162 @@
+"""What a user's function has to make, and what is said when it makes something else."""
+
+import pytest
+import torch
+from torch import nn
+
+from ampwise.errors import BadInput
+from ampwise.tune.subject import maker_named, maker_of
+
+
+def make(batch=6):
+    model = nn.Linear(4, 3)
+    x, y = torch.randn(batch, 4), torch.randint(3, (batch,))
+    return model, (x, y), lambda x, y: nn.functional.cross_entropy(model(x), y)
+
+
+def test_a_subject_has_the_loss_of_its_batch():
+    torch.manual_seed(0)
+    subject = maker_of(make).make()
+    model, (x, y) = subject.model, subject.args
+    assert subject.loss().item() == nn.functional.cross_entropy(model(x), y).item()
+    assert (subject.rows, subject.tokens, subject.optimizer) == (6, None, None)
+    assert subject.parameters == [model.weight, model.bias]
+
+
+def test_the_function_is_told_the_size_it_is_asked_for():
+    maker = maker_of(make)
+    assert maker.takes_batch
+    assert maker.make(batch=11).rows == 11
+    assert maker_of(lambda batch_size=2: make(batch_size)).make(batch=5).rows == 5
+
+
+def test_a_batch_of_a_function_without_a_size_is_cut_or_repeated():
+    maker = maker_of(lambda: make(4))
+    assert not maker.takes_batch
+    whole = maker.make()
+    for rows in (1, 3, 4, 5, 9):
+        x, y = whole.resized(rows).args
+        places = torch.arange(rows) % 4
+        assert torch.equal(x, whole.args[0][places])
+        assert torch.equal(y, whole.args[1][places])
+
+
+def test_what_has_no_row_for_each_sample_stays():
+    mask, x = torch.ones(3, 3), torch.randn(6, 3)
+    model = nn.Linear(3, 1)
+    subject = maker_of(lambda: (model, {"x": x, "mask": mask, "flag": True}, lambda **given: model(given["x"]).mean()))
+    resized = subject.make().resized(2)
+    assert resized.kwargs["mask"] is mask
+    assert resized.kwargs["flag"] is True
+    assert resized.rows == 2
+
+
+def test_tokens_are_counted_where_the_batch_is_of_integers():
+    model = nn.Embedding(10, 1)
+    ids = torch.randint(10, (4, 7))
+    assert maker_of(lambda: (model, ids, lambda ids: model(ids).mean())).make().tokens == 28
+
+
+def test_nothing_is_allocated_on_meta():
+    subject = maker_of(make).make(device="meta")
+    assert {tensor.device.type for tensor in (*subject.parameters, *subject.tensors)} == {"meta"}
+    assert subject.loss().shape == ()
+
+
+def test_a_batch_made_elsewhere_by_name_is_moved():
+    def elsewhere():
+        model = nn.Linear(4, 1)
+        return model, torch.ones(2, 4, device="cpu"), lambda x: model(x).mean()
+
+    assert maker_of(elsewhere).make(device="meta").args[0].device.type == "meta"
+
+
+def test_a_loss_with_extras_is_its_first_part():
+    model = nn.Linear(4, 1)
+    made = maker_of(lambda: (model, torch.ones(2, 4), lambda x: (model(x).mean(), "extra"))).make()
+    assert made.loss().shape == ()
+
+
+def test_an_optimizer_may_be_the_fourth():
+    def with_optimizer():
+        model = nn.Linear(4, 1)
+        return model, torch.ones(2, 4), lambda x: model(x).mean(), torch.optim.SGD(model.parameters())
+
+    assert isinstance(maker_of(with_optimizer).make().optimizer, torch.optim.SGD)
+
+
+@pytest.mark.parametrize(
+    ("made", "told"),
+    [
+        (None, "it returned None; expected is a function that returns the model, a batch"),
+        (nn.Linear(2, 2), "it returned a Linear; expected"),
+        ((1, 2, 3), "the model that it returned is an int"),
+        ((nn.ReLU(), torch.ones(1)), "has no parameters"),
+        ((nn.Linear(2, 2), "words"), "is a str without tensors"),
+        ((nn.Linear(2, 2), torch.ones(2, 2), 3), "what makes the loss is an int"),
+        ((nn.Linear(2, 2), torch.ones(2, 2), None, "adam"), "the optimizer that it returned is a str"),
+    ],
+)
+def test_what_is_made_wrongly(made, told):
+    with pytest.raises(BadInput, match=told) as caught:
+        maker_of(lambda: made, "train:make").make()
+    assert str(caught.value).startswith("train:make: ")
+
+
+def test_the_example_is_one_that_works():
+    from ampwise.tune import subject
+
+    place = {"torch": torch, "F": nn.functional, "Net": lambda: nn.Linear(128, 10)}
+    exec("\n".join(line[2:] for line in subject.EXAMPLE.splitlines()), place)
+    assert maker_of(place["make"]).make(batch=3).loss().isfinite()
+
+
+@pytest.mark.parametrize(
+    ("loss", "told"), [(lambda x: x, r"a tensor of shape \(2, 2\), not one number"), (lambda x: 0.5, "is a float, not")]
+)
+def test_a_loss_that_is_none(loss, told):
+    with pytest.raises(BadInput, match=told):
+        maker_of(lambda: (nn.Linear(2, 2), torch.ones(2, 2), loss)).make().loss()
+
+
+def test_a_function_that_needs_arguments():
+    with pytest.raises(BadInput, match=r"it needs arguments \(width, depth\), and is called without"):
+        maker_of(lambda width, depth, batch=1: None)
+
+
+@pytest.mark.parametrize("rows", [0, -3])
+def test_sizes_that_make_no_sense(rows):
+    with pytest.raises(BadInput, match=f"a batch of {rows} rows makes no sense"):
+        maker_of(make).make(batch=rows)
+    with pytest.raises(BadInput, match=f"a batch of {rows} rows makes no sense"):
+        maker_of(make).make().resized(rows)
+
+
+def test_a_model_is_no_function():
+    with pytest.raises(BadInput, match="that is a Linear; expected is a function"):
+        maker_of(nn.Linear(2, 2), "train:model")
+
+
+def test_what_fails_is_told_in_a_line_with_its_place(tmp_path, monkeypatch):
+    (tmp_path / "broken_subject.py").write_text("def make():\n    raise KeyError('data')\n")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(BadInput, match=r"make\(\) failed: KeyError: 'data' \(broken_subject.py:2\)"):
+        maker_named("broken_subject.py:make").make()
+    with pytest.raises(BadInput, match="has no function 'build'"):
+        maker_named("broken_subject.py:build")
+    with pytest.raises(BadInput, match=r"there is no file nowhere\.py"):
+        maker_named("nowhere.py:make")
+    with pytest.raises(BadInput, match="No module named 'nowhere_at_all'"):
+        maker_named("nowhere_at_all:make")
+    with pytest.raises(BadInput, match=r"'train': expected is module:function or file.py:function"):
+        maker_named("train")
+
+
+def test_what_is_imported_late_is_found_beside_the_file(tmp_path, monkeypatch):
+    folder = tmp_path / "project"
+    folder.mkdir()
+    (folder / "late_parts.py").write_text("from torch import nn\nmodel = nn.Linear(2, 1)\n")
+    text = "import torch\ndef make():\n    from late_parts import model\n    return model, torch.ones(1, 2)\n"
+    (folder / "late_subject.py").write_text(text)
+    monkeypatch.chdir(tmp_path)
+    assert maker_named("project/late_subject.py:make").make().rows == 1
