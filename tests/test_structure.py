@@ -46,6 +46,7 @@ LAYERS = {
     "ampwise.census.reference": 4,
     "ampwise.randomness": 4,
     "ampwise.tensors_on_disk": 4,
+    "ampwise.emulation": 4,
     "ampwise.engine.precision": 4,
     "ampwise.trace": 5,
     "ampwise.engine": 6,  # which explains a step that went bad

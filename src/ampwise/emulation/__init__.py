@@ -1,0 +1,1 @@
+"""Matrix products on values rounded to a narrow format, on any device: what hardware with that format would compute."""

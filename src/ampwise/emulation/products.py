@@ -1,0 +1,204 @@
+"""Every matrix product of a model, forward and backward, on rounded operands and summed in FP32.
+
+The products are met where torch computes them (``aten::mm`` and the like), under autograd: what a layer, an einsum
+or an attention is made of is seen alike, and so are the products of the backward pass, whose operands are rounded
+along the dimension that *they* sum over, as hardware with block formats does. A product of the backward pass has the
+recipe of the forward product that it belongs to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn import Module
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ampwise.emulation.recipe import Recipe
+
+__all__ = ["emulated"]
+
+aten = torch.ops.aten
+
+# Where an operation has its two operands, and the dimensions that it sums over.
+MATRICES: dict[Any, tuple[int, int]] = {
+    aten.mm.default: (0, 1),
+    aten.bmm.default: (0, 1),
+    aten.addmm.default: (1, 2),
+    aten.baddbmm.default: (1, 2),
+    aten.mv.default: (0, 1),
+    aten.addmv.default: (1, 2),
+    aten.dot.default: (0, 1),
+}
+CHANNELS, OUTPUTS = 1, 0  # of a convolution's input and weight
+MOST_NOTED = 2**17  # forward products, or storages
+
+
+@contextmanager
+def emulated(model: Module, recipes: Mapping[Module, Recipe]) -> Iterator[None]:
+    """While inside, the products in these modules, and in what they contain, are computed by their recipes.
+
+    Of modules inside each other the inner one's recipe counts. Products of the backward pass are emulated if it runs
+    inside too. Attention is computed by its definition, as two products and a softmax between them.
+    """
+    mode = _Products()
+    with ExitStack() as stack:
+        for module in model.modules():
+            if module in recipes:
+                stack.callback(module.register_forward_pre_hook(mode.enters(recipes[module]), prepend=True).remove)
+                stack.callback(module.register_forward_hook(mode.leaves, always_call=True).remove)
+        stack.enter_context(sdpa_kernel(SDPBackend.MATH))
+        stack.enter_context(mode)
+        yield
+
+
+class _Products(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._inside: list[Recipe] = []
+        self._recipes: dict[int, Recipe] = {}  # of forward products, by the number of the node that runs each backward
+        # By which gradients are told: they are born in the backward pass, or are no operands of a forward product. To
+        # look at one alone will not do: a checkpoint stops before its last product, and a user may bring a gradient.
+        self._operands, self._born_in_backward = _Storages(), _Storages()
+
+    def enters(self, recipe: Recipe) -> Callable[..., None]:
+        return lambda module, args: self._inside.append(recipe)
+
+    def leaves(self, module: Module, args: Any, output: Any) -> None:
+        self._inside.pop()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        operands = _operands(func, args)
+        recipe = None if operands is None else self._recipe(operands)
+        if recipe is None or operands is None:
+            result = func(*args, **(kwargs or {}))
+        elif func in MATRICES:
+            result = _matrix_product(func, args, kwargs or {}, recipe, self._gradient_among(operands))
+        elif func is aten.convolution.default:
+            result = _convolution(args, recipe)
+        else:
+            result = _convolution_backward(args, recipe)
+        if _in_backward():
+            given = {each.untyped_storage()._cdata for each in _tensors(args)}
+            self._born_in_backward.add(each for each in _tensors(result) if each.untyped_storage()._cdata not in given)
+        return result
+
+    def _recipe(self, operands: Sequence[Tensor]) -> Recipe | None:
+        """That of the module we are in, or of the forward product that a backward one belongs to."""
+        node = torch._C._current_autograd_node()
+        found = self._recipes.get(node._sequence_nr()) if node is not None and not self._inside else None
+        recipe = self._inside[-1] if self._inside else found
+        # In the midst of a backward pass, with gradients on: a checkpointed part, which is computed again.
+        is_forward = bool(self._inside) or (found is not None and torch.is_grad_enabled())
+        if recipe is not None and is_forward and torch.is_grad_enabled():
+            self._note(recipe, operands)
+        return recipe
+
+    def _note(self, recipe: Recipe, operands: Sequence[Tensor]) -> None:
+        if len(self._recipes) > MOST_NOTED:  # of steps long past
+            self._recipes = dict(list(self._recipes.items())[MOST_NOTED // 2 :])
+        self._recipes[torch._C._autograd._get_sequence_nr() - 1] = recipe
+        self._operands.add(operands)
+
+    def _gradient_among(self, operands: Sequence[Tensor]) -> tuple[bool, ...]:
+        """Which of the operands is a gradient."""
+        if not _in_backward():
+            return (False,) * len(operands)
+        born = tuple(operand in self._born_in_backward for operand in operands)
+        return born if len(set(born)) > 1 else tuple(operand not in self._operands for operand in operands)
+
+
+class _Storages:
+    """Tensors, known by their storage, as long as that lives.
+
+    Whoever holds a weak reference to a storage keeps its address from being another's.
+    """
+
+    def __init__(self) -> None:
+        self._references: dict[int, StorageWeakRef] = {}
+
+    def add(self, tensors: Iterable[Tensor]) -> None:
+        if len(self._references) > MOST_NOTED:
+            self._references = {key: each for key, each in self._references.items() if not each.expired()}
+        for tensor in tensors:
+            reference = StorageWeakRef(tensor.untyped_storage())
+            self._references[reference.cdata] = reference
+
+    def __contains__(self, tensor: Tensor) -> bool:
+        known = self._references.get(tensor.untyped_storage()._cdata)
+        return known is not None and not known.expired()
+
+
+def _in_backward() -> bool:
+    """In a backward pass, and not where it computes a checkpointed part again, for which gradients are on."""
+    return torch._C._current_autograd_node() is not None and not torch.is_grad_enabled()
+
+
+def _tensors(values: Any) -> Iterator[Tensor]:
+    for value in values if isinstance(values, tuple | list) else (values,):
+        if isinstance(value, Tensor):
+            yield value
+
+
+def _operands(func: Any, args: Any) -> tuple[Tensor, ...] | None:
+    places = MATRICES.get(func)
+    if places is not None:
+        return tuple(args[place] for place in places)
+    if func is aten.convolution.default:
+        return args[0], args[1]
+    return (args[1], args[2]) if func is aten.convolution_backward.default else None
+
+
+def _matrix_product(func: Any, args: Any, kwargs: Any, recipe: Recipe, are_gradients: tuple[bool, ...]) -> Any:
+    first, second = MATRICES[func]
+    a, b = args[first], args[second]
+    summed_over = -1 if b.ndim == 1 else -2
+    given = [_wide(each) for each in args]
+    given[first] = recipe.of(a, -1, is_gradient=are_gradients[0])
+    given[second] = recipe.of(b, summed_over, is_gradient=are_gradients[1])
+    return func(*given, **kwargs).to(a.dtype)
+
+
+def _convolution(args: Any, recipe: Recipe) -> Tensor:
+    given, weight, bias, *rest = args
+    channels = OUTPUTS if rest[3] else CHANNELS  # a transposed one sums over the weight's first dimension
+    made: Tensor = aten.convolution.default(
+        recipe.of(given, CHANNELS, is_gradient=False),
+        recipe.of(weight, channels, is_gradient=False),
+        _wide(bias),
+        *rest,
+    )
+    return made.to(given.dtype)
+
+
+def _convolution_backward(args: Any, recipe: Recipe) -> tuple[Tensor | None, ...]:
+    """Two products: the gradient of the input sums over channels of the output, that of the weight over places."""
+    gradient, given, weight, *rest = args
+    *rest, mask = rest
+    outputs = CHANNELS if rest[4] else OUTPUTS
+    over_channels = (
+        recipe.of(gradient, CHANNELS, is_gradient=True), _wide(given), recipe.of(weight, outputs, is_gradient=False)
+    )  # fmt: skip
+    over_places = (
+        _over_places(gradient, recipe, is_gradient=True), _over_places(given, recipe, is_gradient=False), _wide(weight)
+    )  # fmt: skip
+    by_input, _, _ = aten.convolution_backward.default(*over_channels, *rest, [mask[0], False, False])
+    _, by_weight, _ = aten.convolution_backward.default(*over_places, *rest, [False, mask[1], False])
+    _, _, by_bias = aten.convolution_backward.default(*map(_wide, args[:3]), *rest, [False, False, mask[2]])
+    return tuple(None if each is None else each.to(weight.dtype) for each in (by_input, by_weight, by_bias))
+
+
+def _over_places(tensor: Tensor, recipe: Recipe, *, is_gradient: bool) -> Tensor:
+    """Rounded along samples and places together, of which a block takes neighbours."""
+    flat = tensor.movedim(CHANNELS, 0)
+    rounded = recipe.of(flat.flatten(1), 1, is_gradient=is_gradient)
+    return rounded.reshape(flat.shape).movedim(0, CHANNELS)
+
+
+def _wide(value: Any) -> Any:
+    return value.float() if isinstance(value, Tensor) and value.dtype in (torch.float16, torch.bfloat16) else value

@@ -1,0 +1,88 @@
+"""How the operands of a product are rounded."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ampwise.errors import BadInput
+from ampwise.formats import BlockFormat, Format, find_format
+from ampwise.formats.cast import Rounding, cast
+
+__all__ = ["Recipe", "recipe_named", "rounded"]
+
+# A format that has no more bits than this holds no tensor as it is: each gets a scale.
+SCALED_UP_TO_BITS = 8
+# What gradients are kept in where the format itself has too little range for them: NVIDIA's hybrid.
+FOR_GRADIENTS = {"e4m3fn": "e5m2", "e4m3fnuz": "e5m2fnuz"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recipe:
+    """The formats of a product's operands: of weights and activations, and of gradients.
+
+    ``scaled``: an operand is multiplied, before it is rounded, by the scale that puts its largest magnitude at the
+    format's largest value; block formats have scales of their own.
+    """
+
+    name: str
+    forward: Format | BlockFormat
+    backward: Format | BlockFormat
+    scaled: bool
+    rounding: Rounding = "nearest"  # of gradients; what is no gradient is rounded to nearest
+
+    def of(self, tensor: Tensor, dim: int, *, is_gradient: bool) -> Tensor:
+        """An operand, rounded; ``dim`` is the one that the product sums over."""
+        fmt = self.backward if is_gradient else self.forward
+        return rounded(tensor, fmt, dim, scaled=self.scaled, rounding=self.rounding if is_gradient else "nearest")
+
+    @property
+    def has_blocks(self) -> bool:
+        """Whether it matters along which dimension one rounds."""
+        return isinstance(self.forward, BlockFormat) or isinstance(self.backward, BlockFormat)
+
+
+def recipe_named(
+    name: str | Format | BlockFormat,
+    gradients: str | Format | BlockFormat | None = None,
+    rounding: Rounding = "nearest",
+) -> Recipe:
+    """The usual recipe of a format: E4M3 has E5M2 for gradients, every other format itself.
+
+    >>> recipe = recipe_named("e4m3")
+    >>> recipe.forward.name, recipe.backward.name, recipe.scaled
+    ('e4m3fn', 'e5m2', True)
+    >>> recipe_named("mxfp8").backward.name
+    'mxfp8_e4m3'
+    """
+    forward = find_format(name)
+    backward = find_format(FOR_GRADIENTS.get(forward.name, forward) if gradients is None else gradients)
+    for fmt in (forward, backward):
+        if isinstance(fmt, Format) and not fmt.signed:
+            raise BadInput(f"{fmt.name} has no sign: it is a format of scales, and no product is computed in it.")
+    narrow = all(isinstance(fmt, BlockFormat) or fmt.bits <= SCALED_UP_TO_BITS for fmt in (forward, backward))
+    return Recipe(name=forward.name, forward=forward, backward=backward, scaled=narrow, rounding=rounding)
+
+
+def rounded(
+    tensor: Tensor, fmt: Format | BlockFormat, dim: int, *, scaled: bool, rounding: Rounding = "nearest"
+) -> Tensor:
+    """The values of a tensor as a product in this format reads them, in FP32 or wider.
+
+    >>> rounded(torch.tensor([0.001, 1.0]), find_format("e4m3"), -1, scaled=True)
+    tensor([0.0010, 1.0000])
+    """
+    wide: Any = tensor if tensor.dtype == torch.float64 else tensor.float()
+    if isinstance(fmt, BlockFormat):
+        return cast(wide.movedim(dim, -1).contiguous(), fmt, rounding).movedim(-1, dim)
+    if not scaled:
+        return cast(wide, fmt, rounding)
+    largest = wide.abs().amax() if wide.numel() else wide.new_zeros(())
+    usable = largest.isfinite() & (largest > 0)
+    scale = (
+        torch.where(usable, fmt.max / largest.double(), 1.0).clamp(max=torch.finfo(torch.float32).max).to(wide.dtype)
+    )
+    return cast(wide * scale, fmt, rounding, saturate=True) / scale
