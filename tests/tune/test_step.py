@@ -2,11 +2,12 @@
 
 import pytest
 import torch
+import torch._dynamo.testing
 from torch import nn
 
 from ampwise import Policy
 from ampwise.errors import UnknownName
-from ampwise.tune.step import OPTIMIZERS, TrainingStep, make_optimizer
+from ampwise.tune.step import OPTIMIZERS, TrainingStep, _with_own_code, make_optimizer
 from ampwise.tune.subject import maker_of
 
 
@@ -77,3 +78,12 @@ def test_each_optimizer_moves_the_weights(name):
 def test_an_unknown_optimizer():
     with pytest.raises(UnknownName, match=r"unknown optimizer 'adamx'\. Did you mean adam or adamw"):
         make_optimizer("adamx", [], fused=False)
+
+
+def test_each_compiled_step_has_versions_of_its_own():
+    """One code for all would reach torch's limit of versions, after which nothing is compiled."""
+    subject, counted = maker_of(make).make(), torch._dynamo.testing.CompileCounter()
+    times = torch._dynamo.config.cache_size_limit + 2
+    for _ in range(times):
+        torch.compile(_with_own_code(subject.loss_fn), backend=counted, dynamic=False)(*subject.args)
+    assert counted.frame_count == times

@@ -60,8 +60,7 @@ class TrainingStep:
         self._clip_norm = clip_norm
         self._parameters = subject.parameters
         self._arithmetic = Arithmetic(base, subject.device.type)
-        # Compiled code is kept by function, and has a version for each precision that it is called in.
-        loss_fn = torch.compile(subject.loss_fn, dynamic=False) if compiled else subject.loss_fn
+        loss_fn = torch.compile(_with_own_code(subject.loss_fn), dynamic=False) if compiled else subject.loss_fn
         self._loss = replace(subject, loss_fn=loss_fn).loss
         self._scaler: Any = torch.amp.GradScaler(subject.device.type, enabled=base.scaled)
 
@@ -90,6 +89,20 @@ class TrainingStep:
         self._scaler.step(self.optimizer)
         self._scaler.update()
         self.optimizer.zero_grad(set_to_none=True)
+
+
+def _with_own_code(loss_fn: Callable[..., Any]) -> Callable[..., Any]:
+    """The same function by code of its own.
+
+    Compiled versions are kept with the code, a few for each: those of several precisions and comparisons would soon be
+    too many, and torch would go on without compiling.
+    """
+
+    def loss(*args: Any, **kwargs: Any) -> Any:
+        return loss_fn(*args, **kwargs)
+
+    loss.__code__ = loss.__code__.replace()
+    return loss
 
 
 def _base(precision: str | Policy) -> str:
