@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from ampwise.report.comparison.comparison import Comparison as Comparison
     from ampwise.rules import find_rule as find_rule
     from ampwise.trace.tracing import trace as trace
+    from ampwise.tune.advise.asking import advise as advise
 
 _HOMES = {
     "AmpwiseError": "errors",
@@ -76,6 +77,7 @@ _HOMES = {
     "Stopped": "guard.ends",
     "UnknownName": "errors",
     "UnsupportedTensor": "errors",
+    "advise": "tune.advise.asking",
     "cast": "formats.cast",
     "census": "census.measure",
     "describe_machine": "hardware",

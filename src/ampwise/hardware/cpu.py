@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-__all__ = ["FEATURES", "Cpu", "describe_cpu", "parse_cpuinfo", "parse_sysctl"]
+__all__ = ["BF16_FEATURES", "FEATURES", "Cpu", "describe_cpu", "parse_cpuinfo", "parse_sysctl"]
 
 # The flags of /proc/cpuinfo that matter, in the order in which they are shown.
 FEATURES = {
@@ -24,6 +24,9 @@ FEATURES = {
     "sve": "scalable vectors",
     "sme": "matrix tiles",
 }
+
+# Any of these makes products in BF16 fast; best first.
+BF16_FEATURES = ("amx_bf16", "avx512_bf16", "bf16", "svebf16")
 
 # What macOS calls the same things.
 SYSCTL_FEATURES = {

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ampwise.errors import BadInput, PrecisionUnavailable, UnknownName
-from ampwise.hardware.cpu import FEATURES, Cpu, describe_cpu
+from ampwise.hardware.cpu import BF16_FEATURES, FEATURES, Cpu, describe_cpu
 from ampwise.hardware.device import Device
 from ampwise.hardware.torch_facts import read_device
 
@@ -64,9 +64,6 @@ OTHER_NAMES = {
 }
 RIGHT_NAMES = {other: name for name, others in OTHER_NAMES.items() for other in others}
 NOT_YET = frozenset({"fp8", "float8", "fp8-mixed", "transformer-engine"})
-
-# The flags of a CPU, any of which makes products in BF16 fast; best first.
-BF16_FEATURES = ("amx_bf16", "avx512_bf16", "bf16", "svebf16")
 
 NO_SCALE = "and BF16's range needs no loss scale"
 

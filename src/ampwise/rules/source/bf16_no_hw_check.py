@@ -42,6 +42,7 @@ ASKS_HARDWARE = Pattern(
     r"bf16_support|is_bf16|bfloat16_support|capability|\.major\b|bf16_available|supports_bf|has_bf16|can_bf16|"
     r"get_arch_list"
 )
+ELSEWHERE = ("cpu", "mps", "xla", "hpu")  # than on a CUDA device
 CHOSEN = Pattern(r"bf16|bfloat|dtype|precision|half|fp16", re.IGNORECASE)
 
 
@@ -69,7 +70,7 @@ def _always_in_bf16(code: Code) -> Iterator[Autocast]:
 
 
 def _is_bf16_on_cuda(autocast: Autocast) -> bool:
-    return autocast.known and autocast.may_be_on and autocast.device != "cpu" and autocast.is_surely(BF16)
+    return autocast.known and autocast.may_be_on and autocast.device not in ELSEWHERE and autocast.is_surely(BF16)
 
 
 def _is_an_option(context: Context, autocast: Autocast) -> bool:

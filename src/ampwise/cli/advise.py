@@ -1,0 +1,151 @@
+"""Say which precision to train in, and why; and say no to what will not work.
+
+The device decides first (matrix units, emulation, memory), then the model (size, kind, parts that 16 bits
+hurt), then what goes wrong, then what was measured. Every number says what it rests on: measured here,
+derived, or a datasheet. Without --gpu it is about this machine, and with nothing at all on a terminal it asks.
+
+SUBJECT is a function that makes model, batch and loss, as module:callable or file.py:callable. It is called
+once, on the meta device: nothing is allocated and nothing is run. --params and --arch do without it.
+
+Examples:
+  ampwise advise
+  ampwise advise train:make --gpu h200
+  ampwise advise --params 7B --arch transformer --gpu a100-40
+  ampwise advise --gpu v100-sxm2-16 --want bf16
+  ampwise advise --gpu v100-sxm2-16 --scaling manual:1000
+  ampwise advise --symptom nan --idea autocast-off
+  ampwise advise --ideas
+  ampwise advise --gpu h100-sxm --params 124M --json | jq -r .precision
+
+The exit code is 0 with advice, 1 if something that was wanted or proposed gets a no, and 2 if the question
+makes no sense.
+
+With --json: {precision, refused, asked, why, loss_scale, keep_fp32, tf32, compile, speedup, speedup_why,
+triage, changes, findings, code}
+  precision   fp32, tf32, fp16, bf16, fp8; auto where the device is not known
+  why         [{text, basis}], the basis one of measured here, measured on one H200, derived, datasheet, rule
+  loss_scale  {init_scale, growth_factor, backoff_factor, growth_interval, why}, or null: none is needed
+  keep_fp32   [{what, why, how, by_itself, patterns, modules}]
+  speedup     {low, high, ceiling, over, approximate, measured, basis}, or null where peaks are not known
+  findings    as elsewhere; in evidence: answer (no or careful), costs by choice, to_know {command, tells}, and
+              refuses, the precision that it is a no to
+  code        {torch, ampwise}: Python to paste
+What is not known is null.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+TYPE_CHECKING = False  # as in typing, which takes milliseconds to import
+if TYPE_CHECKING:
+    from typing import Any
+
+    from ampwise.tune.advise.advice import Advice
+
+__all__ = ["add_arguments", "run"]
+
+PIPE_WIDTH = 110
+QUESTION = ("subject", "params", "arch", "gpu", "want", "scaling", "symptom", "idea", "measured")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("subject", metavar="SUBJECT", nargs="?", help="module:callable that makes model, batch, loss")
+    parser.add_argument("--params", metavar="N", help="how many parameters: 124M, 7B, 1.3e9")
+    parser.add_argument("--arch", metavar="KIND", help="the kind of model: transformer, cnn, …; --ideas lists them")
+    parser.add_argument("--gpu", metavar="NAME", help="a device of `ampwise gpu --list`, a capability (8.6), or cpu")
+    parser.add_argument("--want", metavar="PRECISION", help="what you have in mind: fp16, bf16, tf32, fp8, …")
+    parser.add_argument("--scaling", metavar="HOW", help="how to scale the loss: none, dynamic, manual or manual:1000")
+    parser.add_argument("--symptom", metavar="NAME", help="what goes wrong: nan, slow, memory, …; --ideas lists them")
+    parser.add_argument(
+        "--idea", metavar="NAME", action="append", default=[], help="what was proposed; may be repeated; see --ideas"
+    )
+    parser.add_argument("--measured", metavar="X", help="the speed-up of 16 bits over FP32, as you measured it: 1.8")
+    parser.add_argument("--ideas", action="store_true", help="list ideas, symptoms and kinds of model")
+    parser.add_argument("--json", action="store_true", help="JSON, as described above")
+
+
+def run(args: argparse.Namespace) -> int:
+    if args.ideas:
+        return _list()
+    asked = {name: getattr(args, name) for name in QUESTION}
+    if _asks(args):
+        from ampwise.tune.advise.questions import ask
+
+        asked |= ask()
+    advice = _advice(asked)
+    if args.json:
+        from ampwise.strict_json import dumps
+
+        _write(dumps(advice.as_dict()))
+    else:
+        _show(advice)
+    return 1 if advice.refused else 0
+
+
+def _asks(args: argparse.Namespace) -> bool:
+    """Called bare by somebody who can answer."""
+    bare = not args.json and not any(getattr(args, name) for name in QUESTION)
+    return bare and sys.stdin is not None and sys.stdin.isatty() and sys.stdout.isatty()
+
+
+def _advice(asked: dict[str, Any]) -> Advice:
+    import contextlib
+
+    from ampwise.tune.advise import advise
+
+    # What the user's code prints is not what was asked for.
+    with contextlib.redirect_stdout(sys.stderr):
+        return advise(
+            asked["subject"],
+            params=asked["params"],
+            arch=asked["arch"],
+            gpu=asked["gpu"],
+            want=asked["want"],
+            scaling=asked["scaling"],
+            symptom=asked["symptom"],
+            ideas=asked["idea"],
+            measured=_number(asked["measured"]),
+        )
+
+
+def _number(text: str | None) -> float | None:
+    from ampwise.errors import BadInput
+
+    try:
+        return None if text is None else float(text.removesuffix("x").removesuffix("×"))
+    except ValueError:
+        raise BadInput(f"--measured {text!r}: a number such as 1.8 is expected.") from None
+
+
+def _show(advice: Advice) -> None:
+    from ampwise.printers.terminal import wants_colour
+    from ampwise.tune.advise.text import as_text
+
+    _write(as_text(advice, width=_width(), colour=wants_colour(sys.stdout)))
+
+
+def _width() -> int:
+    """Of the terminal, up to what reads well."""
+    import os
+    import shutil
+
+    told = sys.stdout.isatty() or "COLUMNS" in os.environ
+    return max(80, min(PIPE_WIDTH, shutil.get_terminal_size().columns)) if told else PIPE_WIDTH
+
+
+def _list() -> int:
+    from ampwise.evidence.choice.ideas import IDEAS, SYMPTOMS
+    from ampwise.evidence.choice.model import KINDS
+
+    for title, entries in (("--idea", IDEAS), ("--symptom", SYMPTOMS), ("--arch", KINDS)):
+        column = max(map(len, entries)) + 2
+        _write(f"{title}\n" + "".join(f"  {name:{column}}{text}\n" for name, text in entries.items()))
+    return 0
+
+
+def _write(text: str) -> None:
+    from ampwise.printers.terminal import write
+
+    write(text, sys.stdout)

@@ -1,0 +1,110 @@
+"""What goes with a precision: switches for FP32 products, torch.compile, the speed to expect, what would change it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ampwise.evidence.choice.choice import Choice
+from ampwise.evidence.choice.gain import MEASURED, MEASURED_COMPILED, Gain
+from ampwise.tune.advise.advice import Compile, Switch
+
+__all__ = ["changes", "compiling", "speed_words", "switches"]
+
+HIGH = 'torch.set_float32_matmul_precision("high")'
+FULL = ('torch.set_float32_matmul_precision("highest")', "torch.backends.cudnn.allow_tf32 = False")
+BY_DEFAULT = "off by default for matrix products, on for cuDNN's convolutions"
+# While one of these is not explained, what runs is to be as simple as it can be.
+UNEXPLAINED = ("nan", "scale-collapse", "skipped", "spikes", "worse", "mismatch")
+WORTH_FP8 = 1_000_000_000  # parameters
+TFLOPS = 1e12
+
+
+def switches(choice: Choice, precision: str) -> Switch:
+    """What FP32 products are to run in."""
+    target = choice.target
+    if precision == "fp32" and target.kind == "cuda" and target.has("tf32") is not False:
+        exact = choice.want == "fp32" or choice.proposes("exact-numbers", "complex-numbers")
+        if exact:
+            return Switch(FULL, "full FP32 was asked for: TF32 is on for cuDNN's convolutions unless switched off")
+    if target.tf32_gains or precision == "tf32":
+        ratio = target.ratio("tf32", "fp32")
+        faster = "" if ratio is None else f"; up to {ratio.show(digits=1)}× the FP32 peak (datasheet)"
+        what = "all of it" if precision == "tf32" else "for what stays in FP32"
+        return Switch((HIGH,), f"{what}: {BY_DEFAULT}{faster}")
+    if target.has("tf32") and target.kind == "cuda":
+        peak = target.peak("tf32")
+        rate = "" if peak is None else f", {peak.show(TFLOPS, 1)} TFLOP/s"
+        return Switch((), f"TF32 is no faster than FP32 here{rate} (datasheet): leave the switch as it is")
+    if not target.known:
+        return Switch((), f"from Ampere on: {HIGH}; {BY_DEFAULT}")
+    return Switch((), "there are no TF32 units to switch to")
+
+
+def compiling(choice: Choice, precision: str) -> Compile:
+    """Whether torch.compile is worth it now."""
+    target = choice.target
+    if choice.symptom in UNEXPLAINED:
+        return Compile(False, "not while something is wrong: a replay looks at eager operations")
+    if target.compiles is False:
+        return Compile(False, f"its kernels begin with compute capability 7.0, and this has {target.capability_text}")
+    if target.compiles is None:
+        return Compile(None, "nothing is known here about torch.compile on this device")
+    if precision in ("fp16", "auto"):
+        return Compile(
+            True,
+            "once eager runs clean: the compiled backward pass inherits autocast and can overflow in FP16 where "
+            "eager does not (pytorch#153044, #177287)",
+        )
+    if target.kind == "cpu":
+        return Compile(None, "on a CPU it depends on the model: measure it, ampwise compare --compile")
+    if choice.model.small:
+        return Compile(True, "launches are what a small model waits for; or Engine(graph=True)")
+    again = MEASURED_COMPILED / MEASURED["bf16"]
+    return Compile(True, f"after a clean start; GPT-2 124 M in BF16 was {again:.1f} times as fast again on one H200")
+
+
+def speed_words(choice: Choice, precision: str, gain: Gain | None) -> str:
+    """What the range rests on, or why there is none."""
+    if gain is None:
+        return _without_range(choice, precision)
+    if gain.measured:
+        ceiling = f"ceiling {gain.ceiling:.0f}× (datasheet)"
+        return f"measured on one H200 at 1.3 B and at width 4096, torchao, compiled; {ceiling}"
+    parts = f"ceiling {gain.ceiling:.1f}× by dense peaks (datasheet)"
+    if choice.model.parameters is None:
+        return f"derived: {parts}; as wide as this because the size is not known"
+    if gain.over == "tf32":
+        parts += ", over TF32 in which convolutions run by default"
+    return f"derived: {parts}, times the share of matrix products at this size; eager"
+
+
+def _without_range(choice: Choice, precision: str) -> str:
+    if precision == "fp32":
+        return "it is what others are measured against"
+    if not choice.target.known:
+        return "not known, as the device is not"
+    return f"no range: the peaks of {choice.target.name} are not known; measure it: ampwise compare {choice.subject}"
+
+
+def changes(choice: Choice, precision: str) -> Iterator[str]:
+    """What would make it another answer."""
+    target, model = choice.target, choice.model
+    if not target.known:
+        yield "The device: name it with --gpu, or run this where it is."
+    if target.known and target.half is None:
+        yield "A device with matrix units for 16 bits: name it with --gpu."
+    if precision == "fp16" and not target.has("bf16"):
+        yield "A device with BF16 matrix units (NVIDIA since Ampere, 8.0): BF16, without a loss scale."
+    if precision == "bf16" and target.has("fp16"):
+        yield "Results worse than in FP32: FP16 has three more bits, and a GradScaler."
+    if precision in ("bf16", "fp16") and choice.measured is None:
+        yield f"`ampwise compare {choice.subject}` below 1.1: stay in {target.wide.upper()}."
+    if precision in ("fp32", "tf32") and target.half is not None:
+        half = target.half.upper()
+        yield f"`ampwise compare {choice.subject}` above 1.1, or activations that do not fit: {half}."
+    if precision == "bf16" and target.has("fp8") and (model.parameters or 0) >= WORTH_FP8:
+        yield "FP8 measured faster than compiled BF16 on this very model: FP8."
+    if model.parameters is None or model.kind is None:
+        yield "Size and kind of the model: --params 7B --arch transformer, or module:callable."
+    if precision in ("fp16", "auto"):
+        yield "NaN that a replay in FP32 does not have: the module it names in FP32, or BF16 where there are units."

@@ -1,0 +1,171 @@
+"""What to do about a symptom, in order: each step is minutes, and tells which way to go."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from ampwise.evidence.choice.choice import Choice
+from ampwise.evidence.choice.memory import memory_command
+from ampwise.tune.advise.advice import TriageStep
+
+__all__ = ["triage"]
+
+Steps = tuple[TriageStep, ...]
+
+CHECK = "ampwise check train.py"
+RUN = "ampwise run train.py"
+REPLAY = "ampwise replay capsules/step-000012 --precision fp32"
+CAPSULE = "ampwise run --capsule capsules train.py"
+
+
+def triage(choice: Choice) -> Steps:
+    """None without a symptom."""
+    return () if choice.symptom is None else BY_SYMPTOM[choice.symptom](choice)
+
+
+def _nan(choice: Choice) -> Steps:
+    half = choice.half or "fp16"
+    bf16 = choice.target.has("bf16") and half != "bf16"
+    last = "many places overflow: BF16, which has the range" if bf16 else "the rest stays in 16 bits"
+    return (
+        TriageStep(
+            CHECK, "mistakes that make NaN: masks and eps beyond FP16, BCELoss, a step past the scaler; seconds"
+        ),
+        TriageStep(
+            CAPSULE,
+            "is the loss not finite, or only gradients at too high a scale? The latter, finite again at a lower "
+            "scale, is ordinary: leave it",
+        ),
+        TriageStep(
+            REPLAY, "finite there: it is the precision. NaN there too: the batch, the learning rate or the loss"
+        ),
+        TriageStep(None, f'keep what the replay names in FP32: Policy("{half}").keep("fp32", name); {last}'),
+    )
+
+
+def _scale_collapse(choice: Choice) -> Steps:
+    return (
+        TriageStep(
+            CAPSULE,
+            "loss finite, gradients finite again at a lower scale: ordinary. Loss NaN, or NaN at scale 1: real. "
+            "torch's scale has no floor: after 165 overflows in a row it is 0, and the next step ruins the weights",
+        ),
+        TriageStep(REPLAY, "the operation that goes bad at any scale, its line, and what mends it"),
+        TriageStep(
+            None, "from ampwise import GradScaler: it stops at a floor, names the layers, and leaves the weights alone"
+        ),
+        TriageStep(None, "another init_scale mends nothing: a start of 1024 saves six skipped steps at most"),
+    )
+
+
+def _skipped(choice: Choice) -> Steps:
+    return (
+        TriageStep(
+            RUN, "how many, and when: a few at the start, and one after each growth, are ordinary; one in 20 is not"
+        ),
+        TriageStep(
+            CHECK, "whether the schedule moves on skipped steps (AMP114), and whether the scaler is updated (AMP105)"
+        ),
+        TriageStep(REPLAY, "with --capsule above: which operation makes a step bad that a lower scale does not mend"),
+    )
+
+
+def _underflow(choice: Choice) -> Steps:
+    return (
+        TriageStep(
+            CHECK, "a clip of scaled gradients (AMP101) or FP16 without a scaler (AMP301): training stalls, silently"
+        ),
+        TriageStep(
+            RUN,
+            "the share that FP16 loses at the present scale, by layer (AMP601, AMP602). Zeros alone say nothing: a "
+            "healthy FP32 run had 65% of them",
+        ),
+        TriageStep(None, "weights in BF16 or FP16: updates are rounded away (AMP611); keep weights in FP32"),
+        TriageStep(None, "loss at a plateau in FP32 too: it is not the precision; look at the learning rate"),
+    )
+
+
+def _spikes(choice: Choice) -> Steps:
+    return (
+        TriageStep(RUN, "what came first: the gradient norm, a skipped step, or the loss alone (AMP610)"),
+        TriageStep(
+            f"ampwise compare {choice.subject} --precisions fp32,{choice.half or 'bf16'}",
+            "do losses agree within rounding? Then it is data or learning rate, not precision",
+        ),
+        TriageStep(
+            None,
+            'ampwise.Guard(engine, "checkpoints", ladder=ampwise.Ladder(on_spike="rollback")) goes back',
+        ),
+    )
+
+
+def _worse(choice: Choice) -> Steps:
+    return (
+        TriageStep(
+            CHECK, "what trains worse without an error: the order of clip and unscale_, accumulation, the scheduler"
+        ),
+        TriageStep(RUN, "lost gradients (AMP601), updates that change no weight (AMP611), what ran in which format"),
+        TriageStep("ampwise report FP32_RUN HALF_RUN", "where two recorded runs part, side by side"),
+        TriageStep(None, "validate under the same autocast, or the two numbers are of two models (AMP501)"),
+    )
+
+
+def _mismatch(choice: Choice) -> Steps:
+    return (
+        TriageStep(
+            CHECK,
+            "model.half() beside a scaler (AMP304: Attempting to unscale FP16 gradients), autocast off without "
+            ".float() (AMP406), functions without custom_fwd (--select AMP405)",
+        ),
+        TriageStep(
+            None, "leave model and inputs in FP32: no .half(), no .to(torch.float16); autocast casts what it needs"
+        ),
+        TriageStep(RUN, "each module with the formats it took and gave: the border where they part"),
+    )
+
+
+def _slow(choice: Choice) -> Steps:
+    half = choice.half or "bf16"
+    return (
+        TriageStep(
+            f"ampwise compare {choice.subject} --precisions fp32,{half}",
+            "whole steps, and the reason when low: below 1.1 stay, to 1.5 optional, above use it. torch's own speed "
+            "is seldom the reason",
+        ),
+        TriageStep(
+            RUN,
+            "share of products in 16 bits (AMP504), casts (AMP505), waits for the device (AMP502), for data (AMP506)",
+        ),
+        TriageStep(
+            f"ampwise align {choice.subject}{choice.elsewhere}",
+            "sizes off a multiple of 8 for 16 bits, of 16 for FP8, and what each costs",
+        ),
+        TriageStep("ampwise gpu", "whether there are matrix units for it, and whether TF32 was on before"),
+        TriageStep(None, "a larger batch, then torch.compile: small models wait for launches"),
+    )
+
+
+def _memory(choice: Choice) -> Steps:
+    return (
+        TriageStep(
+            memory_command(choice), "state, activations, cast copies, by precision; the largest batch that fits"
+        ),
+        TriageStep(
+            None, "state is 16 bytes a parameter in FP32 and under autocast alike; only saved activations shrink"
+        ),
+        TriageStep(None, "activations large: checkpointing (use_reentrant=False), a smaller batch with accumulation"),
+        TriageStep(None, "state large: an 8-bit optimizer, FSDP; not model.half(), whose updates are lost"),
+    )
+
+
+BY_SYMPTOM: dict[str, Callable[[Choice], Steps]] = {
+    "nan": _nan,
+    "scale-collapse": _scale_collapse,
+    "skipped": _skipped,
+    "underflow": _underflow,
+    "spikes": _spikes,
+    "worse": _worse,
+    "mismatch": _mismatch,
+    "slow": _slow,
+    "memory": _memory,
+}

@@ -1,0 +1,313 @@
+"""`ampwise advise`, as it is read, as it is parsed, and as it asks."""
+
+from __future__ import annotations
+
+import builtins
+import json
+import re
+import subprocess
+import sys
+
+import pytest
+
+import ampwise.hardware
+from ampwise.cli import main
+from ampwise.hardware import Cpu, Fp32Switches, Machine, TorchFacts
+
+WITHOUT_TORCH = """
+import sys
+
+class Blocker:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] == "torch":
+            raise ModuleNotFoundError("No module named 'torch'", name="torch")
+
+sys.meta_path.insert(0, Blocker())
+from ampwise.cli import main
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+@pytest.fixture(autouse=True)
+def plain_page(monkeypatch):
+    """The same page whatever terminal the tests run in."""
+    monkeypatch.setenv("COLUMNS", "110")
+    monkeypatch.setenv("NO_COLOR", "1")
+
+
+@pytest.fixture
+def on_a_cpu(monkeypatch):
+    """A machine without a GPU."""
+    facts = TorchFacts(
+        version="2.13.0",
+        cuda=None,
+        hip=None,
+        devices=(),
+        mps=False,
+        fp32=Fp32Switches(matmul_tf32=False, convolution_tf32=True, matmul_precision="highest"),
+        problem=None,
+    )
+    cpu = Cpu(model="a Xeon", features=("amx_bf16",))
+    here = Machine(python="3.12.1", platform="Linux", cpu=cpu, driver=None, torch=facts)
+    monkeypatch.setattr(ampwise.hardware, "describe_machine", lambda: here)
+
+
+@pytest.fixture
+def answering(monkeypatch):
+    """A terminal at which somebody types these lines; the end of them is Ctrl-D."""
+
+    def answer(*lines):
+        typed, asked = iter(lines), []
+
+        def read(prompt):
+            asked.append(prompt)
+            line = next(typed, EOFError())
+            if isinstance(line, BaseException):
+                raise line
+            return line
+
+        monkeypatch.setattr(builtins, "input", read)
+        for stream in (sys.stdin, sys.stdout):
+            monkeypatch.setattr(stream, "isatty", lambda: True, raising=False)
+        return asked
+
+    return answer
+
+
+def advised(capsys, *words):
+    code = main(["advise", *words])
+    return code, capsys.readouterr()
+
+
+def test_the_answer_is_in_the_first_two_lines(capsys):
+    code, said = advised(capsys, "--gpu", "v100-sxm2-16", "--want", "bf16")
+    assert code == 1
+    assert said.err == ""
+    lines = said.out.splitlines()
+    assert lines[:4] == [
+        "NO: V100 SXM2 16GB (compute capability 7.0) has no BF16 matrix units: torch emulates BF16 there, and says "
+        "that",
+        "it is supported.",
+        "Train a model in FP16 with a dynamic loss scale on V100 SXM2 16GB.",
+        "",
+    ]
+    assert "no        AMP701 bf16-without-matrix-units" in lines
+    assert "instead   Use FP16 with a GradScaler on this GPU, and ask" in lines
+    assert any(line.startswith("to know   ampwise compare train:make --precisions fp32,fp16,bf16") for line in lines)
+    assert "          1.0–6.6×" not in lines
+    assert (
+        "speed-up  1.0–6.6× FP32 [derived: ceiling 8.0× by dense peaks (datasheet); as wide as this because the size is"
+        in lines
+    )
+    assert "scaler = torch.amp.GradScaler(device)  # from 65536; finds its scale by itself" in lines
+    assert 'engine = ampwise.Engine(model.to(device), optimizer, "fp16", clip_norm=1.0)' in lines
+
+
+def test_a_plain_question_has_a_plain_answer(capsys):
+    code, said = advised(capsys, "--gpu", "h200", "--params", "124M", "--arch", "transformer")
+    assert code == 0
+    assert said.out.startswith(
+        "Train a transformer of 124 M parameters in BF16 without a loss scale on H200 SXM 141GB.\n\nwhy "
+    )
+    assert "GPT-2 124 M, 16×1024 tokens: 6.0 times FP32 (325 k tokens/s) [measured on one H200]" in said.out
+    assert len(said.out.splitlines()) < 60
+
+
+def test_lines_keep_to_the_page(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    _, said = advised(capsys, "--gpu", "a100-40", "--params", "7B", "--symptom", "nan", "--idea", "autocast-off")
+    text = said.out.partition("# with torch.amp")[0]
+    assert max(len(line) for line in text.splitlines()) <= 80
+
+
+def test_colour_is_only_paint(capsys, monkeypatch):
+    words = ("--gpu", "v100-sxm2-16", "--want", "bf16", "--symptom", "nan")
+    _, plain = advised(capsys, *words)
+    monkeypatch.delenv("NO_COLOR")
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    _, painted = advised(capsys, *words)
+    assert painted.out != plain.out
+    assert re.sub(r"\x1b\[[0-9;]*m", "", painted.out) == plain.out
+
+
+def test_json(capsys):
+    code, said = advised(capsys, "--gpu", "v100-sxm2-16", "--want", "bf16", "--scaling", "manual:8", "--json")
+    data = json.loads(said.out)
+    assert code == 1
+    assert (data["precision"], data["refused"], data["asked"]["want"]) == ("fp16", True, "bf16")
+    assert data["asked"]["device_id"] == "v100-sxm2-16"
+    assert data["loss_scale"]["init_scale"] == 65536.0
+    assert data["speedup"]["basis"] == "derived"
+    assert [finding["code"] for finding in data["findings"]] == ["AMP701", "AMP308"]
+    evidence = data["findings"][0]["evidence"]
+    assert (evidence["answer"], evidence["refuses"]) == ("no", "bf16")
+    assert evidence["to_know"]["command"].startswith("ampwise compare")
+    compile(data["code"]["torch"], "pasted", "exec")
+    assert set(data) == {
+        *("precision", "refused", "asked", "why", "loss_scale", "keep_fp32", "tf32", "compile", "speedup"),
+        *("speedup_why", "triage", "changes", "findings", "code"),
+    }
+
+
+def test_the_help_names_all_of_the_json(capsys):
+    with pytest.raises(SystemExit):
+        main(["advise", "--help"])
+    told = capsys.readouterr().out
+    _, said = advised(capsys, "--gpu", "h200", "--json")
+    data = json.loads(said.out)
+    assert all(re.search(rf"\b{key}\b", told) for key in data)
+
+
+def test_this_machine(capsys, on_a_cpu):
+    code, said = advised(capsys)
+    assert code == 0
+    assert said.out.startswith("Train a model in BF16 without a loss scale on this CPU (a Xeon).")
+    assert "torch sees no GPU here, so this is about the CPU" in said.out.replace("\n          ", " ")
+    assert "amx_bf16 (BF16 matrix tiles) [measured here]" in said.out.replace("\n          ", " ")
+
+
+def test_a_cpu_by_name_needs_no_torch(capsys):
+    code, said = advised(capsys, "--gpu", "CPU")
+    assert code == 0
+    assert "on this CPU" in said.out.splitlines()[0]
+
+
+def test_measured(capsys):
+    code, said = advised(capsys, "--gpu", "a100-40", "--params", "124M", "--want", "bf16", "--measured", "1.05x")
+    assert code == 1
+    assert said.out.startswith("NO: 1.05 times the speed of FP32, as you measured it, is no gain.\n")
+    assert "in TF32 on A100 40GB." in said.out
+
+
+def test_the_names_are_listed(capsys):
+    code, said = advised(capsys, "--ideas")
+    assert code == 0
+    assert "  autocast-off               there are NaNs: just turn autocast off\n" in said.out
+    assert "--symptom\n  nan " in said.out
+    assert "--arch\n  transformer " in said.out
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--gpu", "v100"], "unknown device 'v100'. Did you mean v100-"),
+        (
+            ["--gpu", "h200", "--params", "lots"],
+            "params 'lots': a number of parameters is expected, such as 124M, 7B or 1.3e9.",
+        ),
+        (["--gpu", "h200", "--params", "-1"], "params '-1': a number of parameters is expected"),
+        (["--gpu", "h200", "--want", "int3"], "unknown precision 'int3'."),
+        (["--gpu", "h200", "--idea", "autocast"], "unknown idea 'autocast'. Did you mean autocast-off"),
+        (["--gpu", "h200", "--symptom", "nap"], "unknown symptom 'nap'. Did you mean nan"),
+        (["--gpu", "h200", "--arch", "brain"], "unknown kind of model 'brain'."),
+        (["--gpu", "h200", "--scaling", "some"], "scaling 'some': none, dynamic, manual or manual:1000 is expected."),
+        (["--gpu", "h200", "--measured", "fast"], "--measured 'fast': a number such as 1.8 is expected."),
+        (["nowhere:make", "--gpu", "h200"], "nowhere:make: nowhere cannot be loaded"),
+        (["train", "--gpu", "h200"], "'train': expected is module:function or file.py:function"),
+        (["train:make", "--params", "7B", "--gpu", "h200"], "a model and params: give one of them"),
+    ],
+)
+def test_nonsense_is_one_clear_line(capsys, words, message):
+    code, said = advised(capsys, *words)
+    assert code == 2
+    assert said.out == ""
+    assert said.err.startswith(f"ampwise: error: {message}")
+    assert said.err.count("\n") == 1
+
+
+def test_a_subject_is_read_and_what_it_prints_is_kept_apart(capsys, tmp_path, monkeypatch):
+    (tmp_path / "train.py").write_text(
+        "import torch\nfrom torch import nn\n\ndef make(batch=4):\n    print('made')\n    model = nn.Sequential()\n"
+        "    model.router, model.head = nn.Linear(64, 64), nn.Linear(64, 2)\n"
+        "    return model, (torch.ones(batch, 64),), lambda x: model.head(model.router(x)).mean()\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    code, said = advised(capsys, "train.py:make", "--gpu", "h200", "--want", "bf16")
+    assert code == 0
+    assert said.err == "made\n"
+    assert "routers: router (by the policy)" in said.out
+    assert 'policy = ampwise.Policy("bf16").keep("fp32", "router")' in said.out
+    assert "ampwise compare train.py:make" in said.out
+
+
+# On a terminal
+
+
+def test_it_asks_and_then_answers(capsys, answering):
+    asked = answering("v100-sxm2-16", "124M", "transformer", "bf16", "nan")
+    code, said = advised(capsys)
+    assert code == 1
+    assert len(asked) == 5
+    assert all(re.search(r"\[.+\] $", question) for question in asked)
+    assert said.out.startswith("NO: V100 SXM2 16GB")
+    assert "Train a transformer of 124 M parameters in FP16" in said.out
+    assert "First (the loss is NaN or inf):" in said.out
+
+
+def test_enter_takes_what_is_in_brackets(capsys, answering, on_a_cpu):
+    answering("", "", "", "", "")
+    code, said = advised(capsys)
+    assert code == 0
+    assert said.out.startswith("Train a model in BF16 without a loss scale on this CPU (a Xeon).")
+
+
+def test_nonsense_is_asked_again(capsys, answering):
+    asked = answering("a gpu", "h200", "many", "7B", "brain", "moe", "fp61", "fp16", "ache", "slow")
+    code, said = advised(capsys)
+    assert code == 0
+    assert [question.split()[0] for question in asked] == [
+        word for word in ("Which", "How", "What", "Which", "What") for _ in (0, 1)
+    ]
+    assert said.err.count("  unknown ") == 4
+    assert "  params 'many': a number of parameters is expected" in said.err
+    assert "a mixture of experts of 7 B parameters in FP16" in said.out
+
+
+@pytest.mark.parametrize("key", [KeyboardInterrupt(), EOFError()], ids=["Ctrl-C", "Ctrl-D"])
+def test_leaving_is_clean(capsys, answering, key):
+    answering("h200", key)
+    code, said = advised(capsys)
+    assert code == 130
+    assert said.out == ""
+    assert said.err.endswith("ampwise: interrupted\n")
+    assert "Traceback" not in said.err
+
+
+@pytest.mark.parametrize("words", [["--json"], ["--gpu", "h200"], ["--ideas"]], ids=" ".join)
+def test_whoever_asks_something_is_not_asked(capsys, answering, on_a_cpu, words):
+    asked = answering()
+    code, _ = advised(capsys, *words)
+    assert (code, asked) == (0, [])
+
+
+# Without torch
+
+
+def test_torch_stays_out():
+    code = (
+        "import sys\nfrom ampwise.cli import main\n"
+        "assert main(['advise', '--gpu', 'v100-sxm2-16', '--want', 'bf16', '--params', '7B']) == 1\n"
+        "print([name for name in ('torch', 'numpy', 'rich') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
+def test_without_torch_it_says_so_and_advises(tmp_path):
+    def run(*words):
+        return subprocess.run(
+            [sys.executable, "-c", WITHOUT_TORCH, *words], capture_output=True, text=True, cwd=tmp_path
+        )
+
+    bare = run("advise")
+    assert bare.returncode == 0, bare.stderr
+    assert bare.stdout.startswith(
+        "Train a model in BF16 where the device has units for it, else FP16 with a loss scale.\n"
+    )
+    assert "torch is not here, so what this machine has is not known" in " ".join(bare.stdout.split())
+    model = run("advise", "train:make", "--gpu", "h200")
+    assert model.returncode == 2
+    assert model.stderr == (
+        "ampwise: error: advise looks at a model with torch, which is not installed: pip install 'ampwise[torch]'. "
+        "Or give its size and kind: --params 124M --arch transformer.\n"
+    )

@@ -1,0 +1,127 @@
+"""What goes with a precision: switches, torch.compile, what stays in FP32, what would change it, and the order."""
+
+from __future__ import annotations
+
+import pytest
+
+from ampwise.evidence.choice.answers import is_no
+from ampwise.tune.advise import advise
+
+
+@pytest.mark.parametrize(
+    ("told", "lines", "why"),
+    [
+        (
+            {"gpu": "a100-40"},
+            1,
+            "off by default for matrix products, on for cuDNN's convolutions; up to 8.0× the FP32 peak",
+        ),
+        ({"gpu": "8.6"}, 1, "for what stays in FP32: off by default"),
+        ({"gpu": "a100-40", "want": "tf32"}, 1, "all of it: off by default"),
+        ({"gpu": "rtx3090"}, 0, "TF32 is no faster than FP32 here, 35.6 TFLOP/s"),
+        ({"gpu": "v100-sxm2-16"}, 0, "there are no TF32 units"),
+        ({"gpu": "tpu-v4"}, 0, "there are no TF32 units"),
+        ({"gpu": "a100-40", "want": "fp32"}, 2, "full FP32 was asked for"),
+        ({"gpu": "a100-40", "ideas": "exact-numbers"}, 2, "full FP32 was asked for"),
+        ({"gpu": "v100-sxm2-16", "want": "fp32"}, 0, "there are no TF32 units"),
+    ],
+)
+def test_switches(told, lines, why):
+    switch = advise(**told).tf32
+    assert len(switch.lines) == lines
+    assert why in switch.why
+
+
+@pytest.mark.parametrize(
+    ("told", "yes", "why"),
+    [
+        ({"gpu": "h200"}, True, "1.5 times as fast again on one H200"),
+        ({"gpu": "h200", "params": "1M"}, True, "launches are what a small model waits for"),
+        ({"gpu": "v100-sxm2-16"}, True, "the compiled backward pass inherits autocast"),
+        ({"gpu": "p100-sxm2"}, False, "begin with compute capability 7.0, and this has 6.0"),
+        ({"gpu": "h200", "symptom": "nan"}, False, "not while something is wrong"),
+        ({"gpu": "h200", "symptom": "slow"}, True, "after a clean start"),
+        ({"gpu": "apple-m2-max"}, None, "nothing is known here"),
+        ({"gpu": "cpu"}, None, "depends on the model"),
+    ],
+)
+def test_compile(told, yes, why):
+    compiling = advise(**told).compile
+    assert compiling.yes is yes
+    assert why in compiling.why
+
+
+@pytest.mark.parametrize(
+    ("told", "change"),
+    [
+        (
+            {"gpu": "v100-sxm2-16"},
+            "A device with BF16 matrix units (NVIDIA since Ampere, 8.0): BF16, without a loss scale.",
+        ),
+        ({"gpu": "a100-40"}, "Results worse than in FP32: FP16 has three more bits, and a GradScaler."),
+        ({"gpu": "a100-40"}, "`ampwise compare train:make` below 1.1: stay in TF32."),
+        (
+            {"gpu": "a100-40", "params": "1M"},
+            "`ampwise compare train:make` above 1.1, or activations that do not fit: BF16.",
+        ),
+        ({"gpu": "h200", "params": "7B"}, "FP8 measured faster than compiled BF16 on this very model: FP8."),
+        ({"gpu": "p100-sxm2"}, "A device with matrix units for 16 bits: name it with --gpu."),
+        ({"gpu": "h200"}, "Size and kind of the model: --params 7B --arch transformer, or module:callable."),
+    ],
+)
+def test_what_would_change_it(told, change):
+    assert change in advise(**told).changes
+
+
+def test_what_would_not():
+    changes = " ".join(advise(gpu="h200", params="124M", arch="transformer", measured=3.0).changes)
+    assert "FP8" not in changes
+    assert "compare" not in changes
+    assert "--params" not in changes
+    assert "FP16 has three more bits" not in " ".join(advise(gpu="tpu-v4").changes)
+
+
+def test_no_comes_before_careful_and_the_device_before_all():
+    advice = advise(
+        gpu="a100-40",
+        want="fp8",
+        params="7B",
+        symptom="memory",
+        ideas=("clip-after-backward", "just-works", "odd-sizes"),
+    )
+    answers = [is_no(finding) for finding in advice.findings]
+    assert answers == sorted(answers, reverse=True)
+    assert [finding.rule.code for finding in advice.findings[:3]] == ["AMP702", "AMP101", "AMP714"]
+    assert answers.count(False) == 3  # sizes, memory, and what does not fit
+
+
+def test_tf32_is_chosen_only_where_it_gains():
+    assert advise(gpu="a100-40", params="1M").precision == "tf32"
+    assert advise(gpu="rtx3090", params="1M").precision == "fp32"
+    assert advise(gpu="mi250x", params="1M").precision == "fp32"
+
+
+def test_memory_that_is_only_about_right_is_no_verdict():
+    assert "AMP710" not in {finding.rule.code for finding in advise(gpu="b200", params="70B").findings}
+    assert "of its ~180 GiB" in str(advise(gpu="b200", params="70B"))
+    assert "AMP710" in {finding.rule.code for finding in advise(gpu="h200", params="70B").findings}
+
+
+def test_bf16_is_not_pasted_where_it_would_be_emulated():
+    code = advise(gpu="a100-40").by_hand
+    assert "not torch.cuda.is_bf16_supported(including_emulation=False)" in code
+
+
+def test_small_models_use_16_bits_for_their_memory():
+    assert advise(gpu="a100-40", params="1M", symptom="memory").precision == "bf16"
+    assert advise(gpu="a100-40", params="1M", measured=1.7).precision == "bf16"
+
+
+@pytest.mark.parametrize("precision", ["fp32", "tf32"])
+def test_nothing_is_kept_where_all_is_fp32(precision):
+    assert advise(gpu="a100-40", arch="moe", want=precision).kept == ()
+
+
+def test_what_autocast_keeps_is_said_of_the_device_it_is_true_of():
+    assert "CUDA autocast" in str(advise(gpu="a100-40"))
+    assert "CUDA autocast" not in str(advise(gpu="tpu-v4"))

@@ -1,0 +1,113 @@
+"""The code to paste is Python, `ampwise check` finds nothing in it, and it trains."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+import types
+
+import pytest
+import torch
+from torch import nn
+
+from ampwise.cli import main
+from ampwise.evidence.choice.choice import Choice
+from ampwise.evidence.choice.model import ModelFacts, Part
+from ampwise.evidence.choice.target import of_cpu, unknown
+from ampwise.hardware import Cpu, gpus
+from ampwise.tune.advise import advise
+from ampwise.tune.advise.deciding import decide
+
+XEON = of_cpu(Cpu(model="a Xeon", features=("amx_bf16",)))
+ROUTED = ModelFacts(
+    parameters=10**8,
+    kind="moe",
+    name="train:make",
+    parts=(Part(kind="router", modules=("body.router",), patterns=("body.router",)),),
+)
+
+
+def all_code():
+    """Each piece of code that there is, once."""
+    advised = [
+        advise(gpu=gpu, want=want, params=params, ideas=ideas)
+        for gpu, want, params, ideas in itertools.product(
+            gpus(), (None, "fp32", "tf32", "fp16", "bf16", "fp8"), ("1M", "7B"), ((), ("exact-numbers",))
+        )
+    ]
+    advised += [
+        decide(Choice(target=target, model=model))
+        for target in (XEON, unknown("x"))
+        for model in (ROUTED, ModelFacts())
+    ]
+    return list(dict.fromkeys(code for advice in advised for code in (advice.by_hand, advice.with_engine)))
+
+
+CODE = all_code()
+
+
+def test_there_is_code_for_everything():
+    assert len(CODE) > 25
+    for words in ("torch.float16", "torch.bfloat16", "float8", 'device = "xla"', '"highest"', "Policy(", '"auto"'):
+        assert any(words in code for code in CODE), words
+
+
+def test_it_has_no_mistakes_that_we_know_of(tmp_path, capsys):
+    for number, code in enumerate(CODE):
+        compile(code, f"{number}.py", "exec")
+        (tmp_path / f"{number}.py").write_text(code)
+    assert main(["check", str(tmp_path)]) == 0, capsys.readouterr().out
+
+
+@pytest.fixture
+def names(monkeypatch):
+    """What the user has: a model with a router, an optimizer, a criterion and a loader; and a torchao, of sorts."""
+    torch.manual_seed(0)
+    torchao, float8 = types.ModuleType("torchao"), types.ModuleType("torchao.float8")
+    float8.convert_to_float8_training = lambda model, module_filter_fn: [
+        module_filter_fn(module, name) for name, module in model.named_modules()
+    ]
+    for module in (torchao, float8):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setattr(torch, "compile", lambda model: model)
+    before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+    model = nn.Sequential()
+    model.body, model.head = nn.Sequential(), nn.Linear(16, 3)
+    model.body.first, model.body.router = nn.Linear(4, 16), nn.Linear(16, 16)
+    yield {
+        "model": model,
+        "optimizer": torch.optim.SGD(model.parameters(), lr=0.5),
+        "criterion": nn.CrossEntropyLoss(),
+        "loader": [(x := torch.randn(32, 4), x.argmax(-1).clamp(max=2)) for _ in range(15)],
+    }
+    torch.set_float32_matmul_precision(before[0])
+    torch.backends.cudnn.allow_tf32 = before[1]
+
+
+@pytest.mark.parametrize("code", CODE, ids=range(len(CODE)))
+def test_it_trains(names, code, capsys):
+    on_cpu = ['device = "cpu"' if line.startswith("device = ") else line for line in code.splitlines()]
+    on_cpu = [line.replace('"tf32"', '"fp32"') for line in on_cpu]  # which a CPU does not have
+    x, y = names["loader"][0]
+    before = nn.functional.cross_entropy(names["model"](x), y).item()
+    exec(compile("\n".join(on_cpu), "pasted", "exec"), names)
+    after = nn.functional.cross_entropy(names["model"](x), y).item()
+    assert after < before - 0.1
+
+
+def test_a_nan_does_not_reach_the_weights(names):
+    """BF16 has no scaler to skip a bad step, so the loop has to."""
+    names["loader"] = [(torch.full((8, 4), float("nan")), torch.zeros(8, dtype=torch.long))]
+    before = [parameter.clone() for parameter in names["model"].parameters()]
+    exec(decide(Choice(target=XEON)).by_hand, names)
+    assert all(map(torch.equal, before, names["model"].parameters()))
+
+
+def test_what_is_found_in_the_model_is_kept(names):
+    advice = decide(Choice(target=XEON, model=ROUTED))
+    seen = []
+    names["model"].body.router.register_forward_hook(lambda module, args, output: seen.append(output.dtype))
+    for code in (advice.by_hand, advice.with_engine):
+        exec(code, names)
+    assert set(seen) == {torch.float32}
+    assert 'Policy("bf16").keep("fp32", "body.router")' in advice.by_hand
