@@ -48,6 +48,8 @@ if TYPE_CHECKING:
     from ampwise.rules import find_rule as find_rule
     from ampwise.trace.tracing import trace as trace
     from ampwise.tune.advise.asking import advise as advise
+    from ampwise.tune.compare.comparing import compare as compare
+    from ampwise.tune.compare.result import PrecisionComparison as PrecisionComparison
 
 _HOMES = {
     "AmpwiseError": "errors",
@@ -69,6 +71,7 @@ _HOMES = {
     "MissingDependency": "errors",
     "Place": "finding",
     "Policy": "engine.precision.policy",
+    "PrecisionComparison": "tune.compare.result",
     "PrecisionUnavailable": "errors",
     "Rule": "finding",
     "Run": "record.reader",
@@ -80,6 +83,7 @@ _HOMES = {
     "advise": "tune.advise.asking",
     "cast": "formats.cast",
     "census": "census.measure",
+    "compare": "tune.compare.comparing",
     "describe_machine": "hardware",
     "find_format": "formats",
     "find_gpu": "hardware",

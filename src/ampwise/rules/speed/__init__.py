@@ -1,0 +1,1 @@
+"""Why a precision is not faster, and what makes a comparison doubtful."""

@@ -1,0 +1,44 @@
+"""Modules that differ only by a number in their name, as one line, with their times in each precision."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from torch import nn
+
+from ampwise.engine.precision.policy import named_modules
+from ampwise.engine.precision.table import ANY
+from ampwise.evidence.speed import BASE, LayerTime
+from ampwise.tune.compare.reading import OUTSIDE
+
+__all__ = ["layer_times"]
+
+ROOT = "(the model itself)"
+NO_TIME = 1e-9  # seconds: a module without work of its own
+
+
+class _Alike(NamedTuple):
+    name: str
+    kind: str
+
+
+def layer_times(model: nn.Module, modules: Mapping[str, Mapping[str, float]]) -> tuple[LayerTime, ...]:
+    """``modules`` are seconds by the label of a row and the name of a module; the longest in FP32 come first."""
+    named = named_modules(model)
+    alike: dict[_Alike, list[str]] = {}
+    for name in dict.fromkeys(name for seconds in modules.values() for name in seconds):
+        alike.setdefault(_alike(name, named), []).append(name)
+    found = []
+    for key, names in alike.items():
+        seconds = {label: sum(times.get(name, 0.0) for name in names) for label, times in modules.items()}
+        if max(seconds.values()) > NO_TIME:
+            found.append(LayerTime(name=key.name, kind=key.kind, times=len(names), seconds=seconds))
+    return tuple(sorted(found, key=lambda layer: -layer.seconds.get(BASE, max(layer.seconds.values()))))
+
+
+def _alike(name: str, named: Mapping[str, nn.Module]) -> _Alike:
+    if name == OUTSIDE:
+        return _Alike(OUTSIDE, "")
+    path = ".".join(ANY if part.isdigit() else part for part in name.split("."))
+    return _Alike(path or ROOT, type(named[name]).__name__)

@@ -1,0 +1,33 @@
+"""The benchmark of the comparison, on a model that is small enough: it runs, and publishes what was measured."""
+
+import json
+from dataclasses import replace
+
+import pytest
+from benchmarks import compare, harness, subjects
+from benchmarks.gpt import GPT_ONE_LAYER
+
+from ampwise.evidence.speed import Row
+
+pytestmark = pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")  # a CPU without BF16
+
+NANO = replace(GPT_ONE_LAYER, width=16, vocabulary=16, length=4, batch=2)
+
+
+def test_a_tiny_one_is_published(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(harness, "RESULTS", tmp_path)
+    monkeypatch.setattr(subjects, "small_gpt", lambda: subjects._gpt(NANO))
+    compare.small_gpt(rounds=2, precisions=["bf16"]).publish()
+    record = json.loads((tmp_path / "compare_gpt4m_cpu.json").read_text())
+    assert [row[0] for row in record["rows"]] == ["fp32", "bf16"]
+    assert all(len(row) == len(record["columns"]) for row in record["rows"])
+    assert record["rows"][0][2] == 1.0
+    assert any(note.startswith("Noise: ±") for note in record["notes"])
+    assert "2 rows, 8 tokens a step" in record["title"]
+    assert "bf16" in capsys.readouterr().out
+
+
+def test_a_row_without_numbers_has_its_reason():
+    row = compare._row(Row(precision="fp8", problem="not run: no units"), None)
+    assert row == ["fp8", *["-"] * 9, "not run: no units"]
+    assert len(row) == len(compare.COLUMNS)

@@ -1,0 +1,302 @@
+"""The smaller parts: what is planned, counted, kept, swapped in, and asked of the driver."""
+
+import importlib.util
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from ampwise.engine.precision.precision import cpu_facts, gpu_facts
+from ampwise.errors import BadInput, PrecisionUnavailable, UnknownName
+from ampwise.evidence.timing import MatrixProduct
+from ampwise.hardware import Cpu, Device, find_gpu
+from ampwise.tune.compare import float8, gpu_clocks
+from ampwise.tune.compare.contender import kept_patterns
+from ampwise.tune.compare.float8 import Float8Layers, why_no_float8
+from ampwise.tune.compare.gpu_clocks import ClockWatch
+from ampwise.tune.compare.intensity import intensity_of
+from ampwise.tune.compare.layers import layer_times
+from ampwise.tune.compare.memory import peak_of
+from ampwise.tune.compare.planning import checked_names, plan
+from ampwise.tune.compare.work import count_flops
+
+from .compare_toys import contender, fielded, mlp
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
+
+
+def device(name, capability):
+    return Device(
+        index=0,
+        name=name,
+        capability=capability,
+        memory_bytes=16 * 2**30,
+        bf16_claimed=True,
+        bf16_native=not capability.startswith("7."),
+        gpu=find_gpu(name),
+    )
+
+
+V100 = gpu_facts(device("Tesla V100-SXM2-16GB", "7.0"))
+H200 = gpu_facts(device("NVIDIA H200", "9.0"))
+A_CPU = cpu_facts(Cpu(model="a CPU", features=()))
+
+
+# What is planned
+
+
+def labels(made):
+    return [(precision, compiled) for precision, compiled in made.entries]
+
+
+def test_by_default_what_the_device_runs():
+    assert [name for name, _ in labels(plan(None, H200, CUDA, compiled=False))] == ["fp32", "tf32", "fp16", "bf16"]
+    assert [name for name, _ in labels(plan(None, V100, CUDA, compiled=False))] == ["fp32", "fp16"]
+    assert [name for name, _ in labels(plan(None, A_CPU, CPU, compiled=False))] == ["fp32", "fp16", "bf16"]
+
+
+def test_compiled_rows_come_beside_the_others():
+    made = plan(["bf16"], H200, CUDA, compiled=True)
+    assert labels(made) == [("fp32", False), ("bf16", False), ("fp32", True), ("bf16", True)]
+
+
+def test_what_the_device_lacks_is_a_row_that_says_so():
+    made = plan(["bf16", "fp16"], V100, CUDA, compiled=False)
+    assert [name for name, _ in labels(made)] == ["fp32", "fp16"]
+    (row,) = made.left_out
+    assert (row.precision, row.step_s) == ("bf16", None)
+    assert row.problem == ("not run: Tesla V100-SXM2-16GB (compute capability 7.0) has no BF16 matrix units.")
+
+
+def test_with_nothing_left_to_compare_there_is_an_error():
+    with pytest.raises(PrecisionUnavailable) as caught:
+        plan(["bf16", "tf32"], V100, CUDA, compiled=False)
+    assert str(caught.value).startswith("compare: of bf16, tf32 there is nothing left to compare with fp32: Tesla V100")
+    assert labels(plan(["fp32"], V100, CUDA, compiled=True)) == [("fp32", False), ("fp32", True)]
+
+
+@pytest.mark.parametrize(
+    ("asked", "error", "text"),
+    [
+        (["float16"], UnknownName, "Here that is called 'fp16'"),
+        (["bf61"], UnknownName, "Did you mean bf16"),
+        (["auto"], UnknownName, "The precisions are fp32, tf32, fp16, bf16, fp8"),
+        ("bf16", BadInput, "a list of names is expected, such as ['fp32', 'bf16']"),
+        ([], BadInput, "no precisions were named"),
+        ([""], UnknownName, "unknown precision ''"),
+    ],
+)
+def test_names_that_make_no_sense(asked, error, text):
+    with pytest.raises(error) as caught:
+        checked_names(asked)
+    assert text in str(caught.value)
+
+
+# FP8
+
+
+def test_why_there_is_no_fp8(monkeypatch):
+    assert why_no_float8(CPU) == "there are no FP8 matrix units on cpu."
+    monkeypatch.setattr(float8, "read_device", lambda *_: device("NVIDIA A100-SXM4-80GB", "8.0"))
+    assert why_no_float8(CUDA) == "NVIDIA A100-SXM4-80GB has no FP8 matrix units."
+    monkeypatch.setattr(float8, "read_device", lambda *_: device("NVIDIA H200", "9.0"))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert why_no_float8(CUDA) == "FP8 layers are torchao's, which is not installed: pip install torchao."
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    assert why_no_float8(CUDA) is None
+
+
+class NarrowLinear(nn.Linear):
+    """As torchao's: made of a linear layer, whose parameters it has."""
+
+    def forward(self, x):
+        return super().forward(x) * 2
+
+
+def convert(model, module_filter_fn):
+    for parent in list(model.modules()):
+        for name, child in parent.named_children():
+            if module_filter_fn(child, name):
+                with torch.device("meta"):
+                    narrow = NarrowLinear(child.in_features, child.out_features)
+                narrow.weight, narrow.bias = child.weight, child.bias
+                setattr(parent, name, narrow)
+    return model
+
+
+@pytest.fixture
+def torchao(monkeypatch):
+    monkeypatch.setitem(sys.modules, "torchao", SimpleNamespace(__path__=[]))
+    monkeypatch.setitem(sys.modules, "torchao.float8", SimpleNamespace(convert_to_float8_training=convert))
+
+
+def test_fp8_layers_are_there_for_a_while_and_share_their_parameters(torchao):
+    model = nn.Sequential(nn.Linear(16, 32), nn.Sequential(nn.Linear(32, 16)), nn.Linear(16, 10))
+    before, parameters = list(model.modules()), list(model.parameters())
+    layers = Float8Layers(model)
+    assert len(layers) == 2, "10 is no multiple of 16"
+    assert list(model.modules()) == before
+    with layers.on():
+        assert [type(model[0]), type(model[1][0]), type(model[2])] == [NarrowLinear, NarrowLinear, nn.Linear]
+        assert all(one is other for one, other in zip(model.parameters(), parameters, strict=True))
+    assert list(model.modules()) == before
+
+
+def test_fp8_layers_are_taken_out_after_a_failure(torchao):
+    model = nn.Sequential(nn.Linear(16, 16))
+    layers = Float8Layers(model)
+    with pytest.raises(ZeroDivisionError), layers.on():
+        1 / 0  # noqa: B018
+    assert type(model[0]) is nn.Linear
+
+
+def test_an_fp8_contender_runs_with_them(torchao):
+    _, (fp8,) = fielded(mlp, "fp8")
+    with fp8.turn():
+        assert type(fp8.step.subject.model[0]) is NarrowLinear
+        assert torch.isfinite(fp8())
+    assert type(fp8.step.subject.model[0]) is nn.Linear
+
+
+# What is kept in FP32
+
+
+def test_kept_modules_run_in_fp32_in_their_turn_only():
+    subject, (fp32, bf16) = fielded(mlp, "fp32", "bf16", kept=("4",))
+    given = []
+    subject.model[4].register_forward_hook(lambda module, args, output: given.append(output.dtype))
+    for each in (fp32, bf16):
+        with each.turn():
+            each()
+    assert given == [torch.float32, torch.float32]
+    subject, (plain,) = fielded(mlp, "bf16")
+    subject.model[4].register_forward_hook(lambda module, args, output: given.append(output.dtype))
+    with plain.turn():
+        plain()
+    assert given[-1] == torch.bfloat16
+
+
+def test_patterns_that_match_nothing_or_are_no_patterns():
+    with pytest.raises(UnknownName, match=r"unknown module '\*.router'"):
+        fielded(mlp, "bf16", kept=("*.router",))
+    assert kept_patterns(["fp32=a.*", "fp32=b=c"]) == ("a.*", "b=c")
+    for text in ("*.head", "bf16=*.head", "fp32=", "fp32"):
+        with pytest.raises(BadInput, match="expected is fp32=PATTERN, such as"):
+            kept_patterns([text])
+
+
+# Work
+
+
+def test_flops_are_those_of_the_products():
+    rows, (sizes) = 8, [(16, 32), (32, 32), (32, 4)]
+    one = contender(mlp)
+    forward = sum(2 * rows * i * o for i, o in sizes)
+    # Backward, each product twice; but nobody wants the gradient of the first layer's input.
+    assert count_flops(one) == forward + 2 * forward - 2 * rows * 16 * 32
+    assert all(parameter.grad is None for parameter in one.step.subject.parameters)
+
+
+def test_attention_on_a_cpu_is_counted():
+    class Attention(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(()))
+
+        def forward(self, q, k, v):
+            return nn.functional.scaled_dot_product_attention(q * self.scale, k, v).square().mean()
+
+    def make():
+        return Attention(), tuple(torch.randn(2, 3, 5, 8) for _ in range(3))
+
+    forward = 2 * (2 * 2 * 3 * 5 * 5 * 8)
+    assert count_flops(contender(make)) == forward + 5 * forward / 2
+
+
+def test_a_model_without_products_has_no_work_to_count():
+    def make():
+        model = nn.LayerNorm(8)
+        return model, (torch.randn(4, 8),), lambda x: model(x).square().mean()
+
+    assert count_flops(contender(make)) is None
+
+
+def product(shape, flops, precision="bf16", count=1):
+    return MatrixProduct(op="mm", shape=shape, precision=precision, flops=flops, count=count)
+
+
+def test_intensity_is_work_for_each_byte():
+    n = 1024
+    assert intensity_of([product(f"{n}×{n} @ {n}×{n}", 2.0 * n**3)]) == pytest.approx(n / 3)
+    assert intensity_of([product(f"{n}×{n} @ {n}×{n}", 2.0 * n**3, "fp32")]) == pytest.approx(n / 6)
+    twice = product(f"{n}×{n} @ {n}×{n}", 4.0 * n**3, count=2)
+    assert intensity_of([twice]) == pytest.approx(n / 3)
+    batched = product("4×8×16 @ 4×16×32", 2.0 * 4 * 8 * 16 * 32)
+    assert intensity_of([batched]) == pytest.approx(2 * 4 * 8 * 16 * 32 / (2 * 4 * (8 * 16 + 16 * 32 + 8 * 32)))
+    assert intensity_of([product("8×3×9×9 * 8×3×3×3", 1e9), product("2×2 @ 2×2", 1.0)]) is None
+    assert intensity_of([]) is None
+
+
+# Layers
+
+
+def test_layers_alike_are_one_line():
+    model = nn.Module()
+    model.blocks = nn.ModuleList(nn.Sequential(nn.Linear(2, 2), nn.GELU()) for _ in range(3))
+    names = ["blocks.0.0", "blocks.1.0", "blocks.2.0", "blocks.0.1", "(outside the model)", ""]
+    times = {
+        "fp32": dict(zip(names, [1.0, 1.0, 1.0, 0.5, 0.2, 1e-12], strict=True)),
+        "bf16": dict(zip(names[:4], [0.5, 0.5, 0.5, 0.5], strict=True)),
+    }
+    linear, gelu, outside = layer_times(model, times)
+    assert (linear.name, linear.kind, linear.times) == ("blocks.#.#", "Linear", 3)
+    assert linear.seconds == {"fp32": 3.0, "bf16": 1.5}
+    assert (linear.ratio("bf16"), gelu.ratio("bf16"), outside.ratio("bf16")) == (2.0, 1.0, None)
+    assert (gelu.kind, outside.name) == ("GELU", "(outside the model)")
+
+
+# The driver
+
+
+class Nvml:
+    NVML_CLOCK_SM = 1
+
+    def __init__(self, clocks, reasons):
+        self.clocks, self.reasons = list(clocks), list(reasons)
+
+    def nvmlDeviceGetClockInfo(self, handle, kind):  # noqa: N802
+        return self.clocks.pop(0)
+
+    def nvmlDeviceGetCurrentClocksThrottleReasons(self, handle):  # noqa: N802
+        return self.reasons.pop(0)
+
+    def nvmlDeviceGetMaxClockInfo(self, handle, kind):  # noqa: N802
+        return 1980
+
+
+def test_clocks_from_the_driver(monkeypatch):
+    nvml = Nvml([345, 1980, 1400, 1755], [0x1, 0x0, 0x4, 0x20])
+    monkeypatch.setattr(gpu_clocks, "_opened", lambda device: (nvml, "a handle"))
+    watch = ClockWatch(CUDA)
+    for _ in range(4):
+        watch.look()
+    seen = watch.seen()
+    assert (seen.before, seen.after, seen.lowest, seen.top) == (345, 1755, 1400, 1980)
+    assert seen.held_back_by == ("its power limit", "its temperature"), "idle is no reason"
+
+
+def test_a_driver_that_does_not_answer_is_no_trouble(monkeypatch):
+    def refuses(device):
+        raise OSError("NVML Shared Library Not Found")
+
+    monkeypatch.setattr(gpu_clocks, "_opened", refuses)
+    watch = ClockWatch(CUDA)
+    watch.look()
+    assert watch.seen() is None
+    assert ClockWatch(CPU).seen() is None
+
+
+def test_memory_is_not_made_up_on_a_cpu():
+    assert peak_of(contender(mlp)) is None
