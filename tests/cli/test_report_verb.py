@@ -89,7 +89,7 @@ def test_a_file_of_somebody_else_is_kept(record, tmp_path, capsys):
     paper.write_text("<p>Years of work</p>")
     assert main(["report", str(record), "-o", str(paper)]) == 2
     assert capsys.readouterr().err == (
-        f"ampwise: error: -o {paper}: exists and is no earlier report; -f writes over it, or name another file.\n"
+        f"ampwise: error: -o {paper}: exists and is no earlier page of ours; -f writes over it, or name another.\n"
     )
     assert paper.read_text() == "<p>Years of work</p>"
     assert main(["report", str(record), "-o", str(paper), "-f"]) == 0
@@ -231,7 +231,7 @@ def test_a_torn_manifest(record, capsys):
 
 
 @pytest.mark.parametrize(
-    ("html", "reason"), [(".", "a folder; name a file"), ("no/such/page.html", "cannot be written")]
+    ("html", "reason"), [(".", "a folder; name a file"), ("no/such/page.html", "there is no folder no/such")]
 )
 def test_a_page_that_cannot_be_written(record, tmp_path, capsys, monkeypatch, html, reason):
     monkeypatch.chdir(tmp_path)

@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -311,7 +310,7 @@ def test_a_record_that_does_not_come_back_ends_the_watch(tmp_path, monkeypatch, 
     """What was seen is told; whether the run has ended nobody knows, and that is an error."""
     monkeypatch.setattr(terminal_module, "PATIENCE_S", 0.5)
     with growing(tmp_path / "run") as writer:
-        threading.Timer(0.5, shutil.rmtree, [writer.folder]).start()
+        threading.Timer(0.5, writer.folder.rename, [tmp_path / "elsewhere"]).start()  # all of it at once
         assert main(["watch", str(tmp_path / "run"), "--interval", "0.1"]) == 2
     said = capsys.readouterr()
     lines = said.out.splitlines()

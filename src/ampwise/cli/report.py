@@ -29,7 +29,6 @@ __all__ = ["add_arguments", "run"]
 
 OWN_PAGE = "report.html"  # in the record's folder, for --open without -o
 OWN_COMPARISON = "comparison.html"  # likewise, in the folder of the later of two
-HEAD = 2000  # characters of a file in which an earlier page of ours says what it is
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -115,10 +114,11 @@ def _give(
     from pathlib import Path
 
     from ampwise.printers.terminal import console, printable, wants_colour, write
+    from ampwise.report.page.writing import write_page
 
     paper = Path(args.output) if args.output is not None else own_page if args.open else None
     if paper is not None:
-        _write_page(page, paper, force=args.force)
+        write_page(page, paper, "-o", force=args.force)
     if args.json:
         write(as_json(), sys.stdout)
     elif paper is not None:
@@ -131,30 +131,6 @@ def _give(
 
 
 # --- pages ---------------------------------------------------------------------------------------------------------
-
-
-def _write_page(page: Callable[[], str], paper: Path, *, force: bool) -> None:
-    from ampwise.errors import BadInput
-
-    if paper.is_dir():
-        raise BadInput(f"-o {paper}: a folder; name a file, such as {paper / 'page.html'}.")
-    if paper.is_file() and not force and not _is_ours(paper):
-        raise BadInput(f"-o {paper}: exists and is no earlier report; -f writes over it, or name another file.")
-    try:
-        paper.write_text(page(), encoding="utf-8")
-    except OSError as error:
-        raise BadInput(f"-o {paper}: cannot be written: {error.strerror or error}. Name another file.") from error
-
-
-def _is_ours(paper: Path) -> bool:
-    from ampwise.report.page import MARK
-
-    try:
-        with paper.open(encoding="utf-8", errors="replace") as file:
-            head = file.read(HEAD)
-    except OSError:
-        return False
-    return not head or MARK in head  # an empty file holds nothing to lose
 
 
 def _show(paper: Path) -> None:

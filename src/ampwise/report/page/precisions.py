@@ -3,12 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
-from importlib import resources
 from typing import TYPE_CHECKING, Any
-
-from jinja2 import Environment, PackageLoader, StrictUndefined
-from markupsafe import Markup
 
 from ampwise.evidence.speed import BASE, LayerTime, Row, Speeds, Spread
 from ampwise.evidence.speed_words import (
@@ -24,20 +19,15 @@ from ampwise.evidence.speed_words import (
     split_of,
     times,
 )
-from ampwise.report.page.markup import FILTERS, finalize
-from ampwise.report.page.render import MARK
+from ampwise.report.page.templates import filled
 from ampwise.report.wording import duration, size
 
 if TYPE_CHECKING:
-    from jinja2 import Template
-
     from ampwise.finding import Finding
 
 __all__ = ["precisions_page"]
 
-STYLES = ("page.css", "precisions.css")
-# Nothing is fetched and nothing runs, whatever a name of a module has smuggled in.
-POLICY = "default-src 'none'; base-uri 'none'; form-action 'none'; style-src 'unsafe-inline'"
+STYLES = ("precisions.css",)
 MOODS = {"definitely": "ok", "use": "ok", "optional": "info", "stay": "", "noise": ""}
 MOST_LAYERS = 60
 MEMORY = ("parameters", "gradients", "optimizer", "rest")
@@ -45,15 +35,7 @@ MEMORY = ("parameters", "gradients", "optimizer", "rest")
 
 def precisions_page(speeds: Speeds, findings: Sequence[Finding]) -> str:
     """The whole file."""
-    return _template().render(
-        _view(speeds, findings),
-        mark=Markup(MARK),
-        policy=POLICY,
-        css=Markup("\n".join(_asset(style) for style in STYLES)),
-        script="",
-        data="",
-        live=0,
-    )
+    return filled("precisions.html", _view(speeds, findings), styles=STYLES)
 
 
 def _view(speeds: Speeds, findings: Sequence[Finding]) -> dict[str, Any]:
@@ -195,23 +177,3 @@ def _layer(layer: LayerTime, labels: Sequence[str]) -> dict[str, Any]:
 
 def _percent(share: float) -> float:
     return round(100 * min(max(share, 0.0), 1.0), 2)
-
-
-@cache
-def _asset(name: str) -> str:
-    return resources.files(__package__).joinpath(name).read_text(encoding="utf-8")
-
-
-@cache
-def _template() -> Template:
-    environment = Environment(
-        loader=PackageLoader("ampwise.report", "page"),
-        autoescape=True,
-        finalize=finalize,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    environment.filters |= FILTERS
-    environment.globals["parts"] = environment.get_template("parts.html").module
-    return environment.get_template("precisions.html")

@@ -32,7 +32,7 @@ def write_page(page: Callable[[], str], paper: Path, option: str, *, force: bool
 
 
 def _is_ours(paper: Path) -> bool:
-    from ampwise.report.page.render import MARK
+    from ampwise.report.page.templates import MARK
 
     try:
         with paper.open(encoding="utf-8", errors="replace") as file:
