@@ -138,9 +138,10 @@ class Column(NamedTuple):
     meaning: str
 
 
-def _spread(spread: Spread | None, unit: float, sign: str) -> str:
+def _spread(spread: Spread | None) -> str:
     if spread is None:
         return ""
+    unit, sign = (1.0, "s") if spread.median >= 1 else (1e3, "ms")
     return f"{spread.median * unit:.3g} {sign} ({spread.low * unit:.3g}–{spread.high * unit:.3g})"
 
 
@@ -188,7 +189,7 @@ def _verdict(row: Row, speeds: Speeds) -> str:
 
 COLUMNS = (
     Column("precision", lambda row, _: row.label, "what matrix products run in; by torch.compile, or not"),
-    Column("step", lambda row, _: _spread(row.step_s, 1e3, "ms"), "median; eight in ten lie in between; measured here"),
+    Column("step", lambda row, _: _spread(row.step_s), "median; eight in ten lie in between; measured here"),
     Column("×fp32", _ratio, "as fast as eager fp32, paired by rounds; measured here"),
     Column("×alike", _ratio_alike, "as fast as fp32 that is compiled as this row is; measured here"),
     Column("tokens/s", _tokens, "those of a batch in a step; measured here"),

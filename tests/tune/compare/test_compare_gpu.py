@@ -9,7 +9,8 @@ from ampwise.tune.compare.comparing import compare
 
 from .compare_toys import fielded, mlp
 
-pytestmark = pytest.mark.gpu
+# The warnings are of the compiler's own.
+pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore::DeprecationWarning")]
 
 
 class Block(nn.Module):

@@ -3,7 +3,6 @@
 import dataclasses
 import json
 
-import jsonschema
 import pytest
 import torch
 from torch import nn
@@ -17,6 +16,7 @@ from ampwise.tune.subject import maker_of
 
 from .compare_toys import Clock, mlp, other_under_autocast, runs_out_of_memory
 
+jsonschema = pytest.importorskip("jsonschema")
 pytestmark = pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")  # a CPU without BF16
 
 FASTER = {"fp32": 0.6, "fp32 again": 0.6, "fp16": 0.3, "bf16": 0.1}

@@ -164,8 +164,9 @@ def test_rows_whose_rounds_overlap_are_as_fast_as_each_other():
     assert speeds(waits, row("bf16", 2.6)).best.precision == "fp16"
 
 
-def test_the_table_fits_into_a_log_and_cuts_no_verdict():
+def test_the_table_fits_into_a_log_and_cuts_no_verdict(monkeypatch):
     pytest.importorskip("torch")
+    monkeypatch.setenv("COLUMNS", "110")
     from ampwise.tune.compare.result import PrecisionComparison
 
     full = {"memory": StepMemory(peak=19 * 2**30, parameters=1, gradients=1, optimizer=1), "peak_flops": 1e3}
