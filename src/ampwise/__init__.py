@@ -48,6 +48,9 @@ if TYPE_CHECKING:
     from ampwise.rules import find_rule as find_rule
     from ampwise.trace.tracing import trace as trace
     from ampwise.tune.advise.asking import advise as advise
+    from ampwise.tune.align.align import align as align
+    from ampwise.tune.align.pad import pad_ as pad_
+    from ampwise.tune.align.pad import unpad_ as unpad_
     from ampwise.tune.compare.comparing import compare as compare
     from ampwise.tune.compare.result import PrecisionComparison as PrecisionComparison
 
@@ -81,6 +84,7 @@ _HOMES = {
     "UnknownName": "errors",
     "UnsupportedTensor": "errors",
     "advise": "tune.advise.asking",
+    "align": "tune.align.align",
     "cast": "formats.cast",
     "census": "census.measure",
     "compare": "tune.compare.comparing",
@@ -89,7 +93,9 @@ _HOMES = {
     "find_gpu": "hardware",
     "find_rule": "rules",
     "keep": "engine.precision.keep",
+    "pad_": "tune.align.pad",
     "trace": "trace.tracing",
+    "unpad_": "tune.align.pad",
 }
 
 __all__ = sorted(_HOMES)

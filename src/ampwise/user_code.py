@@ -19,6 +19,7 @@ __all__ = ["FORM", "INSTALLED", "Named", "call", "checked_name", "failure", "fun
 
 FORM = "module:function or file.py:function, such as train:make"
 INSTALLED = {"site-packages", "dist-packages"}
+OURS = Path(__file__).parent
 
 
 class Named(NamedTuple):
@@ -72,10 +73,14 @@ def call(said: str, function: Callable[..., Any], name: str, arguments: Mapping[
 def failure(error: BaseException) -> str:
     """An error of the user's code in a line: what, and where."""
     frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if not INSTALLED & set(Path(frame.filename).parts)]
+    own = [frame for frame in frames if _is_users(Path(frame.filename))]
     where = f" ({Path(own[-1].filename).name}:{own[-1].lineno})" if own else ""
     text = printable(" ".join(str(error).split()))  # which may quote what a capsule holds
     return f"{type(error).__name__}{f': {text[:200]}' if text else ''}".rstrip(".") + where
+
+
+def _is_users(file: Path) -> bool:
+    return not INSTALLED & set(file.parts) and not file.is_relative_to(OURS)
 
 
 def kind(value: Any) -> str:
