@@ -5,7 +5,7 @@ const TALL = 240;
 const LOWEST = 1e-12; // an error below that is none
 
 const exponents = (values) => values.map((value) => (value === null || value < LOWEST ? null : Math.log10(value)));
-const worded = (value) => (value === null ? '' : value < 0.001 ? short(value) : `${Number((value * 100).toPrecision(2))}%`);
+const worded = (value) => (value === null ? '' : value < 0.0005 ? short(Number(value.toPrecision(2))) : `${Number((value * 100).toPrecision(2))}%`);
 
 // What is known of a module, in words.
 function told(pass, at) {
@@ -53,7 +53,7 @@ function chartOf(pass, box, readout) {
     scales: { x: { time: false, range: (plot, from, to) => [from - 0.5, to + 0.5] }, y: { range: () => [low - 0.3, high + 0.3] } },
     axes: [
       { ...axis, size: 26, incrs: [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000], values: (plot, splits) => splits.map((at) => (Number.isInteger(at) ? String(at + 1) : '')) },
-      { ...axis, size: 62, incrs: [0.1, 0.2, 0.5, 1, 2, 4, 8], values: (plot, splits) => splits.map((value) => (Number.isInteger(value) ? power(10, value) : short(10 ** value))) },
+      { ...axis, size: 62, incrs: [0.1, 0.2, 0.5, 1, 2, 4, 8], values: (plot, splits) => splits.map((value) => worded(10 ** value)) },
     ],
     series: [
       {},
