@@ -80,7 +80,7 @@ def failure(error: BaseException) -> str:
 
 
 def _is_users(file: Path) -> bool:
-    return not INSTALLED & set(file.parts) and not file.is_relative_to(OURS)
+    return not INSTALLED & set(file.parts) and not file.is_relative_to(OURS) and not str(file).startswith("<")
 
 
 def kind(value: Any) -> str:

@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch._dynamo.testing
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ampwise import Policy
 from ampwise.errors import UnknownName
@@ -87,3 +88,39 @@ def test_each_compiled_step_has_versions_of_its_own():
     for _ in range(times):
         torch.compile(_with_own_code(subject.loss_fn), backend=counted, dynamic=False)(*subject.args)
     assert counted.frame_count == times
+
+
+def test_a_policy_put_on_again_is_not_compiled_again():
+    subject, counted = maker_of(make).make(), torch._dynamo.testing.CompileCounter()
+    policy = Policy("fp16").keep("fp32", "2")
+    step = TrainingStep(subject, policy, make_optimizer("sgd", subject.parameters, fused=False))
+    compiled = torch.compile(_with_own_code(subject.loss_fn), backend=counted, dynamic=False)
+    for _ in range(4):
+        with step.in_place(), torch.autocast("cpu", torch.float16):
+            compiled(*subject.args)
+    once = counted.frame_count
+    assert once > 0
+    for _ in range(4):
+        with step.in_place(), torch.autocast("cpu", torch.float16):
+            compiled(*subject.args)
+    assert counted.frame_count == once
+    assert "forward" not in vars(subject.model[2])
+
+
+def test_around_it_autocast_may_be_on():
+    subject = maker_of(make).make()
+    step = TrainingStep(subject, "fp32", make_optimizer("sgd", subject.parameters, fused=False))
+    with ProductTypes() as seen, torch.autocast("cpu", torch.bfloat16):
+        step()
+    assert seen.dtypes == {torch.float32}
+
+
+class ProductTypes(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.dtypes = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default):
+            self.dtypes.add(args[-1].dtype)
+        return func(*args, **(kwargs or {}))

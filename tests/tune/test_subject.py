@@ -1,8 +1,11 @@
 """What a user's function has to make, and what is said when it makes something else."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 from ampwise.errors import BadInput
 from ampwise.tune.subject import maker_named, maker_of
@@ -112,7 +115,8 @@ def test_the_example_is_one_that_works():
 
 
 @pytest.mark.parametrize(
-    ("loss", "told"), [(lambda x: x, r"a tensor of shape \(2, 2\), not one number"), (lambda x: 0.5, "is a float, not")]
+    ("loss", "told"),
+    [(lambda x: x, r"a tensor of shape \(2, 2\), not a tensor of one"), (lambda x: 0.5, "is a float, not a")],
 )
 def test_a_loss_that_is_none(loss, told):
     with pytest.raises(BadInput, match=told):
@@ -160,3 +164,42 @@ def test_what_is_imported_late_is_found_beside_the_file(tmp_path, monkeypatch):
     (folder / "late_subject.py").write_text(text)
     monkeypatch.chdir(tmp_path)
     assert maker_named("project/late_subject.py:make").make().rows == 1
+
+
+@pytest.mark.parametrize(
+    "wrapped", [lambda loss: {"loss": loss}, lambda loss: SimpleNamespace(loss=loss), lambda loss: (loss, "more")]
+)
+def test_a_loss_may_be_in_what_is_returned(wrapped):
+    model = nn.Linear(4, 1)
+    made = maker_of(lambda: (model, torch.ones(2, 4), lambda x: wrapped(model(x).mean()))).make()
+    assert made.loss().shape == ()
+
+
+def test_what_cannot_be_made_on_the_device_is_made_on_the_cpu_and_moved():
+    def shuffled():
+        model = nn.Linear(8, 4)
+        data = DataLoader(TensorDataset(torch.randn(64, 8)), batch_size=8, shuffle=True)
+        (x,) = next(iter(data))
+        return model, x, lambda x: model(x).mean()
+
+    subject = maker_of(shuffled).make(device="meta")
+    assert subject.rows == 8
+    assert {tensor.device.type for tensor in (*subject.parameters, *subject.tensors)} == {"meta"}
+
+    def named():
+        model = nn.Linear(8, 4).to("cpu")
+        return model, torch.ones(2, 8, device="cpu"), lambda x: model(x).mean()
+
+    assert maker_of(named).make(device="meta").device.type == "meta"
+
+
+def test_an_empty_batch():
+    with pytest.raises(BadInput, match=r"the batch that it returned is empty: \(0, 4\)"):
+        maker_of(lambda: make(0)).make()
+
+
+@pytest.mark.gpu
+def test_another_device_of_the_same_kind_is_another():
+    place = torch.device("cuda", torch.cuda.current_device())
+    subject = maker_of(make).make(device="cuda")
+    assert subject.device == place

@@ -57,6 +57,7 @@ class TrainingStep:
         policy = precision if isinstance(precision, Policy) else None
         base = precision if isinstance(precision, Precision) else choose(_base(precision), subject.device).precision
         self.subject, self.precision, self.optimizer, self.policy = subject, base, optimizer, policy
+        self._policy_on = _taken_off(policy, subject)
         self._clip_norm = clip_norm
         self._parameters = subject.parameters
         self._arithmetic = Arithmetic(base, subject.device.type)
@@ -71,14 +72,15 @@ class TrainingStep:
 
     def in_place(self) -> AbstractContextManager[Any]:
         """Where the precision is a policy, it is on the model while inside; steps are to be called there."""
-        return nullcontext() if self.policy is None else self.policy.apply(self.subject.model)
+        return self._policy_on
 
     def forward_and_backward(self) -> Tensor:
         """The first half: gradients are there, still scaled."""
         with self._arithmetic.products():
             with self._arithmetic.forward():
                 loss = self._loss()
-            self._scaler.scale(loss).backward()
+            with self._arithmetic.backward():
+                self._scaler.scale(loss).backward()
         return loss.detach()
 
     def update(self) -> None:
@@ -89,6 +91,14 @@ class TrainingStep:
         self._scaler.step(self.optimizer)
         self._scaler.update()
         self.optimizer.zero_grad(set_to_none=True)
+
+
+def _taken_off(policy: Policy | None, subject: Subject) -> AbstractContextManager[Any]:
+    """The policy for this model, to be put on."""
+    if policy is None:
+        return nullcontext()
+    with policy.apply(subject.model) as applied:
+        return applied
 
 
 def _with_own_code(loss_fn: Callable[..., Any]) -> Callable[..., Any]:

@@ -41,11 +41,10 @@ class Subject:
 
     def loss(self) -> Tensor:
         """A forward pass, which ends in the loss."""
-        returned = self.loss_fn(*self.args, **self.kwargs)
-        loss = returned[0] if isinstance(returned, tuple) and returned else returned
+        loss = _loss_in(self.loss_fn(*self.args, **self.kwargs))
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             shown = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else kind(loss)
-            raise BadInput(f"{self.name}: the loss is {shown}, not one number; {EXPECTED}")
+            raise BadInput(f"{self.name}: the loss is {shown}, not a tensor of one number; {EXPECTED}")
         return loss
 
     @property
@@ -105,10 +104,24 @@ class Maker:
         if batch is not None and batch < 1:
             raise BadInput(f"{self.name}: a batch of {batch} rows makes no sense.")
         arguments = {} if batch is None or self.size_name is None else {self.size_name: batch}
-        with python_path(self.named) if self.named else nullcontext(), torch.device(device):
-            made = call(self.name, self.function, self.name.rpartition(":")[2], arguments)
+        with python_path(self.named) if self.named else nullcontext():
+            made = self._called(torch.device(device), arguments)
         subject = _on(torch.device(device), _checked(made, self.name))
         return subject if batch is None or subject.rows == batch else subject.resized(batch)
+
+    def _called(self, device: torch.device, arguments: dict[str, int]) -> Any:
+        """What the function returns; made on the device if it lets that happen, else where it makes things by itself.
+
+        Some code wants to read what it has made, or draws from a generator of the CPU, as a DataLoader that shuffles.
+        """
+        once = partial(call, self.name, self.function, self.name.rpartition(":")[2], arguments)
+        if device.type == "cpu":
+            return once()
+        try:
+            with device:
+                return once()
+        except BadInput:
+            return once()
 
 
 def maker_named(text: str) -> Maker:
@@ -124,6 +137,15 @@ def maker_of(function: Callable[..., Any], name: str | None = None) -> Maker:
     if not callable(function) or isinstance(function, Module):
         raise BadInput(f"{said}: that is {kind(function)}; {EXPECTED}")
     return Maker(name=said, function=function, size_name=_size_name(function, said))
+
+
+def _loss_in(returned: Any) -> Any:
+    """The loss in what was returned: by itself, first of several, or by its name, as of transformers' models."""
+    if isinstance(returned, tuple) and returned and not hasattr(returned, "loss"):
+        return returned[0]
+    if isinstance(returned, Mapping):
+        return returned.get("loss", returned)
+    return returned if isinstance(returned, Tensor) else getattr(returned, "loss", returned)
 
 
 def _size_name(function: Callable[..., Any], said: str) -> str | None:
@@ -160,6 +182,8 @@ def _checked(made: Any, name: str) -> Subject:
     subject = Subject(name=name, model=model, args=args, kwargs=kwargs, loss_fn=loss_fn, optimizer=optimizer)
     if not subject.tensors:
         raise BadInput(f"{name}: the batch that it returned is {kind(batch)} without tensors; {EXPECTED}")
+    if subject.rows == 0:
+        raise BadInput(f"{name}: the batch that it returned is empty: {tuple(subject.tensors[0].shape)}.")
     return subject
 
 
@@ -171,23 +195,26 @@ def _as_arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 def _on(device: torch.device, subject: Subject) -> Subject:
     """What was made elsewhere, by name, is moved; a model in place, as the loss function may hold it."""
-    places = {tensor.device.type for tensor in (*subject.model.parameters(), *subject.model.buffers())}
-    if places != {device.type}:
-        if device.type == "meta" or "meta" in places:
-            raise BadInput(
-                f"{subject.name}: it names the device that its model is on, and is to be asked without memory: leave "
-                "devices out, they are chosen outside."
-            )
+    places = {tensor.device for tensor in (*subject.model.parameters(), *subject.model.buffers())}
+    if any(not _is_at(place, device) for place in places):
         try:
             subject.model.to(device)
-        except (RuntimeError, AssertionError) as error:
+        except (RuntimeError, AssertionError, NotImplementedError) as error:
             raise BadInput(f"{subject.name}: the model cannot be moved to {device}: {failure(error)}.") from error
     move = partial(_moved, device=device)
     return replace(subject, args=tree_map(move, subject.args), kwargs=tree_map(move, dict(subject.kwargs)))
 
 
 def _moved(leaf: Any, device: torch.device) -> Any:
-    return leaf.to(device) if isinstance(leaf, Tensor) and leaf.device.type != device.type else leaf
+    return leaf.to(device) if isinstance(leaf, Tensor) and not _is_at(leaf.device, device) else leaf
+
+
+def _is_at(place: torch.device, device: torch.device) -> bool:
+    """Whether both are the same; a device without a number is the current one of its kind."""
+    if place.type != device.type or place.type != "cuda":
+        return place.type == device.type
+    current = torch.cuda.current_device() if None in (place.index, device.index) else None
+    return (current if place.index is None else place.index) == (current if device.index is None else device.index)
 
 
 def _resized(leaf: Any, before: int, after: int) -> Any:

@@ -198,6 +198,10 @@ class Applied:
         self._take_off(self._forwards)
 
     def __enter__(self) -> Applied:
+        # It may be taken off and put on again: with the same forwards, for which torch.compile keeps what it has made.
+        for module, made in self._forwards.items():
+            if not self._is_on(module):
+                module.forward = made
         return self
 
     def __exit__(self, *error: object) -> None:
