@@ -53,6 +53,7 @@ if TYPE_CHECKING:
     from ampwise.tune.align.pad import unpad_ as unpad_
     from ampwise.tune.compare.comparing import compare as compare
     from ampwise.tune.compare.result import PrecisionComparison as PrecisionComparison
+    from ampwise.tune.memory.estimate import memory as memory
 
 _HOMES = {
     "AmpwiseError": "errors",
@@ -93,6 +94,7 @@ _HOMES = {
     "find_gpu": "hardware",
     "find_rule": "rules",
     "keep": "engine.precision.keep",
+    "memory": "tune.memory.estimate",
     "pad_": "tune.align.pad",
     "trace": "trace.tracing",
     "unpad_": "tune.align.pad",

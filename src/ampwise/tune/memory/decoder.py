@@ -1,0 +1,80 @@
+"""A decoder transformer of any size, for when there is no code to ask, only numbers.
+
+It is what most such models are: embeddings, blocks of attention and a gated MLP behind RMSNorm, rotary positions, a
+head of its own, cross-entropy over the vocabulary. It is built of fake tensors, and asked as a user's own model is.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ampwise.tune.memory.shapes import Shape
+from ampwise.tune.subject import Maker, maker_of
+
+__all__ = ["Decoder", "decoder_maker"]
+
+
+class DecoderBlock(nn.Module):
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.shape = shape
+        hidden, narrow = shape.hidden, shape.kv_heads * shape.head
+        self.before_attention, self.before_mlp = nn.RMSNorm(hidden), nn.RMSNorm(hidden)
+        self.query, self.key = nn.Linear(hidden, hidden, bias=False), nn.Linear(hidden, narrow, bias=False)
+        self.value, self.output = nn.Linear(hidden, narrow, bias=False), nn.Linear(hidden, hidden, bias=False)
+        self.gate, self.up = nn.Linear(hidden, shape.ffn, bias=False), nn.Linear(hidden, shape.ffn, bias=False)
+        self.down = nn.Linear(shape.ffn, hidden, bias=False)
+
+    def forward(self, x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
+        x = x + self.attend(self.before_attention(x), cosine, sine)
+        inner = self.before_mlp(x)
+        return x + self.down(F.silu(self.gate(inner)) * self.up(inner))  # type: ignore[no-any-return]
+
+    def attend(self, x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
+        query, key, value = (
+            part(x).unflatten(-1, (-1, self.shape.head)).transpose(1, 2) for part in (self.query, self.key, self.value)
+        )
+        query, key = _rotated(query, cosine, sine), _rotated(key, cosine, sine)
+        groups = self.shape.heads // self.shape.kv_heads
+        if groups > 1:
+            key, value = (part.repeat_interleave(groups, 1) for part in (key, value))
+        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        return self.output(mixed.transpose(1, 2).flatten(-2))  # type: ignore[no-any-return]
+
+
+class Decoder(nn.Module):
+    """Its forward pass ends in the loss."""
+
+    angles: Tensor
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(shape.vocab, shape.hidden)
+        self.blocks = nn.ModuleList(DecoderBlock(shape) for _ in range(shape.layers))
+        self.norm = nn.RMSNorm(shape.hidden)
+        self.head = nn.Linear(shape.hidden, shape.vocab, bias=False)
+        self.register_buffer("angles", torch.zeros(shape.seq, shape.head), persistent=False)
+
+    def forward(self, tokens: Tensor, nexts: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        cosine, sine = self.angles.cos(), self.angles.sin()
+        for block in self.blocks:
+            x = block(x, cosine, sine)
+        return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), nexts.flatten())
+
+
+def _rotated(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
+    left, right = x.chunk(2, -1)
+    return x * cosine.to(x.dtype) + torch.cat((-right, left), -1) * sine.to(x.dtype)
+
+
+def decoder_maker(shape: Shape) -> Maker:
+    """What makes it, with a batch of sequences; one sequence, if nobody asks for more."""
+
+    def make(batch: int = 1) -> tuple[nn.Module, tuple[Tensor, Tensor]]:
+        tokens, nexts = (torch.zeros(batch, shape.seq, dtype=torch.long) for _ in range(2))
+        return Decoder(shape), (tokens, nexts)
+
+    return maker_of(make, "a decoder transformer")

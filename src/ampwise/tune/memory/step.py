@@ -1,0 +1,82 @@
+"""A training step of fake tensors, followed by a tracker: forward, backward, clip, optimizer."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+from torch.nn.utils import clip_grad_norm_
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
+
+from ampwise.engine.precision.arithmetic import Arithmetic
+from ampwise.engine.precision.precision import Precision
+from ampwise.tune.memory.log import GRADIENTS, INPUTS, PARAMETERS, STATE, Log
+from ampwise.tune.memory.scratch import SCRATCH
+from ampwise.tune.memory.tracker import FORWARD, Tracker
+from ampwise.tune.subject import Subject
+
+__all__ = ["BACKWARD", "CLIP", "UPDATE", "track"]
+
+BACKWARD, CLIP, UPDATE = "backward", "clip", "update"
+STEPS = 2.0  # what an optimizer reads as the number of steps taken
+
+
+def track(subject: Subject, precision: Precision, optimizer: Optimizer) -> Log:
+    """The memory of a step in the midst of training, when the optimizer has its state."""
+    tracker = Tracker(SCRATCH)
+    arithmetic = Arithmetic(precision, "cpu")
+    trained = subject.parameters
+    _as_on_cuda(optimizer)
+    with tracker, _no_garbage_collection():
+        tracker.adopt(PARAMETERS, subject.model.parameters())
+        tracker.adopt(INPUTS, (*subject.model.buffers(), *subject.tensors))
+        _make_state(optimizer, trained, tracker)
+        with tracker.phase(FORWARD), arithmetic.forward():
+            loss = subject.loss()
+        with tracker.phase(BACKWARD):
+            loss.backward()
+        tracker.adopt(GRADIENTS, _gradients(trained))
+        with tracker.phase(CLIP):
+            clip_grad_norm_(trained, 1.0, foreach=True)
+        with tracker.phase(UPDATE), tracker.reading(STEPS):
+            optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+    return tracker.log()
+
+
+def _make_state(optimizer: Optimizer, trained: Iterable[Tensor], tracker: Tracker) -> None:
+    """Have the optimizer make its state, as it does in the first step."""
+    for parameter in trained:
+        parameter.grad = torch.empty_like(parameter)
+    with tracker.reading(STEPS):
+        optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    state = tree_leaves(list(optimizer.state.values()))
+    tracker.adopt(STATE, (leaf for leaf in state if isinstance(leaf, Tensor)))
+
+
+def _gradients(trained: Iterable[Tensor]) -> Iterator[Tensor]:
+    return (parameter.grad for parameter in trained if parameter.grad is not None)
+
+
+def _as_on_cuda(optimizer: Optimizer) -> None:
+    """Left to itself, an optimizer updates CUDA's parameters all at once, which takes more memory than one by one."""
+    for group in optimizer.param_groups:
+        if "foreach" in group and group["foreach"] is None and not group.get("fused"):
+            group["foreach"] = True
+
+
+@contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """When it would come is chance; what it would collect is held in the user's training too, until it comes."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()

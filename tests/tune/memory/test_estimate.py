@@ -1,0 +1,237 @@
+"""ampwise.memory from end to end: what it answers, how it is told, and what it refuses."""
+
+import json
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from ampwise.errors import AmpwiseError, BadInput, UnknownName
+from ampwise.strict_json import dumps
+from ampwise.tune.memory.estimate import memory
+from ampwise.tune.memory.log import ACTIVATIONS, GRADIENTS, PARAMETERS, STATE
+from ampwise.tune.memory.peak import Fit
+from ampwise.tune.memory.text import headline, lines, verdicts
+
+SIZES = {"layers": 2, "hidden": 128, "vocab": 512, "seq": 64}
+
+
+def make(batch=8):
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(256, 256), nn.GELU()) for _ in range(3)), nn.Linear(256, 10))
+    x, y = torch.zeros(batch, 256), torch.zeros(batch, dtype=torch.long)
+    return model, (x, y), lambda x, y: F.cross_entropy(model(x), y)
+
+
+@pytest.fixture(scope="module")
+def answer():
+    return memory(make, batch=[8, 1024], gpu="h200")
+
+
+def test_every_precision_and_size_is_answered(answer):
+    assert [(each.precision, each.batch) for each in answer.estimates] == [
+        (precision, batch) for batch in (8, 1024) for precision in ("fp32", "tf32", "fp16", "bf16")
+    ]
+    weights = 3 * (256 * 256 + 256) + 256 * 10 + 10
+    assert answer.parameters == answer.trained == weights
+    for each in answer.estimates:
+        assert each.most[PARAMETERS] == each.most[GRADIENTS] == pytest.approx(4 * weights, rel=0.01)
+        assert each.most[STATE] == pytest.approx(8 * weights, rel=0.02)
+        assert each.peak == sum(each.split.values()) <= each.reserved < each.needed
+        assert each.fits is Fit.YES
+    assert answer.at("fp32", 1024).most[ACTIVATIONS] > answer.at("bf16", 1024).most[ACTIVATIONS]
+    assert answer.at("fp32").batch == 8
+
+
+def test_the_largest_batch_fits_and_a_little_more_does_not(answer):
+    assert answer.largest_batch["fp32"] == answer.largest_batch["tf32"] < answer.largest_batch["bf16"]
+    most = answer.largest_batch["bf16"]
+    tried = memory(make, batch=[most, most + most // 50], precisions=["bf16"], gpu="h200", largest=False)
+    assert [each.fits is Fit.NO for each in tried.estimates] == [False, True]
+    assert tried.largest_batch is None
+
+
+def test_more_memory_never_means_a_smaller_batch():
+    found = [
+        memory(make, precisions=["bf16"], gpu=gpu).largest_batch["bf16"] for gpu in ("rtx4090", "a100-sxm-80", "h200")
+    ]
+    assert found == sorted(found)
+    assert found[0] > 0
+
+
+def test_it_is_plain_data_and_a_page(answer):
+    data = json.loads(dumps(answer.as_dict()))
+    assert data["estimates"][0]["peak_bytes"] == answer.estimates[0].peak
+    assert data["gpu"]["basis"] == "datasheet"
+    assert data["largest_batch"] == dict(answer.largest_batch)
+    assert "<table" in answer._repr_html_()
+    assert str(answer).splitlines()[2].split() == ["batch", "8,", "MiB", "fp32", "tf32", "fp16", "bf16", "basis"]
+
+
+def test_what_comes_from_elsewhere_is_no_markup():
+    def named(batch=2):
+        return make(batch)
+
+    named.__name__ = "<script>"
+    page = memory(named, precisions=["fp32"], largest=False)._repr_html_()
+    assert "<script>" not in page
+    assert "&lt;script&gt;" in page
+
+
+def test_the_table_has_a_row_for_every_kind(answer):
+    labels = [line.label for line in lines(answer, 8)]
+    assert labels[:5] == ["parameters", "gradients", "optimizer state", "cast cache", "activations"]
+    assert labels[-1] == "fits"
+    assert all(len(line.cells) == 4 for line in lines(answer, 8))
+    assert headline(answer) == "make: 200 K parameters; adamw"
+    assert any("The largest batch that fits" in said for said in verdicts(answer))
+
+
+def test_without_a_gpu_it_says_how_large_one_has_to_be(monkeypatch):
+    monkeypatch.setattr("ampwise.tune.memory.estimate.room_here", lambda: None)
+    answer = memory(make, precisions=["fp32"])
+    assert (answer.gpu, answer.largest_batch, answer.at("fp32").fits) == (None, None, None)
+    assert answer.at("fp32").smallest.total == 11 * 2**30
+    assert [line.cells for line in lines(answer, 8)][-1] == ("11 GiB",)
+    assert not [*verdicts(answer)]
+
+
+def test_what_does_not_fit_says_on_how_many_ranks_it_would():
+    sizes = {"layers": 4, "hidden": 8192, "seq": 16, "vocab": 512}
+    answer = memory(**sizes, precisions=["bf16"], gpu="rtx4090", largest=False)
+    each = answer.at("bf16")
+    assert (each.fits, each.ranks) == (Fit.NO, 4)
+    said = " ".join(verdicts(answer))
+    assert "It does not fit: bf16 with a batch of 1." in said
+    assert "With FSDP it would fit on 4 ranks in bf16." in said
+    shared = memory(**sizes, precisions=["bf16"], gpu="rtx4090", fsdp=4, largest=False)
+    assert shared.at("bf16").fits is Fit.YES
+    assert any("FSDP is derived" in note for note in shared.notes)
+
+
+def test_the_optimizer_that_a_function_returns_is_used():
+    def with_own(batch=2):
+        model, arguments, loss = make(batch)
+        return model, arguments, loss, torch.optim.SGD(model.parameters(), lr=0.1)
+
+    own = memory(with_own, precisions=["fp32"], largest=False)
+    assert (own.optimizer, own.at("fp32").most.get(STATE, 0)) == ("its own SGD", 0)
+    asked = memory(with_own, precisions=["fp32"], optimizer="adamw", largest=False)
+    assert asked.at("fp32").most[STATE] > 0
+    modelled = memory(with_own, precisions=["fp32"], optimizer="adamw8bit", largest=False)
+    assert any("two moments of 1 byte" in note for note in modelled.notes)
+
+
+def test_frozen_weights_have_no_gradients_and_no_state():
+    def frozen(batch=2):
+        model, arguments, loss = make(batch)
+        for parameter in model[0].parameters():
+            parameter.requires_grad_(False)
+        return model, arguments, loss
+
+    answer = memory(frozen, precisions=["fp32"], largest=False)
+    assert answer.parameters - answer.trained == 256 * 256 + 256
+    most = answer.at("fp32").most
+    assert most[PARAMETERS] - most[GRADIENTS] == pytest.approx(4 * (256 * 256 + 256), rel=0.01)
+    assert "65.8 K frozen" in headline(answer)
+
+
+def test_what_is_assumed_or_left_out_is_noted():
+    def convolution(batch=2):
+        model = nn.Conv2d(3, 8, 3)
+        return model, torch.zeros(batch, 3, 16, 16), lambda x: model(x).sum()
+
+    def recurrent(batch=2):
+        model = nn.LSTM(8, 8)
+        return model, torch.zeros(4, batch, 8), lambda x: model(x)[0].sum()
+
+    assert any(
+        "cuDNN takes a workspace" in note for note in memory(convolution, precisions=["fp32"], largest=False).notes
+    )
+    assert any("Recurrent layers" in note for note in memory(recurrent, precisions=["fp32"], largest=False).notes)
+    (said,) = memory(**SIZES, precisions=["fp32"], largest=False).notes
+    assert "The model is assumed" in said
+    old = memory(make, gpu="v100-sxm2-16", largest=False)
+    assert any("no matrix units for tf32, bf16" in note for note in old.notes)
+
+
+def with_item(batch=2):
+    model, (x, y), _ = make(batch)
+
+    def loss(x, y):
+        found = F.cross_entropy(model(x), y)
+        return found if found.item() > 0 else -found  # asks
+
+    return model, (x, y), loss
+
+
+def with_nonzero(batch=2):
+    model, (x, y), _ = make(batch)
+    return model, (x, y), lambda x, y: model(x[x[:, 0] > 0]).sum()
+
+
+def that_asks_while_made(batch=2):
+    model, arguments, loss = make(batch)
+    if model[-1].weight.sum() > 0:
+        print("positive")
+    return model, arguments, loss
+
+
+@pytest.mark.parametrize(
+    ("function", "operation"),
+    [(with_item, r"\.item\(\)"), (with_nonzero, "nonzero"), (that_asks_while_made, r"\.item\(\)")],
+)
+def test_code_that_asks_for_values_is_told_where(function, operation):
+    with pytest.raises(BadInput) as caught:
+        memory(function, precisions=["fp32"])
+    said = (
+        rf"{function.__name__}: it asks for the values of a tensor \({operation}\) \(test_estimate\.py:\d+\), and while"
+    )
+    caught.match(said)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "said"),
+    [
+        ({}, BadInput, "nothing is asked about: give a function such as train:make, or sizes such as --params 7B."),
+        (
+            {"what": make, "params": "7B"},
+            BadInput,
+            "a model that a function makes has its own sizes; leave out --params.",
+        ),
+        ({"what": make, "kv_heads": 2}, BadInput, "leave out --kv-heads."),
+        ({"what": make, "batch": 0}, BadInput, "--batch 0: a batch has at least 1 row."),
+        ({"what": make, "batch": [4, -1]}, BadInput, "--batch 4,-1: a batch has at least 1 row."),
+        ({"what": make, "precisions": ["fp8"]}, UnknownName, "The precisions are fp32, tf32, fp16, bf16."),
+        ({"what": make, "optimizer": "adam8bit"}, UnknownName, "Did you mean adamw8bit"),
+        ({"what": make, "gpu": "h300"}, UnknownName, "unknown device 'h300'"),
+        ({"what": make, "fsdp": 0}, BadInput, "--fsdp 0: a number of ranks is expected, at least 1."),
+        ({"params": "0"}, BadInput, "--params 0: expected is a number of parameters"),
+        ({"layers": 2, "hidden": 100, "heads": 3}, BadInput, "not divisible by the number of heads"),
+        ({"what": "nonesuch:make"}, BadInput, "nonesuch cannot be loaded"),
+        ({"what": "make"}, BadInput, "expected is module:function or file.py:function"),
+        ({"what": nn.Linear}, BadInput, r"it needs arguments (in_features, out_features)"),
+        ({"what": lambda: 5}, BadInput, "it returned an int; expected is a function that returns the model"),
+    ],
+)
+def test_what_makes_no_sense_is_said(arguments, error, said):
+    with pytest.raises(error) as caught:
+        memory(arguments.pop("what", None), **arguments)
+    assert said in str(caught.value)
+    assert isinstance(caught.value, AmpwiseError)
+
+
+def test_a_step_that_fails_is_told_in_a_line():
+    def broken(batch=2):
+        model = nn.Linear(8, 8)
+        return model, torch.zeros(batch, 9), lambda x: model(x).sum()
+
+    with pytest.raises(BadInput, match=r"^broken: a training step failed: RuntimeError: .*\(test_estimate.py:\d+\)\.$"):
+        memory(broken)
+
+
+def test_what_is_done_is_told():
+    told = []
+    memory(make, precisions=["fp32", "tf32", "bf16"], largest=False, tell=told.append)
+    assert told == ["fp32", "bf16"]  # TF32 is FP32 in memory

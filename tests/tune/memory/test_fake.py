@@ -1,0 +1,62 @@
+"""Tensors without memory, and code that names devices or asks for values."""
+
+import logging
+
+import pytest
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from ampwise.tune.memory.fake import without_memory
+from ampwise.tune.memory.making import making
+
+
+def test_code_that_names_a_gpu_gets_fake_tensors():
+    with without_memory():
+        x = torch.zeros(4, 4, device="cuda").cuda().to("cuda:1").to(torch.device("cuda", 0))
+        layer = nn.Linear(4, 4).cuda()
+        with torch.autocast("cuda", torch.bfloat16):
+            assert layer(x).dtype == torch.bfloat16
+            with torch.autocast(device_type="cuda", enabled=False):
+                assert layer(x).dtype == torch.float32
+        assert layer.half().weight.dtype == torch.float16
+    assert torch.zeros(1).item() == 0  # and afterwards tensors are real
+    assert torch.autocast("cpu").device == "cpu"
+
+
+def test_what_is_replaced_comes_back():
+    before = (torch.autocast.__init__, torch.utils.swap_tensors, nn.init._no_grad_trunc_normal_)
+    with without_memory(), making():
+        assert torch.utils.swap_tensors is not before[1]
+    with pytest.raises(ZeroDivisionError), without_memory(), making():
+        _ = 1 / 0
+    assert (torch.autocast.__init__, torch.utils.swap_tensors, nn.init._no_grad_trunc_normal_) == before
+    assert "__deepcopy__" not in vars(FakeTensor)
+    assert not logging.getLogger(FakeTensor.__module__).disabled
+
+
+def test_a_deepcopy_has_a_storage_that_its_views_share():
+    import copy
+
+    with without_memory():
+        layer = copy.deepcopy(nn.Linear(4, 8))
+        buffer = copy.deepcopy(torch.zeros(4, 4))
+        for tensor in (layer.weight, buffer):
+            assert tensor.t().untyped_storage()._cdata == tensor.untyped_storage()._cdata
+        assert isinstance(layer.weight, nn.Parameter)
+        assert layer.weight.requires_grad
+        assert not buffer.requires_grad
+        both = copy.deepcopy([buffer, buffer])
+        assert both[0] is both[1]
+
+
+def test_numbers_that_a_model_is_made_with_are_real_and_its_weights_are_not():
+    with without_memory(), making():
+        rates = [rate.item() for rate in torch.linspace(0, 1, 5)]
+        assert rates == [0, 0.25, 0.5, 0.75, 1]
+        assert torch.arange(3).tolist() == [0, 1, 2]
+        assert torch.tensor([1, 2]).sum().item() == 3
+        weight = nn.init.trunc_normal_(torch.empty(4, 4))
+        assert "Fake" in type(weight).__name__
+        assert "Fake" in type(torch.arange(2**21)).__name__  # of which there are many
+        assert "Fake" in type(nn.Linear(4, 4).weight).__name__

@@ -1,0 +1,75 @@
+"""Memory that kernels take for themselves: what is asked of their arguments."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from ampwise.tune.memory.as_cuda import as_cuda
+from ampwise.tune.memory.fake import without_memory
+from ampwise.tune.memory.log import rounded
+from ampwise.tune.memory.reduction import row_sum_buffer
+from ampwise.tune.memory.scratch import SCRATCH, row_sum
+from ampwise.tune.memory.tracker import Tracker
+
+FLOAT = 4
+
+
+def taken(work):
+    """By how much the peak is higher for the kernels' own memory."""
+    peaks = []
+    for scratch in (SCRATCH, {}):
+        with without_memory(), as_cuda():
+            run = work()
+            with Tracker(scratch) as tracker:
+                run()
+            peaks.append(tracker.log().peak())
+    return peaks[0] - peaks[1]
+
+
+def test_flash_attentions_backward_pass_adds_up_in_fp32():
+    def work():
+        query = torch.zeros(2, 4, 256, 64, dtype=torch.bfloat16, requires_grad=True)
+        out = F.scaled_dot_product_attention(query, query, query)
+        return lambda: out.backward(torch.ones_like(out))
+
+    assert taken(work) > 0
+    query = torch.empty(2, 4, 250, 50, device="meta")
+    backward = SCRATCH[torch.ops.aten._scaled_dot_product_flash_attention_backward.default]
+    assert backward(query, query) == 2 * 4 * 256 * FLOAT * (64 + 1)  # rows and heads are padded
+
+
+@pytest.mark.parametrize(("tokens", "parts"), [(3072, 0), (4096, 409 + 1000)])
+def test_an_embeddings_backward_pass_adds_up_in_parts(tokens, parts):
+    def work():
+        out = nn.Embedding(1000, 64)(torch.zeros(tokens, dtype=torch.long))
+        return lambda: out.backward(torch.ones_like(out))
+
+    assert taken(work) == (rounded(4 * tokens * 8 + parts * 64 * FLOAT) if parts else 0)
+
+
+def test_a_bias_has_its_gradient_from_a_sum_over_rows():
+    def work():
+        out = nn.Linear(8, 512)(torch.zeros(4096, 8))
+        return lambda: out.backward(torch.ones_like(out))
+
+    assert taken(work) == row_sum_buffer(4096, 512) == 16 * 2**20
+
+
+@pytest.mark.parametrize(
+    ("shape", "dims", "rows"),
+    [
+        ((4096, 512), [0], 4096),
+        ((64, 64, 512), [0, 1], 4096),
+        ((64, 64, 512), [-3, -2], 4096),
+        ((4096, 512), [1], None),
+        ((4096, 512), [0, 1], None),
+        ((4096, 512), None, None),
+        ((0, 512), [0], None),
+    ],
+)
+def test_only_sums_over_leading_dimensions_need_a_buffer(shape, dims, rows):
+    x = torch.empty(shape, device="meta")
+    assert row_sum(x, dims) == (0 if rows is None else row_sum_buffer(rows, 512))
+    if len(shape) == 2 and dims == [0]:
+        assert row_sum(x.t().contiguous().t(), dims) == 0
