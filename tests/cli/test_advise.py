@@ -113,11 +113,28 @@ def test_a_plain_question_has_a_plain_answer(capsys):
     assert len(said.out.splitlines()) < 60
 
 
-def test_lines_keep_to_the_page(capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "80")
+@pytest.mark.parametrize("columns", [60, 80])
+def test_lines_keep_to_the_page(capsys, monkeypatch, columns):
+    monkeypatch.setenv("COLUMNS", str(columns))
     _, said = advised(capsys, "--gpu", "a100-40", "--params", "7B", "--symptom", "nan", "--idea", "autocast-off")
-    text = said.out.partition("# with torch.amp")[0]
-    assert max(len(line) for line in text.splitlines()) <= 80
+    text = said.out.partition("# with ampwise")[0]
+    assert columns - 10 < max(len(line) for line in text.splitlines()) <= columns
+
+
+def test_the_list_keeps_to_the_page(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "60")
+    _, said = advised(capsys, "--ideas")
+    assert 50 < max(len(line) for line in said.out.splitlines()) <= 60
+
+
+def test_whoever_is_in_trouble_gets_one_listing(capsys):
+    _, said = advised(capsys, "--gpu", "v100-sxm2-16", "--params", "124M", "--symptom", "nan")
+    assert "# with ampwise; with torch.amp: code.torch of --json\n" in said.out
+    assert "engine.step(" in said.out
+    assert "scaler.update()" not in said.out
+    assert len(said.out.splitlines()) <= 50
+    _, asked = advised(capsys, "--gpu", "v100-sxm2-16", "--params", "124M", "--symptom", "nan", "--json")
+    assert "scaler.update()" in json.loads(asked.out)["code"]["torch"]
 
 
 def test_colour_is_only_paint(capsys, monkeypatch):
@@ -163,7 +180,7 @@ def test_this_machine(capsys, on_a_cpu):
     assert code == 0
     assert said.out.startswith("Train a model in BF16 without a loss scale on this CPU (a Xeon).")
     assert "torch sees no GPU here, so this is about the CPU" in said.out.replace("\n          ", " ")
-    assert "amx_bf16 (BF16 matrix tiles) [measured here]" in said.out.replace("\n          ", " ")
+    assert "amx_bf16 (BF16 matrix tiles) [read here]" in said.out.replace("\n          ", " ")
 
 
 def test_a_cpu_by_name_needs_no_torch(capsys):
@@ -190,6 +207,9 @@ def test_the_names_are_listed(capsys):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
+        (["--gpu", "580"], "unknown device '580'."),
+        (["--gpu", "99.9"], "compute capability '99.9': there are 3.x to 12.x; `ampwise gpu --list` shows devices"),
+        (["--gpu", "0.0"], "compute capability '0.0': there are 3.x to 12.x;"),
         (["--gpu", "v100"], "unknown device 'v100'. Did you mean v100-"),
         (
             ["--gpu", "h200", "--params", "lots"],
@@ -248,6 +268,13 @@ def test_enter_takes_what_is_in_brackets(capsys, answering, on_a_cpu):
     answering("", "", "", "", "")
     code, said = advised(capsys)
     assert code == 0
+    assert said.out.startswith("Train a model in BF16 without a loss scale on this CPU (a Xeon).")
+
+
+def test_what_is_in_brackets_may_be_typed(capsys, answering, on_a_cpu):
+    asked = answering("This machine", "not known", "NOT KNOWN", "none", "nothing")
+    code, said = advised(capsys)
+    assert (code, len(asked)) == (0, 5)
     assert said.out.startswith("Train a model in BF16 without a loss scale on this CPU (a Xeon).")
 
 

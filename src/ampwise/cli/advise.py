@@ -1,7 +1,7 @@
 """Say which precision to train in, and why; and say no to what will not work.
 
 The device decides first (matrix units, emulation, memory), then the model (size, kind, parts that 16 bits
-hurt), then what goes wrong, then what was measured. Every number says what it rests on: measured here,
+hurt), then what goes wrong, then what was measured. Every number says what it rests on: measured,
 derived, or a datasheet. Without --gpu it is about this machine, and with nothing at all on a terminal it asks.
 
 SUBJECT is a function that makes model, batch and loss, as module:callable or file.py:callable. It is called
@@ -23,7 +23,8 @@ makes no sense.
 With --json: {precision, refused, asked, why, loss_scale, keep_fp32, tf32, compile, speedup, speedup_why,
 triage, changes, findings, code}
   precision   fp32, tf32, fp16, bf16, fp8; auto where the device is not known
-  why         [{text, basis}], the basis one of measured here, measured on one H200, derived, datasheet, rule
+  why         [{text, basis}], the basis one of read here, measured by you, measured on one H200,
+              derived, datasheet, rule
   loss_scale  {init_scale, growth_factor, backoff_factor, growth_interval, why}, or null: none is needed
   keep_fp32   [{what, why, how, by_itself, patterns, modules}]
   speedup     {low, high, ceiling, over, approximate, measured, basis}, or null where peaks are not known
@@ -47,6 +48,7 @@ if TYPE_CHECKING:
 __all__ = ["add_arguments", "run"]
 
 PIPE_WIDTH = 110
+NARROWEST = 40
 QUESTION = ("subject", "params", "arch", "gpu", "want", "scaling", "symptom", "idea", "measured")
 
 
@@ -132,7 +134,7 @@ def _width() -> int:
     import shutil
 
     told = sys.stdout.isatty() or "COLUMNS" in os.environ
-    return max(80, min(PIPE_WIDTH, shutil.get_terminal_size().columns)) if told else PIPE_WIDTH
+    return max(NARROWEST, min(PIPE_WIDTH, shutil.get_terminal_size().columns)) if told else PIPE_WIDTH
 
 
 def _list() -> int:
@@ -140,9 +142,16 @@ def _list() -> int:
     from ampwise.evidence.choice.model import KINDS
 
     for title, entries in (("--idea", IDEAS), ("--symptom", SYMPTOMS), ("--arch", KINDS)):
-        column = max(map(len, entries)) + 2
-        _write(f"{title}\n" + "".join(f"  {name:{column}}{text}\n" for name, text in entries.items()))
+        column = max(map(len, entries)) + 4
+        _write(f"{title}\n" + "".join(f"{_entry(name, text, column)}\n" for name, text in entries.items()))
     return 0
+
+
+def _entry(name: str, text: str, column: int) -> str:
+    import textwrap
+
+    left = f"  {name}".ljust(column)
+    return textwrap.fill(text, _width(), initial_indent=left, subsequent_indent=" " * column, break_long_words=False)
 
 
 def _write(text: str) -> None:

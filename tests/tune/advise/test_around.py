@@ -5,7 +5,11 @@ from __future__ import annotations
 import pytest
 
 from ampwise.evidence.choice.answers import is_no
+from ampwise.evidence.choice.choice import Choice
+from ampwise.evidence.choice.target import of_cpu
+from ampwise.hardware import Cpu
 from ampwise.tune.advise import advise
+from ampwise.tune.advise.deciding import decide
 
 
 @pytest.mark.parametrize(
@@ -125,3 +129,59 @@ def test_nothing_is_kept_where_all_is_fp32(precision):
 def test_what_autocast_keeps_is_said_of_the_device_it_is_true_of():
     assert "CUDA autocast" in str(advise(gpu="a100-40"))
     assert "CUDA autocast" not in str(advise(gpu="tpu-v4"))
+
+
+# What was wanted got a no: the rest of the answer is about what was decided.
+
+REFUSED = {"gpu": "v100-sxm2-16", "want": "bf16"}
+
+
+def test_a_scale_by_hand_is_answered_for_the_precision_that_was_decided():
+    advice = advise(**REFUSED, scaling="manual:1000")
+    assert [finding.rule.code for finding in advice.findings] == ["AMP701", "AMP308"]
+    by_hand = advice.findings[1]
+    assert "gradients above 65.5 become inf" in by_hand.message
+    assert by_hand.fix == "In FP16 use torch.amp.GradScaler or ampwise.GradScaler; FP32 needs no scale."
+    nothing = advise(gpu="p100-sxm2", want="bf16", scaling="manual:1000")
+    assert nothing.findings[1].fix == "Leave the scale out: FP32 needs none."
+
+
+def test_a_scaler_is_right_where_fp16_is_what_was_decided():
+    advice = advise(**REFUSED, scaling="dynamic")
+    assert [finding.rule.code for finding in advice.findings] == ["AMP701"]
+    assert "a GradScaler is what FP16 needs" in {reason.text for reason in advice.reasons}
+    taken_up = advise(**REFUSED, ideas="clip-after-backward")
+    assert [finding.rule.code for finding in taken_up.findings] == ["AMP701", "AMP101"]
+
+
+def test_steps_are_about_the_precision_that_was_decided():
+    assert 'Policy("fp16")' in advise(**REFUSED, symptom="nan").triage[-1].tells
+    assert advise(**REFUSED, symptom="slow").triage[0].command == "ampwise compare train:make --precisions fp32,fp16"
+    assert advise(**REFUSED, symptom="spikes").triage[1].command == "ampwise compare train:make --precisions fp32,fp16"
+    assert "Policy" not in advise(gpu="p100-sxm2", want="bf16", symptom="nan").triage[-1].tells
+
+
+@pytest.mark.parametrize("gpu", ["h200", "p100-sxm2"])
+def test_exact_numbers_are_not_sent_to_16_bits(gpu):
+    changes = " ".join(advise(gpu=gpu, want="bf16", ideas="exact-numbers").changes)
+    assert "BF16" not in changes
+    assert "16 bits" not in changes
+
+
+def test_what_was_measured_to_gain_nothing_is_left_for_memory_alone():
+    advice = advise(gpu="h200", want="bf16", measured=1.05)
+    assert "Activations that do not fit: 16 bits, for their memory alone." in advice.changes
+    assert advise(gpu="h200", want="bf16", measured=1.05, symptom="memory").precision == "bf16"
+
+
+def test_what_the_user_measured_is_not_said_to_be_measured_here():
+    bases = {reason.text: reason.basis for reason in advise(gpu="h200", measured=1.8).reasons}
+    assert bases["1.80 times as fast as FP32: use it: between 1.5 and 2.5"] == "measured by you"
+
+
+def test_what_flags_say_and_what_a_rule_says_are_kept_apart():
+    reasons = decide(Choice(target=of_cpu(Cpu(model=None, features=())))).reasons
+    assert [(reason.text, reason.basis) for reason in reasons[:2]] == [
+        ("this CPU: no instructions for BF16", "read here"),
+        ("without instructions for them 16 bits are slower on a CPU", "rule"),
+    ]

@@ -791,7 +791,7 @@ def test_speed_up_by_size(params, gpu, low, high):
 def test_the_matrix_of_measured_speed_ups(speedup, verdict, precision):
     advice = advise(gpu=A100, params="124M", arch="transformer", measured=speedup)
     assert advice.precision == precision
-    (reason,) = [reason for reason in advice.reasons if reason.basis == "measured here"]
+    (reason,) = [reason for reason in advice.reasons if reason.basis == "measured by you"]
     expected = {"stay": "no gain", "optional": "optional", "use": "use it", "definitely": "definitely"}[verdict]
     assert expected in reason.text
     wanted = advise(gpu=A100, params="124M", want="bf16", measured=speedup)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 
 import pytest
@@ -24,7 +25,7 @@ from ampwise.strict_json import dumps, loads
 from ampwise.tune.advise import advise
 from ampwise.tune.advise.deciding import decide
 
-BASES = {"measured here", "measured on one H200", "derived", "datasheet", "rule"}
+BASES = {"read here", "measured by you", "measured on one H200", "derived", "datasheet", "rule"}
 PRECISIONS = {"fp32", "tf32", "fp16", "bf16", "fp8", "auto"}
 XEON = Cpu(model="a Xeon", features=("amx_bf16", "avx512_bf16"))
 TARGETS = (
@@ -75,6 +76,39 @@ def test_what_is_wanted_is_given_or_refused(choice):
         assert exact or choice.want in {refused(finding) for finding in advice.findings}
     if choice.want is not None and advice.precision == choice.want:
         assert choice.want not in {refused(finding) for finding in advice.findings}
+
+
+def recommended(advice):
+    """What one is told to do: the fixes, the steps, and what would change the answer on this device."""
+    yield from (finding.fix for finding in advice.findings)
+    yield from (f"{step.command or ''} {step.tells}" for step in advice.triage)
+    yield from (change for change in advice.changes if not change.startswith("A device with"))
+
+
+def names_for_use(precision):
+    """How a text says: take this precision."""
+    dtype = {"fp16": "float16", "bf16": "bfloat16"}.get(precision, precision)
+    return re.compile(
+        rf'Policy\("{precision}"\)|--precisions \S*\b{precision}\b|dtype=torch\.{dtype}'
+        rf"|(?:\buse|\btake|\btrain in|\bstay in|, or) {precision}\b|: {precision}(?=[.,;]| with| where)",
+        re.IGNORECASE,
+    )
+
+
+@given(choices)
+def test_what_is_refused_is_not_recommended(choice):
+    """The answer does not contradict itself: what gets a no is nowhere in what to do instead."""
+    advice = decide(choice)
+    for precision in filter(None, map(refused, advice.findings)):
+        pattern = names_for_use(precision)
+        assert not [text for text in recommended(advice) if pattern.search(text)]
+
+
+@given(choices)
+def test_a_scaler_is_not_taken_out_of_what_needs_one(choice):
+    advice = decide(choice)
+    if advice.precision == "fp16":
+        assert not [finding.fix for finding in advice.findings if finding.fix.startswith("Remove the scaler")]
 
 
 @given(choices)
@@ -247,6 +281,12 @@ def test_sizes_that_make_no_sense(text):
     ("told", "error", "message"),
     [
         ({"gpu": "v101"}, UnknownName, r"unknown device 'v101'\."),
+        *(
+            ({"gpu": text}, BadInput, rf"compute capability '{text}': there are 3\.x to 12\.x; `ampwise gpu --list`")
+            for text in ("99.9", "0.0", "2.1", "8.60", "sm_990", "sm_20")
+        ),
+        ({"gpu": "580"}, UnknownName, r"unknown device '580'\."),
+        ({"gpu": "86"}, UnknownName, r"unknown device '86'\."),
         ({"gpu": "h200", "want": "bf61"}, UnknownName, r"unknown precision 'bf61'\. Did you mean bf16"),
         ({"gpu": "h200", "symptom": "nann"}, UnknownName, r"unknown symptom 'nann'\. Did you mean nan"),
         ({"gpu": "h200", "arch": "gpt"}, UnknownName, r"unknown kind of model 'gpt'\. .*There are transformer, moe"),

@@ -8,9 +8,10 @@ from dataclasses import dataclass, field
 
 from ampwise.errors import BadInput, UnknownName
 from ampwise.evidence.choice.gain import Gain, expected
-from ampwise.evidence.choice.ideas import IDEAS, SYMPTOMS
+from ampwise.evidence.choice.ideas import EXACT, IDEAS, SYMPTOMS
 from ampwise.evidence.choice.model import KINDS, ModelFacts
 from ampwise.evidence.choice.target import Target
+from ampwise.evidence.speed_verdict import Verdict, verdict_of
 from ampwise.hardware.catalog import COMMON_FORMATS
 
 __all__ = ["HALVES", "NARROW", "WANTED", "Choice", "Scaling", "parse_scaling"]
@@ -57,9 +58,27 @@ class Choice:
         return any(idea in self.ideas for idea in ideas)
 
     @property
+    def exact(self) -> bool:
+        """Whether the numbers are such that only FP32 is left."""
+        return self.proposes(*EXACT)
+
+    @property
+    def stays_wide(self) -> bool:
+        """Whether 16 bits are out of the question: for such numbers, or as they were measured to gain nothing."""
+        for_memory = self.symptom == "memory"  # activations shrink, whatever the speed
+        no_gain = self.measured is not None and verdict_of(self.measured) is Verdict.STAY
+        return self.exact or (no_gain and not for_memory)
+
+    @property
     def half(self) -> str | None:
-        """The 16-bit format that the question is about: the one wanted, else what the device has units for."""
-        return self.want if self.want in HALVES else self.target.half
+        """The 16-bit format that the question is about: the one wanted, else what the device has units for.
+
+        None where there are units for neither, or where 16 bits are out of the question.
+        """
+        if self.stays_wide:
+            return None
+        wanted = self.want if self.want in HALVES else None
+        return wanted if wanted is not None and self.target.has(wanted) is not False else self.target.half
 
     def gain(self, precision: str) -> Gain | None:
         """What it may gain over FP32."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-__all__ = ["IDEAS", "SYMPTOMS"]
+__all__ = ["EXACT", "IDEAS", "SYMPTOMS"]
+
+EXACT = ("exact-numbers", "complex-numbers")  # the ideas that leave FP32 alone
 
 IDEAS: dict[str, str] = {
     # cures

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
-from ampwise.hardware.catalog import COMMON_FORMATS, Figure, Gpu, compute_capability, nvidia_tensor_cores
+from ampwise.errors import BadInput
+from ampwise.hardware.catalog import COMMON_FORMATS, Figure, Gpu, compute_capability, gpus, nvidia_tensor_cores
 from ampwise.hardware.cpu import BF16_FEATURES, Cpu
 from ampwise.hardware.device import Device
 from ampwise.hardware.machine import Machine
@@ -16,6 +18,7 @@ BACKENDS = ("mps", "xla", "hpu")
 FP16_FEATURES = ("amx_fp16",)  # matrix tiles: vector arithmetic in FP16 does not make training fast
 OLDEST_COMPILED = (7, 0)  # the compute capability that torch.compile's kernels, written in Triton, begin with
 FIRST_WITH_BF16 = (8, 0)
+OLDEST_MAJOR = 3  # no torch that this runs with has kernels for older ones
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,13 +118,22 @@ def of_gpu(gpu: Gpu) -> Target:
 def of_capability(text: str) -> Target | None:
     """An NVIDIA device that is in no catalog, by "8.6" or "sm_86"; None where the text is neither.
 
+    A capability that no device has is refused.
+
     >>> of_capability("sm_86").half, of_capability("8.6") == of_capability("sm_86"), of_capability("h200")
     ('bf16', True, None)
     """
-    digits = text.strip().lower().removeprefix("sm_")
-    dotted = f"{digits[:-1]}.{digits[-1]}" if digits.isdecimal() and 2 <= len(digits) <= 3 else digits
-    capability = compute_capability(dotted)
-    return None if capability is None else Target(name="an NVIDIA GPU", kind="cuda", capability=capability)
+    capability = compute_capability(re.sub(r"^sm_(\d{1,2})(\d)$", r"\1.\2", text.strip().lower()))
+    if capability is None:
+        return None
+    latest = max(gpu.compute_capability[0] for gpu in gpus() if gpu.compute_capability is not None)
+    major, minor = capability
+    if not (OLDEST_MAJOR <= major <= latest and minor <= 9):
+        raise BadInput(
+            f"compute capability {text.strip()[:80]!r}: there are {OLDEST_MAJOR}.x to {latest}.x; "
+            "`ampwise gpu --list` shows devices by name."
+        )
+    return Target(name="an NVIDIA GPU", kind="cuda", capability=capability)
 
 
 def of_cpu(cpu: Cpu, remark: str = "") -> Target:

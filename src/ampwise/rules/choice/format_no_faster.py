@@ -45,7 +45,9 @@ def check(choice: Choice) -> Iterator[Finding]:
     )
     costs = {want.upper(): "bits, for no speed", other.upper(): "nothing"}
     know = ToKnow(f"ampwise compare {choice.subject} --precisions {other},{want}", "the two rates, in whole steps")
-    do = f"Stay with {other.upper()}" + (", or take BF16 for speed." if other == "fp32" and target.has("bf16") else ".")
+    do = f"Stay with {other.upper()}" + (
+        ", or take BF16 for speed." if other == "fp32" and choice.half == "bf16" else "."
+    )
     if ratio.approximate:
         yield careful(RULE, choice, fact, costs=costs, know=know, do=do)
     else:

@@ -91,7 +91,7 @@ def _know(choice: Choice) -> ToKnow:
 
 
 def _do(choice: Choice) -> str:
-    half = choice.target.half
+    half = choice.half
     if half is None:
         return "Train in FP32."
     return f"Train in {half.upper()}{' with a GradScaler' if half == 'fp16' else ''}."

@@ -11,6 +11,8 @@ from ampwise.rules.source.fp16_no_scaler import RULE
 
 __all__ = ["RULE", "check"]
 
+SCALE = "In FP16 scale the loss with `torch.amp.GradScaler`."
+
 
 def check(choice: Choice) -> Iterator[Finding]:
     unscaled = choice.scaling is not None and choice.scaling.kind == "none" and choice.half == "fp16"
@@ -28,4 +30,5 @@ def check(choice: Choice) -> Iterator[Finding]:
             + ("; emulated on this device" if choice.target.emulates_bf16 else ""),
         },
         know=ToKnow("ampwise run train.py", "the share of gradients that FP16 loses, layer by layer"),
+        do=SCALE if choice.target.has("bf16") is False or choice.stays_wide else None,
     )

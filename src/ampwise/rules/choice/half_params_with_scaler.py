@@ -24,4 +24,5 @@ def check(choice: Choice) -> Iterator[Finding]:
                 "autocast over FP32 weights": "4 bytes a weight; the products run as fast",
             },
             know=ToKnow("ampwise check train.py", "whether a model in half meets a scaler or Adam (AMP304, AMP305)"),
+            do=None if choice.half == "fp16" else "Leave the model in FP32; autocast casts what it needs.",
         )

@@ -33,10 +33,16 @@ def check(choice: Choice) -> Iterator[Finding]:
             "BF16, where there are units": "no scale at all",
         },
         know=ToKnow("ampwise run train.py", "what share of the gradients FP16 loses at the scale they have"),
-        do="Use torch.amp.GradScaler or ampwise.GradScaler, as in the code below."
-        if choice.half != "bf16"
-        else "Use BF16 without any scale; a GradScaler is for FP16.",
+        do=_do(choice),
     )
+
+
+def _do(choice: Choice) -> str:
+    if choice.half == "bf16":
+        return "Leave the scale out: BF16 needs none, nor does FP32; a GradScaler is for FP16."
+    if choice.half is None and choice.target.known:
+        return "Leave the scale out: FP32 needs none."
+    return "In FP16 use torch.amp.GradScaler or ampwise.GradScaler; FP32 needs no scale."
 
 
 def _fact(choice: Choice, factor: float) -> str:

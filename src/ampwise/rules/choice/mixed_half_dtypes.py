@@ -23,4 +23,11 @@ def check(choice: Choice) -> Iterator[Finding]:
                 "one of them, and FP32 where it hurts": "Policy(…).keep('fp32', name) for the module that needs more",
             },
             know=ToKnow("ampwise run train.py", "which format each module took and gave"),
+            do=_do(choice),
         )
+
+
+def _do(choice: Choice) -> str | None:
+    if choice.half is not None:
+        return f"Use one half dtype: {choice.half.upper()}{' with a GradScaler' if choice.half == 'fp16' else ''}."
+    return "Use neither of them here." if choice.target.known or choice.stays_wide else None

@@ -11,6 +11,8 @@ from ampwise.rules.source.scaler_with_bf16 import RULE
 
 __all__ = ["RULE", "check"]
 
+FOR_FP16 = "Leave the scaler to FP16, which needs it; in BF16 there is nothing for it to do."
+
 
 def check(choice: Choice) -> Iterator[Finding]:
     scaled = choice.scaling is not None and choice.scaling.kind == "dynamic" and choice.want == "bf16"
@@ -29,4 +31,5 @@ def check(choice: Choice) -> Iterator[Finding]:
         know=ToKnow(
             f"ampwise compare {choice.subject} --precisions fp32,bf16", "that the losses agree without a scale"
         ),
+        do=FOR_FP16 if choice.half == "fp16" else None,
     )

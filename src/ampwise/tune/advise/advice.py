@@ -13,8 +13,9 @@ from ampwise.finding import Finding
 __all__ = [
     "DATASHEET",
     "DERIVED",
+    "MEASURED_BY_USER",
     "MEASURED_ELSEWHERE",
-    "MEASURED_HERE",
+    "READ_HERE",
     "RULE",
     "Advice",
     "Compile",
@@ -26,7 +27,8 @@ __all__ = [
 ]
 
 # What a statement rests on.
-MEASURED_HERE = "measured here"
+READ_HERE = "read here"  # what this machine says of itself
+MEASURED_BY_USER = "measured by you"
 MEASURED_ELSEWHERE = "measured on one H200"
 DERIVED = "derived"
 DATASHEET = "datasheet"

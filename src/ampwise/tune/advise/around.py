@@ -22,10 +22,9 @@ TFLOPS = 1e12
 def switches(choice: Choice, precision: str) -> Switch:
     """What FP32 products are to run in."""
     target = choice.target
-    if precision == "fp32" and target.kind == "cuda" and target.has("tf32") is not False:
-        exact = choice.want == "fp32" or choice.proposes("exact-numbers", "complex-numbers")
-        if exact:
-            return Switch(FULL, "full FP32 was asked for: TF32 is on for cuDNN's convolutions unless switched off")
+    full = precision == "fp32" and (choice.want == "fp32" or choice.exact)
+    if full and target.kind == "cuda" and target.has("tf32") is not False:
+        return Switch(FULL, "full FP32 was asked for: TF32 is on for cuDNN's convolutions unless switched off")
     if target.tf32_gains or precision == "tf32":
         ratio = target.ratio("tf32", "fp32")
         faster = "" if ratio is None else f"; up to {ratio.show(digits=1)}× the FP32 peak (datasheet)"
@@ -91,20 +90,29 @@ def changes(choice: Choice, precision: str) -> Iterator[str]:
     target, model = choice.target, choice.model
     if not target.known:
         yield "The device: name it with --gpu, or run this where it is."
-    if target.known and target.half is None:
-        yield "A device with matrix units for 16 bits: name it with --gpu."
     if precision == "fp16" and not target.has("bf16"):
         yield "A device with BF16 matrix units (NVIDIA since Ampere, 8.0): BF16, without a loss scale."
     if precision == "bf16" and target.has("fp16"):
         yield "Results worse than in FP32: FP16 has three more bits, and a GradScaler."
     if precision in ("bf16", "fp16") and choice.measured is None:
         yield f"`ampwise compare {choice.subject}` below 1.1: stay in {target.wide.upper()}."
-    if precision in ("fp32", "tf32") and target.half is not None:
-        half = target.half.upper()
-        yield f"`ampwise compare {choice.subject}` above 1.1, or activations that do not fit: {half}."
+    if precision in ("fp32", "tf32") and not choice.exact:
+        yield from _for_16_bits(choice)
     if precision == "bf16" and target.has("fp8") and (model.parameters or 0) >= WORTH_FP8:
         yield "FP8 measured faster than compiled BF16 on this very model: FP8."
     if model.parameters is None or model.kind is None:
         yield "Size and kind of the model: --params 7B --arch transformer, or module:callable."
     if precision in ("fp16", "auto"):
-        yield "NaN that a replay in FP32 does not have: the module it names in FP32, or BF16 where there are units."
+        wider = "" if target.has("bf16") is False else ", or BF16 where there are units"
+        yield f"NaN that a replay in FP32 does not have: the module it names in FP32{wider}."
+
+
+def _for_16_bits(choice: Choice) -> Iterator[str]:
+    """What would speak for them after all."""
+    if choice.target.half is None and choice.target.known:
+        yield "A device with matrix units for 16 bits: name it with --gpu."
+    elif choice.half is not None:
+        half = choice.half.upper()
+        yield f"`ampwise compare {choice.subject}` above 1.1, or activations that do not fit: {half}."
+    elif choice.stays_wide:
+        yield "Activations that do not fit: 16 bits, for their memory alone."

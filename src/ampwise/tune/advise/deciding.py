@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from ampwise.evidence.choice.answers import is_no, refused
-from ampwise.evidence.choice.choice import Choice
-from ampwise.evidence.speed_verdict import Verdict, verdict_of
+from ampwise.evidence.choice.choice import HALVES, Choice
 from ampwise.finding import Finding
 from ampwise.rules.judging import judged
 from ampwise.tune.advise.advice import Advice, LossScale
@@ -18,19 +18,19 @@ from ampwise.tune.advise.triage import triage
 
 __all__ = ["decide", "precision_for"]
 
-EXACT = ("exact-numbers", "complex-numbers")
 # What speaks about the device comes first: there is no arguing with it.
 HARDWARE = ("AMP701", "AMP702")
 
 
 def decide(choice: Choice) -> Advice:
     """The advice for a question."""
-    findings = tuple(sorted(judged(choice, "choice"), key=_weight))
-    precision = precision_for(choice, findings)
+    asked = choice
+    precision = precision_for(asked, judged(asked, "choice"))
+    choice = _settled(asked, precision)
     kept = kept_in_fp32(choice, precision)
     gain = choice.gain(precision)
     return Advice(
-        choice=choice,
+        choice=asked,
         precision=precision,
         reasons=tuple(reasons(choice, precision)),
         loss_scale=LossScale() if precision in ("fp16", "auto") else None,
@@ -39,9 +39,9 @@ def decide(choice: Choice) -> Advice:
         compile=compiling(choice, precision),
         speedup=gain,
         speedup_why=speed_words(choice, precision, gain),
-        triage=triage(choice),
+        triage=triage(choice, precision),
         changes=tuple(changes(choice, precision)),
-        findings=findings,
+        findings=tuple(sorted(_findings(asked, choice), key=_weight)),
         by_hand=by_hand(choice, precision, kept),
         with_engine=with_engine(choice, precision, kept),
     )
@@ -49,24 +49,39 @@ def decide(choice: Choice) -> Advice:
 
 def precision_for(choice: Choice, findings: Sequence[Finding]) -> str:
     """What to train in: the precision that is wanted unless a rule says no to it, else the best there is."""
-    if choice.proposes(*EXACT):
+    if choice.exact:
         return "fp32"
     if choice.want is not None and choice.want not in {refused(finding) for finding in findings}:
         return choice.want
     return next(_best(choice))
 
 
+def _settled(choice: Choice, precision: str) -> Choice:
+    """The question once a 16-bit format that was wanted got a no: the rest of the answer is about what was decided."""
+    if choice.want not in HALVES or choice.want == precision:
+        return choice
+    return replace(choice, want=precision if precision in HALVES else None)
+
+
+def _findings(asked: Choice, settled: Choice) -> Iterator[Finding]:
+    """What refuses what was wanted, and what there is to say about the rest once that is settled."""
+    if settled == asked:
+        yield from judged(asked, "choice")
+        return
+    told = [finding for finding in judged(asked, "choice") if refused(finding)]
+    yield from told
+    messages = {finding.message for finding in told}
+    yield from (finding for finding in judged(settled, "choice") if finding.message not in messages)
+
+
 def _best(choice: Choice) -> Iterator[str]:
     """The first that applies."""
     target = choice.target
+    if choice.stays_wide:
+        yield target.wide
     if not target.known:
         yield "auto"
-    if target.half is None:
-        yield target.wide
-    for_memory = choice.symptom == "memory"  # activations shrink, whatever the speed
-    if choice.measured is not None and not for_memory:
-        yield target.wide if verdict_of(choice.measured) is Verdict.STAY else target.half or target.wide
-    if choice.model.small and not for_memory:
+    if choice.model.small and choice.measured is None and choice.symptom != "memory":
         yield target.wide
     yield target.half or target.wide
 

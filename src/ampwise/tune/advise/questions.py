@@ -40,7 +40,7 @@ def ask() -> dict[str, str | None]:
 def _answered(question: Question) -> str | None:
     while True:
         answer = input(f"{question.text} [{question.default}] ").strip()
-        if not answer:
+        if answer.lower() in ("", question.default):
             return None
         try:
             question.check(answer)

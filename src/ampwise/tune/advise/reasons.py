@@ -12,7 +12,7 @@ from ampwise.evidence.choice.memory import BYTES_A_PARAMETER, gib, state_bytes
 from ampwise.evidence.speed_verdict import DEFINITELY, OPTIONAL, USE, Verdict, verdict_of
 from ampwise.hardware.cpu import FEATURES
 from ampwise.rules.judging import judged
-from ampwise.tune.advise.advice import DATASHEET, DERIVED, MEASURED_ELSEWHERE, MEASURED_HERE, RULE, Reason
+from ampwise.tune.advise.advice import DATASHEET, DERIVED, MEASURED_BY_USER, MEASURED_ELSEWHERE, READ_HERE, RULE, Reason
 
 __all__ = ["reasons"]
 
@@ -37,6 +37,8 @@ VERDICTS = {
 def reasons(choice: Choice, precision: str) -> Iterator[Reason]:
     """Of the device, of its memory, of the model, of the format, of what was measured."""
     yield _of_device(choice, precision)
+    if choice.target.kind == "cpu" and choice.target.has("bf16") is False:
+        yield Reason("without instructions for them 16 bits are slower on a CPU", RULE)
     yield from _of_memory(choice)
     yield from _of_model(choice, precision)
     yield Reason(OF_THE_FORMAT[precision], RULE)
@@ -50,7 +52,7 @@ def _of_device(choice: Choice, precision: str) -> Reason:
         return Reason(f"the device decides, and it is not known: {target.remark}", RULE)
     remark = f" ({target.remark})" if target.remark else ""
     if target.cpu is not None:
-        return Reason(f"{target.name}{remark}: {_instructions(choice)}", MEASURED_HERE)
+        return Reason(f"{target.name}{remark}: {_instructions(choice)}", READ_HERE)
     peak, wide = target.peak(precision), target.peak("fp32")
     if precision not in ("fp32", "auto") and peak is not None and wide is not None:
         rates = f"{peak.show(TFLOPS, 0)} TFLOP/s dense in {precision.upper()}, {wide.show(TFLOPS, 1)} in FP32"
@@ -67,7 +69,7 @@ def _instructions(choice: Choice) -> str:
     if cpu is None or cpu.features is None:
         return "which instructions it has for BF16 is not known"
     if not choice.target.has("bf16"):
-        return "no instructions for BF16, without which 16 bits are slower"
+        return "no instructions for BF16"
     feature = next(feature for feature in cpu.features if feature in FEATURES)
     return f"{feature} ({FEATURES[feature]})"
 
@@ -98,7 +100,7 @@ def _of_model(choice: Choice, precision: str) -> Iterator[Reason]:
 def _measured(choice: Choice, precision: str) -> Iterator[Reason]:
     if choice.measured is not None:
         yield Reason(
-            f"{choice.measured:.2f} times as fast as FP32: {VERDICTS[verdict_of(choice.measured)]}", MEASURED_HERE
+            f"{choice.measured:.2f} times as fast as FP32: {VERDICTS[verdict_of(choice.measured)]}", MEASURED_BY_USER
         )
     gpu = choice.target.gpu
     if gpu is not None and gpu.id == "h200" and precision in MEASURED and precision != "fp32":

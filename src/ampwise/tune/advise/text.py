@@ -14,6 +14,7 @@ __all__ = ["as_text"]
 
 WIDTH = 110
 LABEL = 10  # columns, before the text of a section
+ELSEWHERE = "with torch.amp: code.torch of --json"
 NAMES = {"auto": "BF16 where the device has units for it, else FP16"}
 
 
@@ -32,8 +33,11 @@ def as_text(advice: Advice, *, width: int = WIDTH, colour: bool = False) -> str:
     lines.section("TF32", [_tf32(advice)])
     lines.section("compile", [f"{_YES[advice.compile.yes]}: {advice.compile.why}"])
     lines.section("changes", list(advice.changes))
-    lines.code("with torch.amp", advice.by_hand)
-    lines.code("with ampwise", advice.with_engine)
+    if advice.triage:  # whoever is in trouble wants a short page
+        lines.code(f"with ampwise; {ELSEWHERE}", advice.with_engine)
+    else:
+        lines.code("with torch.amp", advice.by_hand)
+        lines.code("with ampwise", advice.with_engine)
     return str(lines)
 
 

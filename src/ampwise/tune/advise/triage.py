@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from ampwise.evidence.choice.choice import Choice
+from ampwise.evidence.choice.choice import HALVES, Choice
 from ampwise.evidence.choice.memory import memory_command
 from ampwise.tune.advise.advice import TriageStep
 
@@ -18,15 +18,12 @@ REPLAY = "ampwise replay capsules/step-000012 --precision fp32"
 CAPSULE = "ampwise run --capsule capsules train.py"
 
 
-def triage(choice: Choice) -> Steps:
-    """None without a symptom."""
-    return () if choice.symptom is None else BY_SYMPTOM[choice.symptom](choice)
+def triage(choice: Choice, precision: str) -> Steps:
+    """None without a symptom. ``precision`` is the one that was decided, whatever was wanted."""
+    return () if choice.symptom is None else BY_SYMPTOM[choice.symptom](choice, precision)
 
 
-def _nan(choice: Choice) -> Steps:
-    half = choice.half or "fp16"
-    bf16 = choice.target.has("bf16") and half != "bf16"
-    last = "many places overflow: BF16, which has the range" if bf16 else "the rest stays in 16 bits"
+def _nan(choice: Choice, precision: str) -> Steps:
     return (
         TriageStep(
             CHECK, "mistakes that make NaN: masks and eps beyond FP16, BCELoss, a step past the scaler; seconds"
@@ -39,11 +36,28 @@ def _nan(choice: Choice) -> Steps:
         TriageStep(
             REPLAY, "finite there: it is the precision. NaN there too: the batch, the learning rate or the loss"
         ),
-        TriageStep(None, f'keep what the replay names in FP32: Policy("{half}").keep("fp32", name); {last}'),
+        TriageStep(None, _keep(choice, precision)),
     )
 
 
-def _scale_collapse(choice: Choice) -> Steps:
+def _keep(choice: Choice, precision: str) -> str:
+    """What to do about an operation that a replay has named."""
+    if precision in ("fp32", "tf32"):
+        return (
+            f"{precision.upper()}, as advised, has the range: a NaN that stays is the batch's, the rate's or the loss's"
+        )
+    half = {"fp8": "bf16"}.get(precision, precision)
+    bf16 = choice.target.has("bf16") and half != "bf16"
+    last = "many places overflow: BF16, which has the range" if bf16 else "the rest stays in 16 bits"
+    return f'keep what the replay names in FP32: Policy("{half}").keep("fp32", name); {last}'
+
+
+def _compare(choice: Choice, precision: str) -> str:
+    """Against FP32 where 16 bits were decided on, else all that the device runs."""
+    return f"ampwise compare {choice.subject}" + (f" --precisions fp32,{precision}" if precision in HALVES else "")
+
+
+def _scale_collapse(choice: Choice, precision: str) -> Steps:
     return (
         TriageStep(
             CAPSULE,
@@ -58,7 +72,7 @@ def _scale_collapse(choice: Choice) -> Steps:
     )
 
 
-def _skipped(choice: Choice) -> Steps:
+def _skipped(choice: Choice, precision: str) -> Steps:
     return (
         TriageStep(
             RUN, "how many, and when: a few at the start, and one after each growth, are ordinary; one in 20 is not"
@@ -70,7 +84,7 @@ def _skipped(choice: Choice) -> Steps:
     )
 
 
-def _underflow(choice: Choice) -> Steps:
+def _underflow(choice: Choice, precision: str) -> Steps:
     return (
         TriageStep(
             CHECK, "a clip of scaled gradients (AMP101) or FP16 without a scaler (AMP301): training stalls, silently"
@@ -85,11 +99,11 @@ def _underflow(choice: Choice) -> Steps:
     )
 
 
-def _spikes(choice: Choice) -> Steps:
+def _spikes(choice: Choice, precision: str) -> Steps:
     return (
         TriageStep(RUN, "what came first: the gradient norm, a skipped step, or the loss alone (AMP610)"),
         TriageStep(
-            f"ampwise compare {choice.subject} --precisions fp32,{choice.half or 'bf16'}",
+            _compare(choice, precision),
             "do losses agree within rounding? Then it is data or learning rate, not precision",
         ),
         TriageStep(
@@ -99,7 +113,7 @@ def _spikes(choice: Choice) -> Steps:
     )
 
 
-def _worse(choice: Choice) -> Steps:
+def _worse(choice: Choice, precision: str) -> Steps:
     return (
         TriageStep(
             CHECK, "what trains worse without an error: the order of clip and unscale_, accumulation, the scheduler"
@@ -110,7 +124,7 @@ def _worse(choice: Choice) -> Steps:
     )
 
 
-def _mismatch(choice: Choice) -> Steps:
+def _mismatch(choice: Choice, precision: str) -> Steps:
     return (
         TriageStep(
             CHECK,
@@ -124,11 +138,10 @@ def _mismatch(choice: Choice) -> Steps:
     )
 
 
-def _slow(choice: Choice) -> Steps:
-    half = choice.half or "bf16"
+def _slow(choice: Choice, precision: str) -> Steps:
     return (
         TriageStep(
-            f"ampwise compare {choice.subject} --precisions fp32,{half}",
+            _compare(choice, precision),
             "whole steps, and the reason when low: below 1.1 stay, to 1.5 optional, above use it. torch's own speed "
             "is seldom the reason",
         ),
@@ -145,7 +158,7 @@ def _slow(choice: Choice) -> Steps:
     )
 
 
-def _memory(choice: Choice) -> Steps:
+def _memory(choice: Choice, precision: str) -> Steps:
     return (
         TriageStep(
             memory_command(choice), "state, activations, cast copies, by precision; the largest batch that fits"
@@ -158,7 +171,7 @@ def _memory(choice: Choice) -> Steps:
     )
 
 
-BY_SYMPTOM: dict[str, Callable[[Choice], Steps]] = {
+BY_SYMPTOM: dict[str, Callable[[Choice, str], Steps]] = {
     "nan": _nan,
     "scale-collapse": _scale_collapse,
     "skipped": _skipped,
