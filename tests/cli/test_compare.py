@@ -27,6 +27,21 @@ def off():
     return model, batch, lambda x, y: loss_fn(x, y) * (2 if torch.is_autocast_enabled("cpu") else 1)
 
 
+def infinite():
+    model, batch, loss_fn = make()
+    return model, batch, lambda x, y: loss_fn(x, y) * float("inf")
+
+
+def frozen():
+    model, batch, loss_fn = make()
+    return model.requires_grad_(False), batch, loss_fn
+
+
+def overflows():
+    model, batch, loss_fn = make()
+    return model, batch, lambda x, y: loss_fn(x, y) * (float("inf") if torch.is_autocast_enabled("cpu") else 1)
+
+
 def needs(width):
     return make()
 
@@ -70,8 +85,10 @@ def test_quiet_says_nothing_but_the_answer(compare):
 
 
 def test_json(compare):
-    code, out, _ = compare("train.py:make", "--precisions", "fp16", "--batch", "6", "--json")
+    code, out, _ = compare("train.py:make", "--precisions", "fp16", "--batch", "6", "--keep", "fp32=*", "--json")
     data = json.loads(out)
+    asked = "--device cpu --precisions fp16 --batch 6 --rounds 2 --steps 1 --keep 'fp32=*'"
+    assert data["command"] == f"ampwise compare train.py:make {asked}"
     assert code == 0
     assert [row["label"] for row in data["rows"]] == ["fp32", "fp16"]
     assert (data["batch"], data["subject"], data["device"]) == (6, "train.py:make", "cpu")
@@ -82,7 +99,19 @@ def test_what_computes_something_else_is_exit_code_1(compare):
     code, out, _ = compare("train.py:off", "--precisions", "bf16", "-q")
     assert code == 1
     assert "AMP520 not-the-same-loss: not the same computation: the loss is" in out
-    assert "  try: ampwise compare train.py:off --device cpu --precisions bf16 --keep fp32=PATTERN" in out
+    same = "ampwise compare train.py:off --device cpu --rounds 2 --steps 1"
+    assert f"  try: {same} --precisions bf16 --keep fp32=PATTERN" in out
+
+
+def test_a_loss_that_json_has_no_number_for(compare):
+    code, out, _ = compare("train.py:overflows", "--precisions", "bf16", "--json", "-q")
+    row = json.loads(out)["rows"][1]
+    assert code == 1
+    assert (row["loss"]["loss"], row["loss"]["same"], row["problem"]) == (
+        "Infinity",
+        False,
+        "not finite: the loss is inf",
+    )
 
 
 def test_a_row_that_the_device_lacks_says_so(compare):
@@ -113,6 +142,8 @@ def test_a_page_is_written_and_written_over(compare, tmp_path):
     [
         (("train:missing",), "train has no function 'missing'"),
         (("train.py:needs",), "it needs arguments (width)"),
+        (("train.py:infinite",), "train.py:infinite: FP32's loss is inf before any precision is compared"),
+        (("train.py:frozen",), "train.py:frozen: the model has no parameter that is trained"),
         (("train.py:nothing",), "it returned None; expected is a function that returns the model"),
         (("train",), "expected is module:function or file.py:function"),
         (("nowhere:make",), "nowhere"),

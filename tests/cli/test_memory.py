@@ -96,6 +96,7 @@ def test_a_gpu_that_it_does_not_fit_is_exit_code_1(capsys):
         (["--params", "many"], "--params many: expected is a number of parameters, such as 124M, 7B or 1.3e9."),
         ([*SIZES, "--batch", "two"], "--batch two: expected are numbers of rows, such as 8 or 8,16,32."),
         ([*SIZES, "--batch", "0"], "--batch 0: a batch has at least 1 row."),
+        ([*SIZES, "--fsdp", "8", "--ddp"], "--fsdp and --ddp: gradients are exchanged by one or by the other."),
         ([*SIZES, "--gpu", "h300"], "unknown device 'h300'."),
         ([*SIZES, "--optimizer", "adamv"], "unknown optimizer 'adamv'."),
         ([*SIZES, "--precision", "fp8"], "unknown precision 'fp8'."),

@@ -7,7 +7,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ampwise import Policy
-from ampwise.errors import UnknownName
+from ampwise.errors import BadInput, UnknownName
 from ampwise.tune.step import OPTIMIZERS, TrainingStep, _with_own_code, make_optimizer
 from ampwise.tune.subject import maker_of
 
@@ -79,6 +79,8 @@ def test_each_optimizer_moves_the_weights(name):
 def test_an_unknown_optimizer():
     with pytest.raises(UnknownName, match=r"unknown optimizer 'adamx'\. Did you mean adam or adamw"):
         make_optimizer("adamx", [], fused=False)
+    with pytest.raises(BadInput, match="the model has no parameter that is trained"):
+        make_optimizer("adam", [], fused=False)
 
 
 def test_each_compiled_step_has_versions_of_its_own():

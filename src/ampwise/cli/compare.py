@@ -24,18 +24,20 @@ Examples:
 The exit code is 0 when it was measured, 1 when a precision computes something else than FP32, and 2 when there is
 nothing to compare.
 
-With --json, times are in seconds and memory in bytes, what is not known is null, and a spread is
-{median, low, high}, with a tenth of the values below low and a tenth above high:
-  {subject, command, device, device_name, batch, sized, tokens, rounds, noise, kept, flops, rows, layers, clocks,
-   tf32_was_on, bf16_instructions, not_measured, verdict, best, findings, basis}
-    one of the rows      {label, precision, compiled, problem, slower, loss: {loss, reference, tolerance, same}, step_s,
-                          ratio, ratio_to_eager, verdict, samples_per_s, tokens_per_s, flops_per_s, peak_flops,
-                          peak_is_approximate, peak_share, ridge, intensity, memory: {peak, parameters, gradients,
-                          optimizer, rest}, split: {seconds: {kind: number}, busy, launches, on_device}, idle_share,
-                          products, skipped}
-    one of the layers    {name, kind, times, seconds: {label: number}, ratio: {label: number}}
-ratio is to FP32 that is eager or compiled as the row is, ratio_to_eager to eager FP32. basis says what each number
-rests on: measured here, derived, or a datasheet.
+With --json, times are in seconds and memory in bytes, what is not known is null, a loss that is not finite is the
+string "NaN", "Infinity" or "-Infinity", and a spread is {median, low, high}, with a tenth of the values below low and
+a tenth above high:
+  {subject, command, device, device_name, batch, tokens, rounds, noise, kept, flops, rows, layers, clocks, tf32_was_on,
+   bf16_instructions, not_measured, verdict, best, findings, basis}
+    one of the rows      {label, precision, compiled, problem, slower, loss: {loss, reference, tolerance,
+                          finite_gradients, same}, step_s, ratio, ratio_to_eager, verdict, samples_per_s, tokens_per_s,
+                          flops_per_s, peak_flops, peak_is_approximate, peak_share, ridge, intensity, memory: {peak,
+                          parameters, gradients, optimizer, rest}, split: {seconds: {kind: number}, busy, launches,
+                          on_device}, idle_share, products, skipped}
+    one of the layers    {name, kind, times, seconds: {label: number}, certain, ratio: {label: number}}
+ratio is to FP32 that is eager or compiled as the row is, ratio_to_eager to eager FP32; of a layer that is not certain,
+as it is next to nothing of a step or the machine too noisy, it is null. command is the one that measures it again, and
+basis says what each number rests on: measured here, derived, or a datasheet.
 """
 
 from __future__ import annotations

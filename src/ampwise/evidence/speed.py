@@ -7,7 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from ampwise.evidence.speed_verdict import USE, Verdict, verdict_of
+from ampwise.evidence.speed_command import changed
+from ampwise.evidence.speed_verdict import USE, Verdict, is_noisy, verdict_of
 from ampwise.evidence.timing import HALVES, MatrixProduct
 
 __all__ = [
@@ -71,13 +72,19 @@ class LossCheck:
     loss: float
     reference: float | None  # None: FP32 could not be run
     tolerance: float | None
+    finite_gradients: bool = True  # taken for granted under a loss scale, which is found by those that are not
+
+    @property
+    def finite(self) -> bool:
+        """Whether a step by it leaves weights that are numbers."""
+        return math.isfinite(self.loss) and self.finite_gradients
 
     @property
     def same(self) -> bool | None:
         """Whether it is the same computation; None where there is nothing to compare it with."""
         if self.reference is None or self.tolerance is None:
             return None
-        return math.isfinite(self.loss) and abs(self.loss - self.reference) <= self.tolerance
+        return self.finite and abs(self.loss - self.reference) <= self.tolerance
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,15 +119,19 @@ class Split:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerTime:
-    """A module, or several alike: seconds of its own forward and backward work, by the label of the row."""
+    """A module, or several alike: seconds of its own forward and backward work, by the label of the row; the median of
+    several profiled steps."""
 
     name: str  # "blocks.#.expand": a number for each of them
     kind: str
     times: int
     seconds: Mapping[str, float]
+    certain: bool = True  # False: so short, or on a machine so noisy, that a ratio would say nothing
 
     def ratio(self, label: str, base: str = BASE) -> float | None:
         """How many times as fast as in FP32."""
+        if not self.certain:
+            return None
         own, its = self.seconds.get(label), self.seconds.get(base)
         return its / own if own and its else None
 
@@ -192,14 +203,13 @@ class Speeds:
     """A training step in each precision, on one device."""
 
     subject: str
-    command: str  # that measures it, with nothing but what it is measured on
+    command: str  # that measures it, with every option that is not as it is by default
     device: str  # "cuda", "cpu"
     device_name: str
     rows: tuple[Row, ...]
     noise: float | None = None  # how far from 1 the ratio of FP32 to itself is; None: it was not measured
     rounds: int = 0
     batch: int | None = None  # rows
-    sized: bool = False  # whether that many were asked for
     tokens: int | None = None
     kept: tuple[str, ...] = ()  # modules that 16-bit rows run in FP32
     flops: float | None = None  # of the matrix products of a step, as torch counts them
@@ -228,10 +238,13 @@ class Speeds:
 
     @property
     def judged(self) -> Row | None:
-        """The row that has to give a reason: the best with 16 bits or fewer, if it gains little."""
+        """The row that has to give a reason: the best with 16 bits or fewer, if it gains little for all that noise
+        leaves open. Where two runs of the same differ by more than would be a gain, there is nothing to explain."""
         halves = [row for row in self.candidates if row.is_half]
         row = _fastest([row for row in halves if not row.compiled] or halves, self.noise or 0.0)
-        return row if row is not None and row.ratio is not None and row.ratio.median < USE else None
+        if row is None or row.ratio is None or is_noisy(self.noise):
+            return None
+        return row if row.ratio.median * (1 + (self.noise or 0.0)) < USE else None
 
     def verdict(self, row: Row) -> Verdict | None:
         """None where there is nothing to judge."""
@@ -241,8 +254,7 @@ class Speeds:
 
     def experiment(self, *options: str) -> str:
         """The command that shows it: the same with one thing changed."""
-        sized = [f"--batch {self.batch}"] if self.sized and not any("--batch" in option for option in options) else []
-        return " ".join([self.command, *sized, *options])
+        return changed(self.command, *options)
 
     def larger(self) -> str:
         """The same with four times the batch."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from enum import StrEnum
 
-__all__ = ["DEFINITELY", "OPTIONAL", "USE", "Verdict", "verdict_of"]
+__all__ = ["DEFINITELY", "OPTIONAL", "USE", "Verdict", "is_noisy", "verdict_of"]
 
 OPTIONAL, USE, DEFINITELY = 1.1, 1.5, 2.5  # times as fast as FP32
 
@@ -33,3 +33,12 @@ def verdict_of(ratio: float, noise: float | None = None) -> Verdict:
     if ratio < USE:
         return Verdict.OPTIONAL
     return Verdict.USE if ratio <= DEFINITELY else Verdict.DEFINITELY
+
+
+def is_noisy(noise: float | None) -> bool:
+    """Whether two runs of the same differ by more than would be a reason to change.
+
+    >>> is_noisy(0.02), is_noisy(0.2), is_noisy(None)
+    (False, True, False)
+    """
+    return noise is not None and noise > OPTIONAL - 1

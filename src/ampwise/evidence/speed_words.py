@@ -35,8 +35,8 @@ BASES = {
     "flops": "counted by torch.utils.flop_counter",
     "peak_flops": "datasheet, dense",
     "peak_share": "derived: counted FLOPs, measured time, datasheet's peak",
-    "split": "measured here, in one profiled step",
-    "layers": "measured here, in one profiled step",
+    "split": "measured here, the median of three profiled steps",
+    "layers": "measured here, the median of three profiled steps",
     "intensity": "derived from the sizes of products in a profiled step",
 }
 KIND_WORDS = {

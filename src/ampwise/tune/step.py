@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from ampwise.engine.precision.arithmetic import Arithmetic
 from ampwise.engine.precision.policy import Policy
 from ampwise.engine.precision.precision import Precision, choose
-from ampwise.errors import UnknownName
+from ampwise.errors import BadInput, UnknownName
 from ampwise.tune.subject import Subject
 
 __all__ = ["OPTIMIZERS", "TrainingStep", "make_optimizer"]
@@ -35,7 +35,10 @@ def make_optimizer(name: str, parameters: Iterable[Parameter], *, fused: bool) -
     """An optimizer by its name."""
     if name not in OPTIMIZERS:
         raise UnknownName("optimizer", name, OPTIMIZERS, listing=f"There are {', '.join(OPTIMIZERS)}.")
-    return OPTIMIZERS[name](list(parameters), lr=LR, fused=fused)
+    trained = list(parameters)
+    if not trained:
+        raise BadInput("the model has no parameter that is trained: each has requires_grad=False.")
+    return OPTIMIZERS[name](trained, lr=LR, fused=fused)
 
 
 class TrainingStep:

@@ -1,6 +1,7 @@
 """The page of a comparison of precisions: what it shows, and that nothing in it is anybody's markup."""
 
 import re
+import shlex
 from html.parser import HTMLParser
 
 import pytest
@@ -157,7 +158,7 @@ def test_names_of_the_users_are_never_markup(speeds):
     hostile = replace(
         speeds,
         subject=EVIL,
-        command=EVIL,
+        command=shlex.join(["ampwise", "compare", EVIL]),
         device_name=EVIL,
         layers=(layer,),
         kept=(EVIL,),

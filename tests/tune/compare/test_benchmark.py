@@ -8,6 +8,7 @@ from benchmarks import compare, harness, subjects
 from benchmarks.gpt import GPT_ONE_LAYER
 
 from ampwise.evidence.speed import Row
+from ampwise.tune.compare import measuring
 
 pytestmark = pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")  # a CPU without BF16
 
@@ -16,6 +17,7 @@ NANO = replace(GPT_ONE_LAYER, width=16, vocabulary=16, length=4, batch=2)
 
 def test_a_tiny_one_is_published(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(harness, "RESULTS", tmp_path)
+    monkeypatch.setattr(measuring, "PROFILED", 1)
     monkeypatch.setattr(subjects, "small_gpt", lambda: subjects._gpt(NANO))
     compare.small_gpt(rounds=2, precisions=["bf16"]).publish()
     record = json.loads((tmp_path / "compare_gpt4m_cpu.json").read_text())

@@ -2,7 +2,9 @@
 
 import dataclasses
 import json
+import random
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -25,6 +27,12 @@ FASTER = {"fp32": 0.6, "fp32 again": 0.6, "fp16": 0.3, "bf16": 0.1}
 def compared(make=mlp, precisions=("fp16", "bf16"), seconds=None, **options):
     options = {"device": "cpu", "rounds": 2, "steps": 1, "clock": Clock(seconds or FASTER), **options}
     return compare(make, precisions, **options)
+
+
+@pytest.fixture(autouse=True)
+def _one_profile(monkeypatch):
+    """Three take three times as long; `result` has them."""
+    monkeypatch.setattr(measuring, "PROFILED", 1)
 
 
 @pytest.fixture(scope="module")
@@ -137,6 +145,25 @@ def test_compiled_rows_come_beside_eager_ones(monkeypatch):
     assert result.verdict.endswith("bf16 compiled, 6.00× as fast as eager fp32")
 
 
+def test_what_torch_gives_up_compiling_is_not_called_compiled(monkeypatch):
+    compile_ = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda function, **_: compile_(function, backend="eager", dynamic=False))
+
+    def make():
+        model, batch, loss_fn = mlp()
+        seen = {"steps": 0}  # another number each time, by which the code is compiled anew
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-5)
+        optimizer.register_step_post_hook(lambda *_: seen.update(steps=seen["steps"] + 1))
+        return model, batch, lambda x, y: loss_fn(x, y) + 0 * seen["steps"], optimizer
+
+    result = compared(make, ["fp32"], compiled=True, steps=6)
+    assert [row.step_s is None for row in result.rows] == [False, True]
+    assert result.rows[1].problem.startswith(
+        "failed: torch.compile has compiled it anew too often (its recompile limit)"
+    )
+    assert result.verdict.startswith("stay with fp32: fp32 compiled: failed: torch.compile")
+
+
 class Infinite(torch.autograd.Function):
     """Whose gradient overflows as soon as it is scaled."""
 
@@ -155,8 +182,76 @@ def test_steps_that_a_scaler_skips_are_counted():
         return model, (torch.randn(8, 4),), lambda x: Infinite.apply(model(x).float()).sum()
 
     result = compared(make, ["fp16"], seconds={})
-    assert [row.skipped for row in result.rows] == [0, 4], "two rounds of one step, each after one that is not timed"
+    assert [row.skipped for row in result.rows] == [0, 2], "two rounds of one step; what is not timed is not counted"
     assert "skipped-while-measured" in [finding.rule.name for finding in result.findings]
+
+
+def test_an_optimizer_that_looks_itself_for_what_is_not_finite_skips_them_too():
+    def make():
+        model = nn.Linear(4, 1)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
+        return model, (torch.randn(8, 4),), lambda x: Infinite.apply(model(x).float()).sum(), optimizer
+
+    assert [row.skipped for row in compared(make, ["fp16"], seconds={}).rows] == [0, 2]
+
+
+def spoilt_by(loss_of):
+    """A maker, whose loss in BF16 is what is made of it; and the models that it makes."""
+    models = []
+
+    def make():
+        model = nn.Linear(8, 8)
+        models.append(model)
+
+        def loss(x):
+            y = model(x)
+            return loss_of(y.float()) if y.dtype == torch.bfloat16 else y.float().square().mean()
+
+        return model, (torch.randn(4, 8),), loss
+
+    return make, models
+
+
+class NoGradient(torch.autograd.Function):
+    """A number whose gradient is none."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.square().mean()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * torch.full((4, 8), torch.nan)
+
+
+@pytest.mark.parametrize(
+    ("loss_of", "problem", "message"),
+    [
+        (lambda y: y.sum() * torch.nan, "not finite: the loss is nan", "the loss is nan in bf16"),
+        (lambda y: y.sum() / 0, "not finite: the loss is", "inf in bf16"),
+        (NoGradient.apply, "not finite: the gradients are not finite", "gradients in bf16 are not finite, and those"),
+    ],
+)
+def test_what_is_not_finite_does_not_train_the_weights_of_the_others(loss_of, problem, message):
+    make, models = spoilt_by(loss_of)
+    result = compared(make)
+    assert [row.problem is None for row in result.rows] == [True, True, False]
+    assert result.rows[2].problem.startswith(problem)
+    assert result.rows[1].skipped == 0
+    assert result.best.label == "fp16"
+    (finding,) = (finding for finding in result.findings if finding.severity == "error")
+    assert message in finding.message
+    assert models[0].weight.isfinite().all()
+
+
+def test_one_that_spoils_the_weights_in_its_steps_is_out_and_they_are_put_back():
+    make, models = spoilt_by(lambda y: y.square().mean() * (torch.nan if calls.append(1) or len(calls) > 1 else 1))
+    calls = []  # the loss is asked for once; then there are steps
+    result = compared(make)
+    assert result.rows[2].problem == "not finite: the weights, after a few of its steps"
+    assert [row.step_s is not None for row in result.rows] == [True, True, False]
+    assert result.rows[1].skipped == 0
+    assert models[0].weight.isfinite().all()
 
 
 def test_the_weights_of_all_are_the_same_ones():
@@ -175,8 +270,16 @@ def test_the_callers_random_numbers_go_on_as_if_nothing_had_been():
     torch.manual_seed(3)
     expected = torch.rand(2)
     torch.manual_seed(3)
-    compared(precisions=["bf16"])
+    before = random.getstate(), np.random.get_state()[1].tolist()
+
+    def make():
+        random.random()
+        np.random.rand(3)
+        return mlp()
+
+    compared(make, precisions=["bf16"])
     assert torch.equal(torch.rand(2), expected)
+    assert (random.getstate(), np.random.get_state()[1].tolist()) == before
 
 
 def test_the_users_own_optimizer_is_the_one():
@@ -203,12 +306,21 @@ def test_progress_reaches_its_end_and_never_goes_back():
 
 
 def test_a_function_is_named_so_that_the_command_can_be_typed(result):
-    assert result.speeds.command == f"ampwise compare {mlp.__module__}:mlp --device cpu"
+    asked = "--device cpu --precisions fp16,bf16 --rounds 2 --steps 1"
+    assert result.speeds.command == f"ampwise compare {mlp.__module__}:mlp {asked}"
     assert result.speeds.experiment("--compile") == f"{result.speeds.command} --compile"
     assert result.speeds.larger().endswith("--batch 32")
-    sized = compared(precisions=["bf16"], batch=4)
-    assert sized.speeds.batch == 4
-    assert sized.speeds.experiment("--compile").endswith("--batch 4 --compile")
+
+
+def test_the_command_has_every_option_and_an_experiment_replaces_them():
+    options = {"batch": 4, "optimizer": "sgd", "clip_norm": None, "keep_fp32": ["4", "0"]}
+    found = compared(precisions=["bf16"], **options).speeds
+    head = f"ampwise compare {mlp.__module__}:mlp --device cpu"
+    rest = "--optimizer sgd --clip none --rounds 2 --steps 1 --keep fp32=4 --keep fp32=0"
+    assert found.command == f"{head} --precisions bf16 --batch 4 {rest}"
+    assert found.larger() == f"{head} --precisions bf16 {rest} --batch 16"
+    assert found.experiment("--precisions fp32,tf32") == f"{head} --batch 4 {rest} --precisions fp32,tf32"
+    assert found.experiment("--keep fp32=PATTERN") == f"{found.command} --keep fp32=PATTERN"
 
 
 def test_tf32_that_is_on_is_noted_where_it_has_an_effect(monkeypatch):
@@ -236,6 +348,7 @@ SPREAD = {
     "required": ["median", "low", "high"],
     "additionalProperties": False,
 }
+LOSS = ("loss", "reference", "tolerance", "finite_gradients")
 ROW = {
     "type": "object",
     "properties": {
@@ -247,7 +360,7 @@ ROW = {
         "ratio": SPREAD,
         "ratio_to_eager": SPREAD,
         "verdict": {"enum": ["noise", "stay", "optional", "use", "definitely", None]},
-        "loss": {"type": ["object", "null"], "required": ["loss", "reference", "tolerance", "same"]},
+        "loss": {"type": ["object", "null"], "required": [*LOSS, "same"]},
         "memory": {"type": ["object", "null"]},
         "split": {"type": ["object", "null"], "required": ["seconds", "busy", "launches", "on_device"]},
         **dict.fromkeys(
@@ -261,7 +374,7 @@ ROW = {
     "additionalProperties": False,
 }  # fmt: skip
 ROW["required"] = list(ROW["properties"])
-PLAIN = ("subject", "command", "device", "device_name", "rounds", "batch", "sized", "tokens", "kept", "clocks")
+PLAIN = ("subject", "command", "device", "device_name", "rounds", "batch", "tokens", "kept", "clocks")
 SCHEMA = {
     "type": "object",
     "properties": {
@@ -319,6 +432,35 @@ def test_text_has_the_verdict_first_and_hides_nothing(result):
 # Bad input
 
 
+@pytest.mark.parametrize(("factor", "said"), [(float("inf"), "(-inf|inf)"), (float("nan"), "nan")])
+def test_fp32_has_to_have_a_loss(factor, said):
+    def make():
+        model = nn.Linear(4, 4)
+        return model, (torch.randn(2, 4),), lambda x: model(x).exp().mean() * factor
+
+    with pytest.raises(BadInput, match=f"make: FP32's loss is {said} before any precision is compared: first see that"):
+        compared(make)
+
+
+def test_weights_that_fp32_itself_spoils_are_refused():
+    def make():
+        model = nn.Linear(8, 8)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e30)
+        return model, (torch.randn(4, 8),), lambda x: model(x).float().pow(4).mean(), optimizer
+
+    with pytest.raises(BadInput, match="the weights are not finite after a few steps in FP32: a lower learning rate"):
+        compared(make, ["fp16"])
+
+
+def test_a_model_of_which_nothing_is_trained():
+    def make():
+        model = nn.Linear(4, 4).requires_grad_(False)
+        return model, (torch.randn(2, 4),), lambda x: model(x).sum()
+
+    with pytest.raises(BadInput, match="make: the model has no parameter that is trained, so there is no step"):
+        compared(make)
+
+
 @pytest.mark.parametrize(
     ("options", "error", "text"),
     [
@@ -348,7 +490,7 @@ def test_a_loss_that_is_no_number():
         model = nn.Linear(4, 2)
         return model, (torch.randn(8, 4),), lambda x: model(x)
 
-    with pytest.raises(BadInput, match=r"the loss is a tensor of shape \(8, 2\), not one number"):
+    with pytest.raises(BadInput, match=r"the loss is a tensor of shape \(8, 2\), not a tensor of one number"):
         compared(make)
 
 

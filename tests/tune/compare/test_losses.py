@@ -121,6 +121,30 @@ def test_random_numbers_of_the_model_widen_the_tolerance():
     assert all(check.same for check in random.values())
 
 
+class Growing(nn.Module):
+    """With a buffer that is one element seen many times, one that comes with the first pass, and one that grows."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+        self.register_buffer("mask", torch.ones(1, 8).expand(4, 8))
+        self.register_buffer("seen", torch.zeros(1))
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x):
+        if not hasattr(self, "late"):
+            self.register_buffer("late", torch.ones(8))
+        self.seen = torch.cat([self.seen, self.seen.new_ones(1)])
+        self.calls += 1
+        return (self.layer(x) * self.mask * self.late).float().square().mean() + self.calls
+
+
+def test_buffers_may_come_and_grow():
+    subject, found = checked(lambda: (Growing(), torch.randn(4, 8)))
+    assert all(check.same for check in found.values())
+    assert int(subject.model.calls) == 0
+
+
 def test_nothing_is_left_behind():
     subject, _ = checked(mlp)
     assert all(parameter.grad is None for parameter in subject.parameters)

@@ -257,6 +257,16 @@ def test_layers_alike_are_one_line():
     assert (gelu.kind, outside.name) == ("GELU", "(outside the model)")
 
 
+def test_what_is_next_to_nothing_of_a_step_has_no_ratio():
+    times = {"fp32": {"0": 0.5, "(outside the model)": 4e-4}, "bf16": {"0": 0.25, "(outside the model)": 1e-4}}
+    model = nn.Sequential(nn.Linear(2, 2))
+    step_s = {"fp32": 1.0, "bf16": 0.5}
+    linear, outside = layer_times(model, times, step_s)
+    assert (linear.ratio("bf16"), outside.ratio("bf16")) == (2.0, None)
+    assert layer_times(model, times)[1].ratio("bf16") == pytest.approx(4.0)
+    assert {layer.ratio("bf16") for layer in layer_times(model, times, step_s, certain=False)} == {None}
+
+
 # The driver
 
 
@@ -285,6 +295,19 @@ def test_clocks_from_the_driver(monkeypatch):
     seen = watch.seen()
     assert (seen.before, seen.after, seen.lowest, seen.top) == (345, 1755, 1400, 1980)
     assert seen.held_back_by == ("its power limit", "its temperature"), "idle is no reason"
+
+
+def test_a_driver_that_does_not_say_how_far_it_could_go(monkeypatch):
+    def refuses(handle, kind):
+        raise OSError("Not Supported")
+
+    nvml = Nvml([345, 1980], [0, 0])
+    nvml.nvmlDeviceGetMaxClockInfo = refuses
+    monkeypatch.setattr(gpu_clocks, "_opened", lambda device: (nvml, "a handle"))
+    watch = ClockWatch(CUDA)
+    watch.look()
+    watch.look()
+    assert watch.seen() is None
 
 
 def test_a_driver_that_does_not_answer_is_no_trouble(monkeypatch):

@@ -9,7 +9,7 @@ from torch._C._autograd import DeviceType
 
 from ampwise.tune.compare.kinds import kind_of_kernel, kind_of_op
 from ampwise.tune.compare.profiling import profiled_step
-from ampwise.tune.compare.reading import OUTSIDE, Kernel, Op, read, recorded
+from ampwise.tune.compare.reading import OUTSIDE, Kernel, Op, read, recorded, typical
 from ampwise.tune.compare.scopes import SCOPE, UPDATE
 
 from .compare_toys import fielded, mlp
@@ -229,3 +229,15 @@ def test_calls_of_the_driver_are_not_taken_for_operators_of_the_same_number():
     ops, kernels = recorded(SimpleNamespace(events=lambda: events))
     assert [each.name for each in ops] == ["aten::mm", "aten::gelu"]
     assert read(ops, kernels).split.seconds == {"matrix": 0.001, "elementwise": 0.001, "other": 0.001}
+
+
+def test_of_several_steps_the_median_counts():
+    times = [(10, 1), (100, 1), (12, 3)]  # the second was held up
+    ops = [op(f"{SCOPE}head", 0, 500), op("aten::mm", 1, 400, id=1), op("aten::gelu", 401, 402, id=2)]
+    each = [read(ops, [kernel("k", 0, mm, 1), kernel("k", 200, gelu, 2)]) for mm, gelu in times]
+    found = typical(each)
+    assert found.split.seconds == {"matrix": pytest.approx(0.012), "elementwise": pytest.approx(0.001)}
+    assert found.split.busy == pytest.approx(0.015)
+    assert (found.split.launches, found.split.on_device) == (2, True)
+    assert found.modules == {"head": pytest.approx(0.015)}
+    assert typical(each[:1]) == each[0]

@@ -113,6 +113,6 @@ def test_what_is_asked_for_is_done():
 
 def test_warming_up_says_how_long_a_step_takes():
     told = []
-    seconds = warm_up(lineup_of("fp32", "bf16"), Clock({"fp32": 0.5, "bf16": 0.25}), told.append)
+    seconds = warm_up(lineup_of("fp32", "bf16"), Clock({"fp32": 0.5, "bf16": 0.25}), told.append, nothing)
     assert seconds == {"fp32": 0.5, "bf16": 0.25}
     assert told == ["fp32", "bf16"]

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils.data import DataLoader, TensorDataset
 
 from ampwise.tune.memory.fake import without_memory
 from ampwise.tune.memory.making import making
@@ -60,3 +61,11 @@ def test_numbers_that_a_model_is_made_with_are_real_and_its_weights_are_not():
         assert "Fake" in type(weight).__name__
         assert "Fake" in type(torch.arange(2**21)).__name__  # of which there are many
         assert "Fake" in type(nn.Linear(4, 4).weight).__name__
+
+
+def test_a_loader_that_shuffles_may_make_the_batch():
+    with without_memory(), making():
+        data = TensorDataset(torch.randn(64, 8), torch.randint(4, (64,)))
+        x, y = next(iter(DataLoader(data, batch_size=8, shuffle=True)))
+        assert (x.shape, y.shape) == ((8, 8), (8,))
+        assert "Fake" in type(x).__name__

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ampwise.evidence.speed import Speeds
+from ampwise.evidence.speed_command import of_verb
 from ampwise.finding import Finding, Place
 from ampwise.rules.source.misaligned_dims import RULE
 from ampwise.rules.time.misaligned_dims import NAMED, NOTABLE
@@ -26,5 +27,5 @@ def check(speeds: Speeds) -> Iterator[Finding]:
             Place(device=speeds.device_name),
             f"{row.label}: {share:.0%} of the matrix work is in products with a row length that is no multiple of 8: "
             f"{named}{more}",
-            evidence={"share": share, "experiment": speeds.command.replace("ampwise compare", "ampwise align", 1)},
+            evidence={"share": share, "experiment": of_verb(speeds.command, "align", "--device", "--batch")},
         )

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ampwise.evidence.speed import Speeds
-from ampwise.evidence.speed_verdict import OPTIONAL
+from ampwise.evidence.speed import Row, Speeds
+from ampwise.evidence.speed_verdict import OPTIONAL, Verdict
 from ampwise.evidence.speed_words import times
 from ampwise.finding import Finding, Place, Rule, Severity
 
@@ -30,16 +30,20 @@ def check(speeds: Speeds) -> Iterator[Finding]:
     if speeds.bf16_instructions is not False:
         return
     for row in speeds.rows:
-        if row.precision != "bf16" or row.compiled:
-            continue
-        if row.slower is not None:
-            how = f"takes {row.slower:,.0f} times as long as fp32"
-        elif row.ratio is not None and row.ratio.median < OPTIONAL:
-            how = f"is {times(row.ratio.median)} as fast as fp32"
-        else:
+        how = _how_slow(row, speeds)
+        if row.precision != "bf16" or row.compiled or row.differs or how is None:
             continue
         yield RULE.at(
             Place(device=speeds.device_name),
             f"{speeds.device_name} has no instructions for BF16 (AMX, AVX512-BF16 or ARM's BF16), and bf16 {how}",
             evidence={"experiment": "ampwise gpu"},
         )
+
+
+def _how_slow(row: Row, speeds: Speeds) -> str | None:
+    """None where it is not, or noise does not let one say so."""
+    if row.slower is not None:
+        return f"takes {row.slower:,.0f} times as long as fp32"
+    if row.ratio is None or row.ratio.median >= OPTIONAL or speeds.verdict(row) is Verdict.NOISE:
+        return None
+    return f"is {times(row.ratio.median)} as fast as fp32"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from ampwise.evidence.speed import Row, Speeds
+from ampwise.evidence.speed import LossCheck, Row, Speeds
 from ampwise.finding import Finding, Place, Rule, Severity
 
 __all__ = ["RULE", "check"]
@@ -35,17 +35,23 @@ def check(speeds: Speeds) -> Iterator[Finding]:
 
 def _finding(row: Row, speeds: Speeds) -> Finding:
     assert row.loss is not None
-    assert row.loss.reference is not None
-    assert row.loss.tolerance is not None
-    off = f", and rounding explains {row.loss.tolerance:.2g} at most" if math.isfinite(row.loss.loss) else ""
     return RULE.at(
         Place(device=speeds.device_name),
-        f"not the same computation: the loss is {row.loss.loss:.6g} in {row.label} and {row.loss.reference:.6g} in "
-        f"fp32{off}",
+        f"not the same computation: {_how(row.label, row.loss)}",
         evidence={
             "loss": row.loss.loss,
             "reference": row.loss.reference,
             "tolerance": row.loss.tolerance,
+            "finite_gradients": row.loss.finite_gradients,
             "experiment": speeds.experiment(f"--precisions {row.precision}", "--keep fp32=PATTERN"),
         },
     )
+
+
+def _how(label: str, check: LossCheck) -> str:
+    losses = f"the loss is {check.loss:.6g} in {label} and {check.reference:.6g} in fp32"
+    if not math.isfinite(check.loss):
+        return losses
+    if not check.finite_gradients:
+        return f"gradients in {label} are not finite, and those in fp32 are"
+    return f"{losses}, and rounding explains {check.tolerance:.2g} at most"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ampwise.evidence.speed import Speeds
-from ampwise.evidence.speed_verdict import OPTIONAL
+from ampwise.evidence.speed_verdict import is_noisy
 from ampwise.finding import Finding, Place, Rule, Severity
 
 __all__ = ["RULE", "check"]
@@ -26,7 +26,7 @@ RULE = Rule(
 
 
 def check(speeds: Speeds) -> Iterator[Finding]:
-    if speeds.noise is not None and speeds.noise > OPTIONAL - 1:
+    if speeds.noise is not None and is_noisy(speeds.noise):
         yield RULE.at(
             Place(device=speeds.device_name),
             f"two runs of the same differ by {speeds.noise:.0%} in {speeds.rounds} rounds: smaller differences are not "

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,11 @@ from torch.nn.modules.conv import _ConvNd
 
 from ampwise.engine.precision.precision import facts_of
 from ampwise.errors import BadInput
-from ampwise.evidence.speed import Speeds
+from ampwise.evidence.speed import BASE, Speeds
+from ampwise.evidence.speed_command import command_of
 from ampwise.hardware.cpu import BF16_FEATURES, describe_cpu
 from ampwise.hardware.torch_facts import read_device, read_fp32_switches
+from ampwise.randomness import captured, restore_random
 from ampwise.trace.capsule.rerunning import device_named
 from ampwise.tune.compare.contender import contenders
 from ampwise.tune.compare.measuring import Measuring, Progress, Settings
@@ -27,6 +30,8 @@ from ampwise.tune.subject import Maker, Subject, maker_named, maker_of
 
 __all__ = ["compare"]
 
+OPTIMIZER, CLIP_NORM, NO_CLIP = "adamw", 1.0, "none"  # as the verb has them, too
+
 
 def compare(
     make: Callable[..., Any] | str,
@@ -35,8 +40,8 @@ def compare(
     compiled: bool = False,
     batch: int | None = None,
     device: str | torch.device | None = None,
-    optimizer: str = "adamw",
-    clip_norm: float | None = 1.0,
+    optimizer: str = OPTIMIZER,
+    clip_norm: float | None = CLIP_NORM,
     keep_fp32: Sequence[str] = (),
     rounds: int | None = None,
     steps: int | None = None,
@@ -69,23 +74,33 @@ def compare(
     maker = maker_named(make) if isinstance(make, str) else maker_of(make)
     where = device_named(None if device is None else str(device), "cuda")
     planned = plan(names, facts_of(where), where, compiled=compiled)
-    with torch.random.fork_rng(devices=[where] if where.type == "cuda" else []):
+    with _random_numbers_kept(where):
         subject = maker.make(where, batch)
+        if not subject.parameters:
+            raise BadInput(f"{maker.name}: the model has no parameter that is trained, so there is no step to compare.")
         own = subject.optimizer or make_optimizer(optimizer, subject.parameters, fused=where.type == "cuda")
         fielded = contenders(planned.entries, subject, own, clip_norm=clip_norm, kept=keep_fp32)
         settings = Settings(rounds=rounds, steps=steps, progress=progress, clock=clock or clock_for(where))
         measured = Measuring(subject, fielded, settings)
         measured.run()
+    asked = {
+        "--device": None if device is None and where.type == "cuda" else where,
+        "--precisions": None if names is None else ",".join(names),
+        "--batch": batch,
+        "--optimizer": None if optimizer == OPTIMIZER else optimizer,
+        "--clip": None if clip_norm == CLIP_NORM else clip_norm or NO_CLIP,
+        "--rounds": rounds,
+        "--steps": steps,
+    }
     speeds = Speeds(
         subject=maker.name,
-        command=_command(maker, where),
+        command=command_of(_typed(maker), _options(asked, compiled, keep_fp32)),
         device=where.type,
         device_name=_name(where),
         rows=(*measured.rows(), *planned.left_out),
         noise=measured.noise,
         rounds=measured.rounds,
         batch=subject.rows,
-        sized=batch is not None,
         tokens=subject.tokens,
         kept=tuple(keep_fp32),
         flops=measured.flops,
@@ -104,10 +119,27 @@ def _check(**numbers: int | None) -> None:
             raise BadInput(f"compare: {name}={number!r} makes no sense: one is the least.")
 
 
-def _command(maker: Maker, device: torch.device) -> str:
-    """As one types it, so that an experiment is one more option."""
-    name = maker.name if ":" in maker.name else f"{_module(maker)}:{maker.name}"
-    return f"ampwise compare {name}{'' if device.type == 'cuda' else f' --device {device}'}"
+@contextmanager
+def _random_numbers_kept(device: torch.device) -> Iterator[None]:
+    """What comes next, of torch, Python and numpy, is what would have come next."""
+    before = captured(device)
+    try:
+        yield
+    finally:
+        restore_random(before, device)
+
+
+def _typed(maker: Maker) -> str:
+    """The function as one names it in a command."""
+    return maker.name if ":" in maker.name else f"{_module(maker)}:{maker.name}"
+
+
+def _options(asked: Mapping[str, object], compiled: bool, kept: Sequence[str]) -> Iterator[tuple[str, ...]]:
+    """Those of the verb that are not as they are by default."""
+    yield from ((name, str(value)) for name, value in asked.items() if value is not None)
+    if compiled:
+        yield ("--compile",)
+    yield from (("--keep", f"{BASE}={pattern}") for pattern in kept)
 
 
 def _module(maker: Maker) -> str:

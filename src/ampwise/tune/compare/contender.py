@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, cast
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -37,7 +38,8 @@ class Contender:
         self.label = label or Row(precision=entry.precision, compiled=entry.compiled).label
         self.step = step
         self._around = around
-        self._calls = self._updates = 0
+        self._counts = True
+        self.forget_steps()
 
     @property
     def is_base(self) -> bool:
@@ -46,8 +48,11 @@ class Contender:
 
     @property
     def skipped(self) -> int:
-        """Steps in which the optimizer was not called: the scaler had found gradients that are not finite."""
-        return self._calls - self._updates
+        """Counted steps without an update: the scaler had found gradients that are not finite. Waits for the device.
+
+        A fused optimizer is called all the same, and looks itself whether it has been found so.
+        """
+        return self._calls - self._updates + sum(float(found) > 0 for found in self._found)
 
     def again(self) -> Contender:
         """The same once more, to see how far two runs of the same are apart."""
@@ -59,7 +64,7 @@ class Contender:
         """The model is this contender's: it computes as this one wants it."""
         hook = self.step.optimizer.register_step_post_hook(self._updated)
         try:
-            with self._around():
+            with self._around(), _or_fail() if self.compiled else nullcontext():
                 yield
         finally:
             hook.remove()
@@ -68,12 +73,24 @@ class Contender:
         self._calls += 1
         return self.step()
 
+    def uncounted(self) -> Tensor:
+        """A step that is not timed either."""
+        self._counts = False
+        try:
+            return self.step()
+        finally:
+            self._counts = True
+
     def forget_steps(self) -> None:
         """Count from here on: while a scale is being found, steps are skipped as a matter of course."""
         self._calls = self._updates = 0
+        self._found: list[Tensor] = []
 
-    def _updated(self, *_: object) -> None:
-        self._updates += 1
+    def _updated(self, optimizer: Optimizer, *_: object) -> None:
+        if self._counts:
+            self._updates += 1
+            found = getattr(optimizer, "found_inf", None)  # torch's scaler puts it there for one that is fused
+            self._found += [] if found is None else [found.detach()]
 
 
 def contenders(
@@ -98,6 +115,15 @@ def _contender(
     step = TrainingStep(subject, policy, optimizer, clip_norm=clip_norm, compiled=entry.compiled)
     around = Float8Layers(subject.model, step.in_place).on if entry.precision == FP8 else step.in_place
     return Contender(entry, step, around=around)
+
+
+def _or_fail() -> AbstractContextManager[object]:
+    """Where torch.compile has compiled the same code too often it goes on without: not what a row says it is."""
+    import torch._dynamo
+
+    config: Any = torch._dynamo.config
+    name = next(name for name in ("fail_on_recompile_limit_hit", "fail_on_cache_limit_hit") if hasattr(config, name))
+    return cast("AbstractContextManager[object]", config.patch({name: True}))
 
 
 def kept_patterns(given: Sequence[str]) -> tuple[str, ...]:

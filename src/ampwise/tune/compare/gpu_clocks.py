@@ -47,11 +47,15 @@ class ClockWatch:
         """From the first look to the last."""
         if len(self._seen) < 2:
             return None
+        try:
+            top = int(self._nvml.nvmlDeviceGetMaxClockInfo(self._handle, self._nvml.NVML_CLOCK_SM))
+        except Exception:  # some devices do not say
+            return None
         return GpuClocks(
             before=self._seen[0],
             after=self._seen[-1],
             lowest=min(self._seen[1:]),  # the first was idle
-            top=int(self._nvml.nvmlDeviceGetMaxClockInfo(self._handle, self._nvml.NVML_CLOCK_SM)),
+            top=top,
             held_back_by=tuple(words for bit, words in REASONS.items() if self._reasons & bit),
         )
 

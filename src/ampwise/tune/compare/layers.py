@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import NamedTuple
 
 from torch import nn
@@ -16,6 +17,7 @@ __all__ = ["layer_times"]
 
 ROOT = "(the model itself)"
 NO_TIME = 1e-9  # seconds: a module without work of its own
+NEXT_TO_NOTHING = 1e-3  # of a step
 
 
 class _Alike(NamedTuple):
@@ -23,8 +25,17 @@ class _Alike(NamedTuple):
     kind: str
 
 
-def layer_times(model: nn.Module, modules: Mapping[str, Mapping[str, float]]) -> tuple[LayerTime, ...]:
-    """``modules`` are seconds by the label of a row and the name of a module; the longest in FP32 come first."""
+def layer_times(
+    model: nn.Module,
+    modules: Mapping[str, Mapping[str, float]],
+    step_s: Mapping[str, float] = MappingProxyType({}),
+    *,
+    certain: bool = True,
+) -> tuple[LayerTime, ...]:
+    """``modules`` are seconds by the label of a row and the name of a module; the longest in FP32 come first.
+
+    ``step_s`` is how long a step takes, by label; of a part that is next to nothing of it, a ratio says nothing.
+    """
     named = named_modules(model)
     alike: dict[_Alike, list[str]] = {}
     for name in dict.fromkeys(name for seconds in modules.values() for name in seconds):
@@ -33,7 +44,9 @@ def layer_times(model: nn.Module, modules: Mapping[str, Mapping[str, float]]) ->
     for key, names in alike.items():
         seconds = {label: sum(times.get(name, 0.0) for name in names) for label, times in modules.items()}
         if max(seconds.values()) > NO_TIME:
-            found.append(LayerTime(name=key.name, kind=key.kind, times=len(names), seconds=seconds))
+            notable = any(each >= NEXT_TO_NOTHING * step_s.get(label, 0.0) for label, each in seconds.items())
+            sure = certain and notable
+            found.append(LayerTime(name=key.name, kind=key.kind, times=len(names), seconds=seconds, certain=sure))
     return tuple(sorted(found, key=lambda layer: -layer.seconds.get(BASE, max(layer.seconds.values()))))
 
 

@@ -18,6 +18,8 @@ __all__ = ["OUT_OF_MEMORY", "Lineup"]
 T = TypeVar("T")
 
 OUT_OF_MEMORY = "out of memory"
+# Torch's error, by its name now and in 2.6: to import it takes a second.
+GAVE_UP = ("FailOnRecompileLimitHit", "FailOnCacheLimitHit")
 # What an allocator says that has no error of its own.
 NO_ROOM = ("can't allocate memory", "not enough memory", "CUBLAS_STATUS_ALLOC_FAILED", "out of memory")
 
@@ -82,5 +84,7 @@ class Lineup:
 
 
 def _problem(error: Exception) -> str:
+    if type(error).__name__ in GAVE_UP:
+        return "torch.compile has compiled it anew too often (its recompile limit) and goes on without compiling"
     full = isinstance(error, torch.OutOfMemoryError | MemoryError) or any(text in str(error) for text in NO_ROOM)
     return OUT_OF_MEMORY if full else failure(error)

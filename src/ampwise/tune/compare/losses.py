@@ -13,6 +13,7 @@ from ampwise.formats import find_format
 from ampwise.formats.format import Format
 from ampwise.randomness import captured, restore_random
 from ampwise.tune.compare.contender import Contender
+from ampwise.tune.compare.snapshot import Buffers, are_finite
 from ampwise.tune.compare.timing import Clock
 from ampwise.tune.subject import Subject
 
@@ -53,13 +54,14 @@ class LossCheckup:
     def __init__(self, subject: Subject, clock: Clock) -> None:
         self._subject, self._clock = subject, clock
         self._random = captured(subject.device)
-        self._buffers = [buffer.detach().clone() for buffer in subject.model.buffers()]
+        self._buffers = Buffers(subject.model)
         self._reference: float | None = None
         self._sensitivity = self._randomness = 0.0
 
     def check(self, contender: Contender) -> Checked:
         """Its loss; that of FP32, which comes first, is what the others are held to."""
         loss, seconds = self._loss(contender)
+        finite = contender.step.precision.scaled or are_finite(self._gradients())
         if contender.is_base:
             self._reference, self._sensitivity = loss, self._measured_sensitivity()
             self._randomness = self._measured_randomness(contender, loss)
@@ -67,14 +69,15 @@ class LossCheckup:
         allowed = None
         if self._reference is not None:
             allowed = tolerance(contender.precision, self._reference, self._sensitivity, self._randomness)
-        return Checked(LossCheck(loss=loss, reference=self._reference, tolerance=allowed), seconds)
+        found = LossCheck(loss=loss, reference=self._reference, tolerance=allowed, finite_gradients=finite)
+        return Checked(found, seconds)
 
     def _loss(self, contender: Contender, draw: int = 0) -> tuple[float, float]:
         """From the same state; with ``draw``, from other random numbers than the first."""
         contender.step.optimizer.zero_grad(set_to_none=True)
         self._restore()
         if draw:
-            torch.manual_seed(draw)
+            _seed(draw, self._subject.device)
         losses: list[Tensor] = []
         seconds = self._clock(lambda: losses.append(contender.step.forward_and_backward()), 1)
         self._restore()
@@ -82,9 +85,10 @@ class LossCheckup:
 
     def _restore(self) -> None:
         restore_random(self._random, self._subject.device)
-        with torch.no_grad():
-            for buffer, saved in zip(self._subject.model.buffers(), self._buffers, strict=True):
-                buffer.copy_(saved)
+        self._buffers.restore()
+
+    def _gradients(self) -> list[Tensor]:
+        return [parameter.grad for parameter in self._subject.parameters if parameter.grad is not None]
 
     def _measured_sensitivity(self) -> float:
         """What the loss would change by, to first order, if each weight changed by its own size, at random."""
@@ -104,3 +108,13 @@ class LossCheckup:
             if farthest <= FINEST * abs(loss):
                 break
         return farthest if math.isfinite(farthest) else 0.0
+
+
+def _seed(draw: int, device: torch.device) -> None:
+    """Of the CPU and of this device: those of other devices are not put back afterwards."""
+    torch.default_generator.manual_seed(draw)
+    if device.type == "cuda":
+        with torch.cuda.device(device):
+            torch.cuda.manual_seed(draw)
+    elif device.type != "cpu":
+        getattr(torch, device.type).manual_seed(draw)

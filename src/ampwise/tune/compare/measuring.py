@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 
+from ampwise.errors import BadInput
 from ampwise.evidence.speed import BASE, GpuClocks, LayerTime, LossCheck, Row, Spread, StepMemory
+from ampwise.evidence.speed_verdict import is_noisy
 from ampwise.evidence.timing import MatrixProduct
 from ampwise.hardware.catalog import Gpu, find_gpu
 from ampwise.tune.compare.contender import AGAIN, Contender
 from ampwise.tune.compare.gpu_clocks import ClockWatch
+from ampwise.tune.compare.guarding import WeightGuard
 from ampwise.tune.compare.intensity import intensity_of
 from ampwise.tune.compare.layers import layer_times
 from ampwise.tune.compare.lineup import Lineup
 from ampwise.tune.compare.losses import LossCheckup
 from ampwise.tune.compare.memory import peak_of
 from ampwise.tune.compare.profiling import profiled_step
-from ampwise.tune.compare.reading import Reading, read, recorded
+from ampwise.tune.compare.reading import Reading, read, recorded, typical
 from ampwise.tune.compare.rounds import Times, noise_of, pace_for, ratios, take_rounds, warm_up
 from ampwise.tune.compare.timing import Clock
 from ampwise.tune.compare.work import count_flops
@@ -33,6 +37,7 @@ Progress = Callable[[int, int, str], object]  # steps done, steps in all, what i
 HOPELESS = 10.0  # times as long as FP32: one pass has said it all
 NOT_LONG = 1.0  # seconds, which any pass may take
 GIVEN_UP = "given up after one pass"
+PROFILED = 3  # steps: one of them may have been held up
 TIMES_TOLD = 4  # besides the rounds: loss, warm-up, memory, profile
 
 
@@ -75,7 +80,8 @@ class Measuring:
             return
         self.flops = self._lineup.look(first, partial(count_flops, first), "FLOPs, counted in a step")
         self._lineup.add(first.again())
-        seconds = warm_up(self._lineup, self._settings.clock, partial(self._told, "warming up"))
+        guard = WeightGuard(self._lineup, self._subject, first.step.optimizer)
+        seconds = warm_up(self._lineup, self._settings.clock, partial(self._told, "warming up"), guard.look)
         self._take_memory()
         pace = pace_for(seconds, self._settings.rounds, self._settings.steps)
         self.rounds = pace.rounds
@@ -89,6 +95,7 @@ class Measuring:
         self.clocks = self._watch.seen()
         self.noise = noise_of(self._times, first.label, f"{first.label} {AGAIN}")
         self._skipped = {contender.label: contender.skipped for contender in self._lineup}
+        guard.insist()
         self._profile()
 
     def rows(self) -> tuple[Row, ...]:
@@ -99,7 +106,10 @@ class Measuring:
         """By the profiles of those that are not compiled."""
         eager = {one.label for one in self._contenders if not one.compiled}
         modules = {label: reading.modules for label, reading in self._readings.items() if label in eager}
-        return layer_times(self._subject.model, modules) if modules else ()
+        if not modules:
+            return ()
+        step_s = {label: Spread.of(self._times[label]).median for label in modules if label in self._times}
+        return layer_times(self._subject.model, modules, step_s, certain=not is_noisy(self.noise))
 
     def not_measured(self) -> Iterator[str]:
         """What one may look for and is not there, as sentences."""
@@ -123,11 +133,23 @@ class Measuring:
             if checked is None:
                 continue
             self._losses[contender.label] = checked.loss
-            if contender.is_base:
+            if not checked.loss.finite:
+                self._refuse(contender, checked.loss)
+            elif contender.is_base:
                 base = checked.seconds
             elif base is not None and not contender.compiled and checked.seconds > max(HOPELESS * base, NOT_LONG):
                 self._slower[contender.label] = checked.seconds / base
                 self._lineup.drop(contender, GIVEN_UP)
+
+    def _refuse(self, contender: Contender, loss: LossCheck) -> None:
+        """What is not finite is not trained by: the weights are those of the others, too."""
+        what = "gradients are not finite" if math.isfinite(loss.loss) else f"loss is {loss.loss:g}"
+        if contender.is_base:
+            raise BadInput(
+                f"{self._subject.name}: FP32's {what} before any precision is compared: first see that the model and "
+                "the batch give numbers."
+            )
+        self._lineup.drop(contender, f"not finite: the {what}")
 
     def _take_memory(self) -> None:
         for contender in self._left():
@@ -180,8 +202,8 @@ class Measuring:
 
 
 def _looked_into(contender: Contender) -> tuple[Reading, tuple[MatrixProduct, ...]]:
-    result = profiled_step(contender)
-    return read(*recorded(result)), profile_of(result).products
+    results = [profiled_step(contender) for _ in range(PROFILED)]
+    return typical([read(*recorded(each)) for each in results]), profile_of(results[-1]).products
 
 
 def _gpu(device: torch.device) -> Gpu | None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from statistics import median, median_high
 from typing import Any, NamedTuple
 
 from torch._C._autograd import DeviceType
@@ -15,7 +16,7 @@ from ampwise.tune.compare.kinds import kind_of_kernel, kind_of_op
 from ampwise.tune.compare.scopes import module_of
 from ampwise.watch.matrix_work import PRECISIONS
 
-__all__ = ["OUTSIDE", "Kernel", "Op", "Reading", "read", "recorded"]
+__all__ = ["OUTSIDE", "Kernel", "Op", "Reading", "read", "recorded", "typical"]
 
 OUTSIDE = "(outside the model)"
 # Calls of the driver, which have numbers of their own: these would be taken for those of operators.
@@ -110,6 +111,26 @@ def read(ops: Iterable[Op], kernels: Sequence[Kernel]) -> Reading:
         ),
         modules=dict(modules),
     )
+
+
+def typical(readings: Sequence[Reading]) -> Reading:
+    """The median of each of their numbers: of a kind, of a module."""
+    splits = [reading.split for reading in readings]
+    return Reading(
+        split=Split(
+            seconds=_medians([split.seconds for split in splits]),
+            busy=median(split.busy for split in splits),
+            launches=median_high([split.launches for split in splits]),
+            on_device=any(split.on_device for split in splits),
+        ),
+        modules=_medians([reading.modules for reading in readings]),
+    )
+
+
+def _medians(each: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    names = dict.fromkeys(name for seconds in each for name in seconds)
+    found = {name: median(seconds.get(name, 0.0) for seconds in each) for name in names}
+    return {name: seconds for name, seconds in found.items() if seconds}
 
 
 def _nested(ops: Iterable[Op]) -> list[_Node]:

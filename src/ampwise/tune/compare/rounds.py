@@ -31,8 +31,13 @@ class Pace(NamedTuple):
     steps: Mapping[str, int]
 
 
-def warm_up(lineup: Lineup, clock: Clock, told: Callable[[str], object]) -> dict[str, float]:
-    """First steps: kernels are chosen, memory is taken, code is compiled. About how long a step takes, by label."""
+def warm_up(
+    lineup: Lineup, clock: Clock, told: Callable[[str], object], after: Callable[[Contender], object]
+) -> dict[str, float]:
+    """First steps: kernels are chosen, memory is taken, code is compiled. About how long a step takes, by label.
+
+    ``after`` is called with each that has taken them, and may drop it.
+    """
     seconds: dict[str, float] = {}
     for contender in lineup:
 
@@ -44,8 +49,9 @@ def warm_up(lineup: Lineup, clock: Clock, told: Callable[[str], object]) -> dict
         taken = lineup.attempt(contender, first_steps)
         if taken is not None:
             seconds[contender.label] = taken
+            after(contender)
         told(contender.label)
-    return seconds
+    return {label: each for label, each in seconds.items() if label not in lineup.problems}
 
 
 def pace_for(seconds: Mapping[str, float], rounds: int | None = None, steps: int | None = None) -> Pace:
@@ -75,7 +81,7 @@ def take_rounds(
         for contender in reversed(order) if number % 2 else order:
 
             def turn(one: Contender = contender) -> float:
-                one()
+                one.uncounted()
                 taken = clock(one, pace.steps[one.label])
                 after_turn()
                 return taken

@@ -66,6 +66,8 @@ def memory(
     >>> estimate.at("bf16").most["optimizer state"] // estimate.parameters  # AdamW's two moments, in FP32
     8
     """
+    if fsdp is not None and ddp:
+        raise BadInput("--fsdp and --ddp: gradients are exchanged by one or by the other.")
     maker, shape = _asked(what, params, sizes)
     chosen = [_precision(name) for name in precisions or PRECISIONS]
     batches = _batches(batch)
@@ -125,7 +127,7 @@ def _batches(batch: int | Sequence[int] | None) -> list[int | None]:
     if not sizes or any(size is not None and size < 1 for size in sizes):
         shown = ",".join(map(str, sizes))
         raise BadInput(f"--batch {shown}: a batch has at least 1 row.")
-    return sizes
+    return list(dict.fromkeys(sizes))
 
 
 def _estimate(case: Case, precision: Precision, batch: int | None, room: Room | None) -> Estimate:

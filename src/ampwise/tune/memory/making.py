@@ -20,7 +20,8 @@ from ampwise.tune.memory.fake import replaced
 
 __all__ = ["making"]
 
-RANGES = frozenset({"aten::arange", "aten::linspace", "aten::logspace"})
+# A permutation is how a DataLoader shuffles, by a seed that is a number by itself.
+RANGES = frozenset({"aten::arange", "aten::linspace", "aten::logspace", "aten::randperm"})
 FEW = 2**20  # elements
 
 
@@ -42,12 +43,16 @@ class RealNumbers(TorchDispatchMode):
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         if any(isinstance(tensor, FakeTensor) for tensor in tensors):
             return func(*args, **kwargs)
-        if not tensors and func._schema.name not in RANGES:
-            return func(*args, **kwargs)
-        if not tensors and func(*args, **kwargs).numel() > FEW:
-            return func(*args, **kwargs)
+        if not tensors:
+            fake = func(*args, **kwargs)
+            if not (_is_whole_number(fake) or (func._schema.name in RANGES and fake.numel() <= FEW)):
+                return fake
         with unset_fake_temporarily():
             return func(*args, **kwargs)
+
+
+def _is_whole_number(made: Any) -> bool:
+    return isinstance(made, Tensor) and not made.ndim and made.dtype == torch.int64
 
 
 def _left(tensor: Tensor, *_: Any, **__: Any) -> Tensor:
