@@ -13,13 +13,14 @@ from typing import Any, NamedTuple
 
 from ampwise.evidence.alignment import BYTES, better, multiple_for, up_to
 
-__all__ = ["Layer", "Off", "Product", "Products", "Size", "Timing", "tile_remarks"]
+__all__ = ["ROWS", "Layer", "Off", "Product", "Products", "Size", "Timing", "tile_remarks"]
 
 TILE = 128  # rows and columns that a block of a GPU computes at once; libraries choose others, too
 
 LEAST = 1e9  # FLOPs a step, below which launches take longer than the work
 NOTABLE = 0.05  # of the matrix work, where nothing was measured
 NOTABLE_TIME = 0.01  # of the time of a step, where it was
+ROWS = "rows"
 ROOT = "(the model)"
 FILLED = 0.8  # of its tiles: a product that fills less is remarked upon
 
@@ -94,7 +95,10 @@ class Product:
         if self.precision not in BYTES:
             return ()
         multiple = multiple_for(self.precision, to)
-        bad = (each for each in self.sizes if each.row is not None and each.row % multiple)
+        # How the gradients of a linear layer lie is for torch to say; along rows, they count in FP8 alone.
+        any_rows = self.kind == "linear" and self.backward and self.precision != "fp8"
+        sizes = (each for each in self.sizes if not (any_rows and each.role == ROWS))
+        bad = (each for each in sizes if each.row is not None and each.row % multiple)
         return tuple(Off(each.role, each.size, better(each.size, self.precision, to)) for each in bad)
 
     def padded(self, to: int | None = None) -> Product:

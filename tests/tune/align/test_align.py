@@ -354,3 +354,25 @@ def test_on_a_gpu_costs_are_measured():
     assert {layer.name for layer in result.off} == {"0", "2"}
     assert all(layer.saved_ms is not None for layer in result.off)
     assert align(subjects.aligned, device="cuda").off == ()
+
+
+def test_rows_of_a_linear_layer_may_be_anything_however_its_gradients_lie():
+    def make(batch=4):
+        model = torch.nn.Linear(64, 8)
+        return model, torch.randn(batch, 64), lambda x: model(x).mean()
+
+    for rows in (4, 7):
+        found = align(make, device="cpu", batch=rows)
+        assert found.off == ()
+        assert found.remarks == ()
+    (layer,) = align(make, device="cpu", batch=7, precision="fp8").off
+    assert "rows" in {each.role for each in layer.off}
+
+
+def test_a_loss_without_a_graph_is_told():
+    def make():
+        model = torch.nn.Linear(64, 8)
+        return model, torch.randn(4, 64), lambda x: model(x).detach().mean()
+
+    found = align(make, device="cpu")
+    assert found.remarks == ("Only the forward pass was looked at: the loss has no graph to go back through.",)

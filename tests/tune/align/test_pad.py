@@ -171,9 +171,16 @@ def reloaded(model):
     return torch.load(file, weights_only=False)
 
 
+# torch.compile of 2.6 cannot follow a property of a module in place of its parameter.
+FOLLOWS = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 7)
+OLD = "torch before 2.7 cannot compile an embedding whose weight is a property"
+
+
 @pytest.mark.parametrize("kind", MODELS)
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_a_padded_model_compiles_in_one_graph(kind, backend):
+    if kind is CodeTied and not FOLLOWS:
+        pytest.skip(OLD)
     torch._dynamo.reset()
     model, padded, _ = pair(made(kind), **options_for(kind))
     compiled = torch.compile(padded, backend=backend, fullgraph=True)
@@ -298,9 +305,10 @@ def test_products_with_the_weight_have_its_padding(how):
     expected.square().sum().backward()
     got.square().sum().backward()
     assert_same_gradients(model, padded, lambda a, b: torch.allclose(a, b, atol=1e-4, rtol=1e-4))
-    torch._dynamo.reset()
-    compiled = torch.compile(padded, backend="eager", fullgraph=True)
-    assert torch.allclose(compiled(tokens), expected, atol=1e-6)
+    if FOLLOWS:
+        torch._dynamo.reset()
+        compiled = torch.compile(padded, backend="eager", fullgraph=True)
+        assert torch.allclose(compiled(tokens), expected, atol=1e-6)
 
 
 def test_the_same_with_masked_logits():
@@ -446,7 +454,52 @@ def test_frozen_weights_stay_frozen():
     assert not any(parameter.requires_grad for parameter in model.parameters())
 
 
+def test_what_is_assigned_to_a_tied_head_stays_tied():
+    _, padded, _ = pair(LanguageModel())
+    saved = LanguageModel().state_dict()
+    padded.load_state_dict(saved, assign=True)
+    assert padded.wte.weight.data_ptr() == padded.lm_head.weight.data_ptr()
+    assert torch.equal(padded.state_dict()["wte.weight"], saved["wte.weight"])
+    saved["lm_head.weight"] = torch.ones(101, 16)  # no longer one: each has its own
+    padded.load_state_dict(saved, assign=True)
+    assert padded.state_dict()["lm_head.weight"].eq(1).all()
+    assert torch.equal(padded.state_dict()["wte.weight"], saved["wte.weight"])
+
+
+def test_a_graph_that_is_still_held_is_no_matter():
+    model, x = mlp(), torch.randn(2, 13)
+    loss = model(x).sum()
+    loss.backward()
+    for change in (lambda: pad_(model, only=ALL), lambda: unpad_(model)):
+        change()
+        model.zero_grad()
+        held = model(x).sum()
+        held.backward()
+        assert all(parameter.grad.shape == parameter.shape for parameter in model.parameters())
+
+
 # Bad input
+
+
+def test_state_that_cannot_be_padded_is_refused_before_anything_is_touched():
+    model = nn.Sequential(nn.Linear(13, 21), nn.ReLU(), nn.Linear(21, 7))
+    optimizer = torch.optim.Adafactor(model.parameters())
+    model(torch.randn(2, 13)).sum().backward()
+    optimizer.step()
+    before = repr(model)
+    with pytest.raises(
+        BadInput, match=r"Adafactor keeps 'row_var' of \(21, 1\) for a parameter of \(21, 13\), and how"
+    ):
+        pad_(model, only=ALL, optimizer=optimizer)
+    assert repr(model) == before
+    model = nn.Sequential(nn.Linear(13, 21), nn.Linear(21, 8), nn.Embedding(8, 13, sparse=True), nn.Linear(13, 8))
+    model[2](torch.tensor([1])).sum().backward()
+    before = repr(model)
+    with pytest.raises(
+        BadInput, match=r"a gradient of the model is sparse, which cannot be padded\. Call zero_grad\(\)"
+    ):
+        pad_(model, only=ALL)
+    assert repr(model) == before
 
 
 def test_what_is_no_model_is_refused():

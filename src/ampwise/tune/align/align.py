@@ -30,6 +30,8 @@ from ampwise.user_code import failure
 
 __all__ = ["align"]
 
+FORWARD_ONLY = "Only the forward pass was looked at: the loss has no graph to go back through."
+
 Tell = Callable[[str], object]
 
 
@@ -225,13 +227,14 @@ def _judged(looked: _Looked, asked: Gpu | None, device: str | None) -> Alignment
     heads = [each.name for each in padding.left if each.needs_head]
     if len(heads) == 1:  # which of several makes the logits is not for us to guess
         padding = planned(model, replace(wish, head=heads[0]))
+    forward_only = () if any(each.backward for each in products.products) else (FORWARD_ONLY,)
     return Alignment(
         products=products if asked is None or products.gpu else replace(products, gpu=asked.name),
         findings=tuple(judged(products, "model")),
         padding=padding,
         basis=_basis(products, asked, device),
         head=heads[0] if len(heads) == 1 else None,
-        notes=looked.notes,
+        notes=(*looked.notes, *(forward_only if products.products else ())),
     )
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import ast
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,9 +18,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ampwise.tune.align.reading import Forward, forward_of, is_own, paths_otherwise_used, paths_read
+from ampwise.tune.align.raw import at
+from ampwise.tune.align.reading import Forward, forward_of, is_own, paths_otherwise_used, words_of
 
-__all__ = ["Chain", "chains", "has_hooks", "read_raw", "taken_apart"]
+__all__ = ["Chain", "chains", "has_hooks", "taken_apart"]
 
 # Each value by itself, and zero to zero.
 POINTWISE = (
@@ -60,30 +61,26 @@ def chains(module: nn.Module) -> Iterator[Chain]:
         yield from _Reader(module, code).chains()
 
 
-def read_raw(module: nn.Module) -> Iterator[nn.Module]:
-    """Modules whose ``weight`` or ``bias`` this one's code asks for itself, instead of calling them."""
-    kind: Any = type(module)
-    yield from _at(module, paths_read(kind))
-
-
 def taken_apart(module: nn.Module) -> Iterator[nn.Module]:
     """Modules that this one's code does more with than to call them: what is in them may be used by itself."""
     kind: Any = type(module)
-    yield from _at(module, paths_otherwise_used(kind))
+    words = words_of(kind)
+    for path in paths_otherwise_used(kind):
+        used = at(module, path)
+        if isinstance(used, nn.Module):
+            if path:
+                yield used
+            yield from (inner for inner in used.modules() if inner is not module and _is_opened(inner, words))
+
+
+def _is_opened(module: nn.Module, words: Set[str]) -> bool:
+    """Whether code with these words may reach what is in a module."""
+    return not words.isdisjoint(module._modules) or ("[" in words and isinstance(module, nn.Sequential))
 
 
 def has_hooks(module: nn.Module) -> bool:
     """Whether somebody else sees what goes in or comes out, or has put another forward there."""
     return any(getattr(module, kind) for kind in HOOKS) or "forward" in vars(module)
-
-
-def _at(module: nn.Module, paths: Sequence[tuple[str, ...]]) -> Iterator[nn.Module]:
-    for path in paths:
-        found: Any = module
-        for part in path:
-            found = found._modules.get(part) if isinstance(found, nn.Module) else None
-        if found is not None:
-            yield found
 
 
 def _keeps_zero(module: Any) -> bool:
@@ -108,7 +105,7 @@ def _is_only_a_function(module: nn.Module) -> bool:
     taken = [each.arg for each in code.tree.args.args]
     argument, called = call.args[0], call.func
     function = _known_as(called, code.names)
-    if isinstance(called, ast.Attribute) and is_own(called):
+    if isinstance(called, ast.Attribute) and is_own(called, code.receiver):
         function = vars(module).get(called.attr)
     keeps = getattr(function, "func", function) in FUNCTIONS  # of a functools.partial, what it calls
     return keeps and len(taken) == 2 and isinstance(argument, ast.Name) and argument.id == taken[1]
@@ -149,7 +146,7 @@ class _Reader:
 
     def _child(self, node: ast.expr, *, once: bool = False) -> Any:
         """The module that ``self.name`` is; with ``once`` only if that is all the class's code says about it."""
-        if not isinstance(node, ast.Attribute) or not is_own(node):
+        if not isinstance(node, ast.Attribute) or not is_own(node, self._code.receiver):
             return None
         return None if once and self._code.named[node.attr] != 1 else self._module._modules.get(node.attr)
 

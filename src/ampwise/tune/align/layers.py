@@ -64,6 +64,17 @@ def given(made: Tensor, own: int, gives: str) -> Tensor:
     return made
 
 
+def _widened_once(parameter: nn.Parameter, saved: Tensor, is_assigned: bool) -> Tensor:
+    """What to load into a parameter. Layers that share one also share what is assigned to them, if that was shared."""
+    if not is_assigned:
+        return widened(saved, tuple(parameter.shape))
+    memory = saved.device, saved.data_ptr(), saved.shape
+    made: tuple[Any, Tensor] | None = getattr(parameter, "assigned", None)  # kept on who is about to be replaced
+    if made is None or made[0] != memory:
+        made = parameter.assigned = memory, widened(saved, tuple(parameter.shape))  # type: ignore[attr-defined]
+    return made[1]
+
+
 class _Padded(nn.Module):
     """What the padded layers share: state dicts in the layer's own sizes."""
 
@@ -101,7 +112,7 @@ class _Padded(nn.Module):
                     f"current model is {torch.Size(shape)} (which is padded to {parameter.shape})."
                 )
                 saved = narrowed(parameter.detach(), shape)
-            state_dict[key] = widened(saved, tuple(parameter.shape))
+            state_dict[key] = _widened_once(parameter, saved, bool(local_metadata.get("assign_to_params_buffers")))
         super()._load_from_state_dict(
             state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
         )

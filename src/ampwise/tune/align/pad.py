@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -59,6 +60,7 @@ def pad_(
     patterns = (only,) if isinstance(only, str) else tuple(only)
     padding = planned(model, Wish(precision=precision, to=to, only=patterns, head=head, logits=logits))
     optimizers = _optimizers(optimizer)
+    _check_state("pad_", (layer for step in padding.padded for layer in step.layers), optimizers)
     for step in padding.padded:
         for layer in step.layers:
             _make_padded(layer, step)
@@ -80,7 +82,9 @@ def unpad_(model: nn.Module, *, optimizer: Optimizer | Sequence[Optimizer] = ())
     """
     _check(model, "unpad_")
     optimizers = _optimizers(optimizer)
-    for layer in [module for module in model.modules() if isinstance(module, PaddedLinear | PaddedEmbedding)]:
+    padded = [module for module in model.modules() if isinstance(module, PaddedLinear | PaddedEmbedding)]
+    _check_state("unpad_", padded, optimizers)
+    for layer in padded:
         for name, shape in layer.own_shapes().items():
             _reshape_(layer._parameters[name], shape, _cut, optimizers)
         layer.__class__ = nn.Linear if isinstance(layer, PaddedLinear) else nn.Embedding  # type: ignore[assignment]
@@ -104,6 +108,27 @@ def _optimizers(given: Optimizer | Iterable[Optimizer]) -> list[Optimizer]:
         if not isinstance(each, Optimizer):
             raise BadInput(f"pad_(optimizer=...): a torch.optim.Optimizer is expected, not {type(each).__name__}.")
     return found
+
+
+def _check_state(asked: str, layers: Iterable[nn.Module], optimizers: Sequence[Optimizer]) -> None:
+    """Whether all that hangs on the parameters can be given their new shapes, before any is."""
+    for parameter in (each for layer in layers for each in layer.parameters(recurse=False)):
+        if parameter.grad is not None and parameter.grad.layout is not torch.strided:
+            raise BadInput(
+                f"{asked}(): a gradient of the model is sparse, which cannot be padded. Call zero_grad(), then {asked}."
+            )
+        for optimizer in optimizers:
+            _check_kept(asked, optimizer, parameter)
+
+
+def _check_kept(asked: str, optimizer: Optimizer, parameter: nn.Parameter) -> None:
+    for key, value in optimizer.state.get(parameter, {}).items():
+        if isinstance(value, Tensor) and value.numel() != 1 and value.shape != parameter.shape:
+            raise BadInput(
+                f"{asked}(optimizer=...): {type(optimizer).__name__} keeps {key!r} of {tuple(value.shape)} for a "
+                f"parameter of {tuple(parameter.shape)}, and how to pad that is not known. Call {asked} before the "
+                "first step, with a new optimizer."
+            )
 
 
 def _make_padded(layer: nn.Module, step: Step) -> None:
@@ -133,6 +158,10 @@ def _reshape_(
         for key, value in state.items():
             if isinstance(value, Tensor) and value.shape == before:
                 state[key] = reshape(value, shape)
-    parameter.data = reshape(parameter.data, shape)
+    changed = reshape(parameter.data, shape)
+    # A graph that is still held remembers the old shape for the next one; torch forgets it when the type changes.
+    other = torch.float32 if parameter.dtype == torch.float64 else torch.float64
+    parameter.data = changed.new_empty(0, dtype=other)
+    parameter.data = changed
     if gradient is not None:
         parameter.grad = reshape(gradient, shape)

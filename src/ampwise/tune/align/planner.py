@@ -6,15 +6,18 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
 
+import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.modules.conv import _ConvNd
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from ampwise.engine.precision.policy import named_modules
 from ampwise.errors import BadInput, UnknownName
-from ampwise.tune.align.flow import Chain, chains, read_raw, taken_apart
+from ampwise.tune.align.flow import Chain, chains, taken_apart
 from ampwise.tune.align.layers import KEPT, MASKED, SLICED, PaddedEmbedding, PaddedLinear
 from ampwise.tune.align.plan import Left, Padding, Step, Wish
+from ampwise.tune.align.raw import readers
 
 __all__ = ["planned"]
 
@@ -43,7 +46,9 @@ class _Planner:
             for name, parameter in module._parameters.items():
                 if parameter is not None:
                     self._users.setdefault(id(parameter), []).append((module, name))
-        self._raw = {id(read): module for module in self._names for read in read_raw(module)}
+        self._overlapping = _overlapping(self._names)
+        self._readers = readers(self._names)
+        self._raw = {key for key, reader in self._readers.items() if not reader.doubt}
         self._asked = self._matching(wish.only)
         self._head = self._head_named(wish.head)
         self._into, self._from = self._chained()
@@ -118,17 +123,28 @@ class _Planner:
         return None
 
     def _refused_use(self, layer: nn.Module) -> str | None:
-        reader = self._raw.get(id(layer))
-        if reader is not None and not (layer is self._head and _looks_up(layer)):
-            may = f": if that makes the logits, pad_(model, head={self._names[layer]!r})"
-            hint = may if _looks_up(layer) else ""
-            return f"the code of {type(reader).__name__} asks for its weight{hint}"
+        taken = self._refused_reading(layer)
+        if taken is not None:
+            return taken
         for own, parameter in layer.named_parameters(recurse=False):
+            if id(parameter) in self._overlapping:
+                return f"its {own} shares its memory with another tensor of the model: make them one parameter"
             for other, name in self._users[id(parameter)]:
                 together = own == name == "weight" and type(other) in (nn.Linear, nn.Embedding)
                 if other is not layer and not together:
                     return f"it shares its {own} with {self._names[other] or type(other).__name__}"
         return None
+
+    def _refused_reading(self, layer: nn.Module) -> str | None:
+        reader = self._readers.get(id(layer))
+        if reader is None or (layer is self._head and _looks_up(layer)):
+            return None
+        code = f"the code of {type(reader.module).__name__}"
+        if reader.doubt:
+            is_asked = self._asked is not None and layer in self._asked
+            return None if is_asked else f"{code} {reader.doubt} for its weight: if it does not, name it in only="
+        may = f": if that makes the logits, pad_(model, head={self._names[layer]!r})"
+        return f"{code} asks for its weight{may if _looks_up(layer) else ''}"
 
     # --- what is done ----------------------------------------------------------------------------------------------
 
@@ -233,6 +249,21 @@ class _Planner:
                 "pad_(logits='masked'): there is no head to pad whose logits could be masked. Name the layer that "
                 "makes them: head='lm_head'."
             )
+
+
+def _overlapping(modules: Iterable[nn.Module]) -> set[int]:
+    """The parameters and buffers that lie in the memory of others, as ``.data`` ties them, by their ids."""
+    there: dict[tuple[torch.device, int], set[int]] = {}
+    for module in modules:
+        for tensor in (*module._parameters.values(), *module._buffers.values()):
+            if tensor is not None and not isinstance(tensor, FakeTensor) and tensor.layout is torch.strided:
+                start = (
+                    0
+                    if isinstance(tensor, UninitializedParameter | UninitializedBuffer)
+                    else tensor.untyped_storage().data_ptr()
+                )
+                there.setdefault((tensor.device, start), set()).add(id(tensor))
+    return {each for (_, start), found in there.items() if start and len(found) > 1 for each in found}
 
 
 def _size(layer: nn.Module) -> tuple[int, int]:

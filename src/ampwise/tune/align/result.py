@@ -8,14 +8,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from ampwise.evidence.alignment import multiple_for
-from ampwise.evidence.products import Layer, Off, Products, tile_remarks
+from ampwise.evidence.products import ROWS, Layer, Off, Products, tile_remarks
 from ampwise.finding import Finding
 from ampwise.printers.terminal import printable
 from ampwise.tune.align.plan import Padding, Step
 
 __all__ = ["HEADINGS", "Alignment"]
 
-ROWS = "rows"
 HEADINGS = ("layer", "product M×N×K", "off → better", "cost")
 BY_HAND = {
     "convolution": "give it {better} channels: pad_ leaves convolutions",

@@ -47,6 +47,8 @@ class _OwnRows(Tensor):
             return _WITH_PADDING[func](*args, **kwargs)
         if func in _OF_ITSELF and len(args) == 1 and not kwargs:
             return _OF_ITSELF[func](args[0])
+        if func in _WRITES and isinstance(args[0], cls):
+            return _WRITES[func](*args, **kwargs)
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
 
@@ -72,11 +74,38 @@ def _logits(inputs: Tensor, weight: _OwnRows, bias: Tensor | None = None) -> Ten
 
 
 def _looked_up(tokens: Tensor, weight: _OwnRows, *rest: Any, **options: Any) -> Tensor:
-    return F.embedding(tokens, weight.whole, *rest, **options)
+    index, *others = rest or (options.pop("padding_idx", None),)
+    if index is not None and index < 0:  # counted from the end of its own rows
+        index += weight.shape[0]
+    return F.embedding(tokens, weight.whole, index, *others, **options)
 
 
 def _gradient(weight: _OwnRows) -> Tensor | None:
     return None if weight.whole.grad is None else narrowed(weight.whole.grad, tuple(weight.shape))
+
+
+def _set_data(weight: _OwnRows, data: Tensor) -> None:
+    weight.whole.data = widened(data, tuple(weight.whole.shape))
+
+
+def _set_gradient(weight: _OwnRows, gradient: Tensor | None) -> None:
+    weight.whole.grad = None if gradient is None else widened(gradient, tuple(weight.whole.shape))
+
+
+def _set_trained(weight: _OwnRows, requires_grad: bool = True) -> _OwnRows:
+    weight.whole.requires_grad_(requires_grad)
+    return weight
+
+
+def _hooked(weight: _OwnRows, hook: Callable[[Tensor], Tensor | None]) -> Any:
+    """The hook is given the gradient of the embedding's own rows, and gives such a one."""
+    own, shape = tuple(weight.shape), tuple(weight.whole.shape)
+
+    def on_whole(gradient: Tensor) -> Tensor | None:
+        changed = hook(narrowed(gradient, own))
+        return None if changed is None else widened(changed, shape)
+
+    return weight.whole.register_hook(on_whole)
 
 
 def _turned(weight: _OwnRows) -> _Turned:
@@ -93,5 +122,14 @@ _OF_ITSELF: dict[Any, Callable[[_OwnRows], Any]] = {
     Tensor.mT.__get__: _turned,  # type: ignore[attr-defined]
     Tensor.t: _turned,
     torch.t: _turned,
+}
+# What is written to the weight is written to the parameter, of which it is only a view.
+_WRITES: dict[Any, Callable[..., Any]] = {
+    Tensor.data.__set__: _set_data,  # type: ignore[attr-defined]
+    Tensor.grad.__set__: _set_gradient,  # type: ignore[union-attr]
+    Tensor.grad.__delete__: lambda weight: _set_gradient(weight, None),  # type: ignore[union-attr]
+    Tensor.requires_grad.__set__: _set_trained,  # type: ignore[attr-defined]
+    Tensor.requires_grad_: _set_trained,
+    Tensor.register_hook: _hooked,
 }
 _PRODUCTS = (torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.mm, Tensor.mm)
