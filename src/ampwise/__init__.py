@@ -53,7 +53,11 @@ if TYPE_CHECKING:
     from ampwise.tune.align.pad import unpad_ as unpad_
     from ampwise.tune.compare.comparing import compare as compare
     from ampwise.tune.compare.result import PrecisionComparison as PrecisionComparison
+    from ampwise.tune.diff.diffing import diff as diff
+    from ampwise.tune.diff.result import Difference as Difference
     from ampwise.tune.memory.estimate import memory as memory
+    from ampwise.tune.search.found import Found as Found
+    from ampwise.tune.search.searching import search as search
 
 _HOMES = {
     "AmpwiseError": "errors",
@@ -64,10 +68,12 @@ _HOMES = {
     "Comparison": "report.comparison.comparison",
     "Count": "census.count",
     "DeviceCensus": "census.device",
+    "Difference": "tune.diff.result",
     "Edit": "finding",
     "Engine": "engine.engine",
     "Finding": "finding",
     "Format": "formats",
+    "Found": "tune.search.found",
     "Gpu": "hardware",
     "GradScaler": "engine.scaling.scaler",
     "Guard": "guard.guard",
@@ -90,12 +96,14 @@ _HOMES = {
     "census": "census.measure",
     "compare": "tune.compare.comparing",
     "describe_machine": "hardware",
+    "diff": "tune.diff.diffing",
     "find_format": "formats",
     "find_gpu": "hardware",
     "find_rule": "rules",
     "keep": "engine.precision.keep",
     "memory": "tune.memory.estimate",
     "pad_": "tune.align.pad",
+    "search": "tune.search.searching",
     "trace": "trace.tracing",
     "unpad_": "tune.align.pad",
 }

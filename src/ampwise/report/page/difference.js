@@ -5,7 +5,7 @@ const TALL = 240;
 const LOWEST = 1e-12; // an error below that is none
 
 const exponents = (values) => values.map((value) => (value === null || value < LOWEST ? null : Math.log10(value)));
-const worded = (value) => (value === null ? '' : value < 0.0005 ? short(Number(value.toPrecision(2))) : `${Number((value * 100).toPrecision(2))}%`);
+const worded = (value) => (value === null ? '' : value < 1e-5 ? short(Number(value.toPrecision(2))) : `${Number((value * 100).toPrecision(2))}%`);
 
 // What is known of a module, in words.
 function told(pass, at) {

@@ -1,4 +1,4 @@
-"""The page of a difference: its template filled in, with a script of its own."""
+"""The page of a difference."""
 
 from __future__ import annotations
 

@@ -1,0 +1,193 @@
+"""Find the cheapest format for each module with which loss and gradients stay what they are in FP32.
+
+FUNCTION makes a model, a batch and what makes the loss of it; it is called once for each batch, with another seed, and
+the model of the first call is the one that is searched:
+
+  def make():                                    # in train.py
+      model = Net()
+      x, y = torch.randn(16, 128), torch.randint(10, (16,))
+      return model, (x, y), lambda x, y: F.cross_entropy(model(x), y)
+
+Formats of 8 bits and fewer are emulated, so that a CPU answers whether this could train in FP8 or MXFP8. The error is
+the larger of two: the relative difference of the loss, and half of the squared relative error of the gradient of the
+module where that is largest, which is the part of a step's progress that is lost. FP32 is compared with itself first:
+a tolerance below its own noise is refused. A quarter of the batches is held back to verify what was found.
+
+Examples:
+  ampwise search train:make
+  ampwise search train:make --formats mxfp8,bf16,fp32 --tolerance 0.01 --gpu b200
+  ampwise search train:make --modules 'blocks.*' --out policy.json
+  ampwise search train:make --out policy.json --resume
+
+Trials are kept in OUT.part (without --out in ampwise-search.part) until the search is over: after Ctrl-C, --resume
+goes on from them. A policy file is read by ampwise.Found.load("policy.json").
+
+The exit code is 0 if something can be narrower than FP32, 1 if nothing can, 2 if it could not be searched and 130
+after Ctrl-C.
+
+With --json, what is not known is null, and an infinite error is "Infinity":
+  {what, version, subject, formats, tolerance, noise, error, loss_error, gradient_error, worst,
+   modules: {name: format}, policy: {version, base, keep: [{pattern, precision}]}, narrow: {pattern: format}, widened,
+   ranking: [{name, kind, format, share, narrower, estimates: {format: error}, alone, reasons}],
+   gain: {cost, gpu, faster_than_fp32, faster_than_16_bits, why_no_time, kept_bytes, kept_bytes_fp32},
+   gap, verified: {batches, error, raised, error_after}, batches, trials, passes, seconds, device, notes}
+Modules are in the order of the ranking from the most to the least sensitive there. "" is the name of the model itself.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import sys
+from pathlib import Path
+
+from ampwise.printers.terminal import print_tables, printable, write
+
+TYPE_CHECKING = False  # as in typing, which takes milliseconds to import
+if TYPE_CHECKING:
+    from typing import Any
+
+    import torch
+
+    from ampwise.tune.search.found import Found
+    from ampwise.tune.subject import Subject
+
+__all__ = ["add_arguments", "run"]
+
+INTERRUPTED = 130
+PART = "ampwise-search.part"
+DEFAULTS = {"formats": "e4m3,bf16,fp32", "tolerance": 0.02, "batches": 4}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("function", metavar="FUNCTION", help="module:function or file.py:function, such as train:make")
+    parser.add_argument(
+        "--formats",
+        metavar="NAMES",
+        default=DEFAULTS["formats"],
+        help="the formats to choose among, fp32 one of them (default: %(default)s; `ampwise formats` lists all)",
+    )
+    parser.add_argument(
+        "--tolerance",
+        metavar="NUMBER",
+        type=float,
+        default=DEFAULTS["tolerance"],
+        help="how far from FP32 loss and gradients may be (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--batches",
+        metavar="COUNT",
+        type=int,
+        default=DEFAULTS["batches"],
+        help="how many batches, of which a quarter is held back (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--modules", metavar="GLOB", action="append", default=[], help="search only these modules; may be repeated"
+    )
+    parser.add_argument("--trials", metavar="COUNT", type=int, help="try no more assignments than so many")
+    parser.add_argument("--gpu", metavar="NAME", help="predict the time on this one, of `ampwise gpu --list`")
+    parser.add_argument("--device", metavar="NAME", help="such as cpu or cuda:1 (default: cuda where there is one)")
+    parser.add_argument("--out", metavar="FILE", help="write what was found there, as JSON")
+    parser.add_argument("-f", "--force", action="store_true", help="write over a file that is there")
+    parser.add_argument("--resume", action="store_true", help="go on from the trials of an interrupted search")
+    parser.add_argument("--json", action="store_true", help="JSON, as described above")
+    parser.add_argument("-q", "--quiet", action="store_true", help="no progress on stderr")
+
+
+def run(args: argparse.Namespace) -> int:
+    _check(args)
+    part = Path(f"{args.out}.part" if args.out else PART)
+    if not args.resume:
+        part.unlink(missing_ok=True)
+    try:
+        found = _found(args, part)
+    except KeyboardInterrupt:
+        print(f"\nampwise: interrupted; resume with: {_command(args)}", file=sys.stderr)
+        return INTERRUPTED
+    if args.out:
+        found.save(args.out)
+    _print(found, args)
+    return 0 if found.narrower else 1
+
+
+def _check(args: argparse.Namespace) -> None:
+    from ampwise.errors import BadInput, MissingDependency
+
+    try:
+        import torch  # noqa: F401
+    except ImportError as error:
+        raise MissingDependency("ampwise search needs torch: pip install 'ampwise[torch]'") from error
+    if args.batches < 1:
+        raise BadInput(f"search --batches {args.batches}: one is the least, and four let one be held back.")
+    if args.out and Path(args.out).exists() and not args.force:
+        raise BadInput(f"search --out {args.out}: it is there already. Name another file, or write over it with -f.")
+
+
+def _found(args: argparse.Namespace, part: Path) -> Found:
+    from ampwise.trace.capsule.rerunning import device_named
+    from ampwise.tune.search.searching import search
+    from ampwise.tune.search.telling import progress_on
+
+    formats = [name.strip() for name in args.formats.split(",") if name.strip()]
+    # What the user's code prints is not what was asked for.
+    with contextlib.redirect_stdout(sys.stderr), progress_on(sys.stderr, quiet=args.quiet) as progress:
+        subject, batches = _made(args.function, args.batches, device_named(args.device, "cuda"))
+        return search(
+            subject.loss_fn,
+            batches,
+            tolerance=args.tolerance,
+            formats=formats,
+            model=subject.model,
+            modules=args.modules,
+            gpu=args.gpu,
+            trials=args.trials,
+            resume=part,
+            progress=progress,
+            name=args.function,
+        )
+
+
+def _made(name: str, count: int, device: torch.device) -> tuple[Subject, list[Any]]:
+    """The subject of the first call, and the batches of all of them."""
+    import torch
+
+    from ampwise.tune.subject import maker_named
+
+    maker = maker_named(name)
+    torch.manual_seed(0)
+    subject = maker.make(device)
+    batches: list[Any] = [dict(subject.kwargs) or subject.args]
+    for seed in range(1, count):
+        torch.manual_seed(seed)
+        other = maker.make(device)
+        batches.append(dict(other.kwargs) or other.args)
+    return subject, batches
+
+
+def _print(found: Found, args: argparse.Namespace) -> None:
+    from ampwise.strict_json import dumps
+    from ampwise.tune.search.text import show
+
+    if args.json:
+        write(dumps(found.as_dict()), sys.stdout)
+        return
+    print_tables(lambda out: show(out, found))
+    if args.out:
+        write(f"Written to {printable(args.out)}: ampwise.Found.load({printable(args.out)!r})\n", sys.stdout)
+
+
+def _command(args: argparse.Namespace) -> str:
+    """What goes on from here."""
+    import shlex
+
+    words = ["ampwise", "search", args.function]
+    for option, default in DEFAULTS.items():
+        if getattr(args, option) != default:
+            words += [f"--{option}", str(getattr(args, option))]
+    for option in ("trials", "gpu", "device", "out"):
+        if getattr(args, option):
+            words += [f"--{option}", str(getattr(args, option))]
+    for pattern in args.modules:
+        words += ["--modules", pattern]
+    words += [f"--{option}" for option in ("force", "json", "quiet") if getattr(args, option)]
+    return shlex.join([*words, "--resume"])

@@ -1,0 +1,1 @@
+"""Rules about a step on two sides: which difference rounding does not explain, and what it is."""

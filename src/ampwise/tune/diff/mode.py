@@ -1,0 +1,75 @@
+"""Sees every operation of a run: so that nothing stays changed, and both sides draw the same random numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import lru_cache
+from typing import Any
+
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+from ampwise.trace.recorder import Undoing, storage_id, tensors_in
+from ampwise.trace.undo import written_arguments
+from ampwise.tune.diff.calls import Calls, is_backward
+from ampwise.tune.diff.draws import SEEDED, Draws
+
+__all__ = ["Watching"]
+
+
+class Watching(Undoing):
+    """Tells the calls of each operation that writes, and counts those that round."""
+
+    def __init__(self, calls: Calls, draws: Draws) -> None:
+        super().__init__()
+        self.calls, self._draws = calls, draws
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for tensor in tensors_in(args):
+            self.note_leaf(tensor)
+        if _is_view(func):
+            return func(*args, **(kwargs or {}))
+        begun = self.calls.begins(func, args)
+        written = list(_written(func, args, kwargs or {}))
+        for tensor in written:
+            with _disable_current_modes():
+                self.calls.before_write(tensor)
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        if written:
+            self._note_made(result, written)
+        self.calls.ends(begun, func, args, result)
+        return result
+
+    def _note_made(self, result: Any, written: list[Tensor]) -> None:
+        """What a normalisation returns, which also writes to its statistics: it is ours, and is not to be put back."""
+        old = set(map(storage_id, written))
+        made = tensors_in(result if isinstance(result, list | tuple) else (result,))
+        self._made.update(storage for storage in map(storage_id, made) if storage not in old)
+
+    def note_leaf(self, tensor: Tensor) -> None:
+        """Its gradient is to be that of this run alone."""
+        if tensor.requires_grad and tensor.is_leaf and id(tensor) not in self.leaves:
+            super().note_leaf(tensor)
+            tensor.grad = None
+
+    def run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        if not is_backward():
+            self.calls.count_operation()
+        return self._draws(func, args, kwargs) if _draws(func) else func(*args, **kwargs)
+
+
+def _written(func: Any, args: Any, kwargs: Any) -> Iterator[Tensor]:
+    for position, name in written_arguments(func):
+        yield from tensors_in((args[position] if position < len(args) else kwargs.get(name),))
+
+
+@lru_cache(maxsize=8192)
+def _is_view(func: Any) -> bool:
+    """Whether it only shows memory that is there."""
+    aliased = [each.alias_info for each in func._schema.returns]
+    return bool(aliased) and all(info is not None and not info.is_write for info in aliased)
+
+
+@lru_cache(maxsize=8192)
+def _draws(func: Any) -> bool:
+    return SEEDED in func.tags

@@ -1,0 +1,142 @@
+"""The models that a function uses, and what their modules and parameters are called."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
+from types import FunctionType
+from typing import Any
+
+from torch import Tensor
+from torch.nn import Module, Parameter
+from torch.nn.parameter import is_lazy
+
+from ampwise.engine.precision.policy import named_modules
+from ampwise.errors import UnknownName
+from ampwise.site import kind_of
+from ampwise.trace.names import variables_of
+
+__all__ = ["Names", "models_of"]
+
+DEEPEST = 3  # functions that call functions, objects that hold objects
+LONGEST = 200  # what holds more is data
+
+
+def models_of(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Module]:
+    """The models that a function can reach, by the names it has for them; those that are part of another left out."""
+    found: dict[Module, str] = {}
+    for name, model in _reached("", function, DEEPEST, set()):
+        found.setdefault(model, name)
+    for name, value in (*((f"argument {number}", each) for number, each in enumerate(args, 1)), *kwargs.items()):
+        for inner, model in _reached(name, value, 1, set()):
+            found.setdefault(model, inner)
+    inside = {part for model in found for part in model.modules() if part is not model}
+    return {name: model for model, name in found.items() if model not in inside}
+
+
+def _reached(name: str, value: Any, depth: int, seen: set[int]) -> Iterator[tuple[str, Module]]:
+    if id(value) in seen:
+        return
+    seen.add(id(value))
+    if isinstance(value, Module):
+        yield name, value
+    elif depth:
+        for step, inner in _parts(value):
+            yield from _reached(step, inner, depth - 1, seen)
+
+
+def _parts(value: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, functools.partial):
+        yield from (("", each) for each in (value.func, *value.args))
+        yield from value.keywords.items()
+    elif inspect.ismethod(value):
+        yield from (("self", value.__self__), ("", value.__func__))
+    elif isinstance(value, FunctionType):
+        inner = inspect.unwrap(value)
+        if isinstance(inner, FunctionType) and kind_of(inner.__code__.co_filename) == "own":
+            yield from variables_of(inner).items()
+    elif isinstance(value, Mapping | list | tuple) and len(value) > LONGEST:
+        return
+    elif isinstance(value, Mapping):
+        yield from ((str(key), each) for key, each in value.items())
+    elif isinstance(value, list | tuple):
+        yield from ((str(number), each) for number, each in enumerate(value))
+    elif hasattr(value, "__dict__") and not isinstance(value, Tensor | type) and not inspect.ismodule(value):
+        yield from vars(value).items()
+
+
+class Names:
+    """Of modules and parameters. The model that is trained needs no prefix, others have the name they are known by."""
+
+    def __init__(self, models: Mapping[str, Module], patterns: Sequence[str] = ()) -> None:
+        self._patterns = tuple(patterns)
+        self._names: dict[int, str] = {}
+        self._parameters: dict[int, str] = {}
+        self.roots: list[Module] = []
+        self.looked_into = True  # False: models are known, and nobody looks at their modules
+        main = [model for model in models.values() if _is_trained(model)] or list(models.values())
+        self.main = main[0] if len(main) == 1 else None
+        for name, model in models.items():
+            self.learn(model, "" if model is self.main else name)
+        if models:
+            self.check_patterns()
+
+    def learn(self, model: Module, name: str | None = None) -> None:
+        """A model that was not known before. name: what its modules' names begin with."""
+        prefix = self._free_prefix(model) if name is None else name
+        self.roots.append(model)
+        for path, module in named_modules(model).items():
+            self._names.setdefault(id(module), ".".join(part for part in (prefix, path) if part))
+            for own, parameter in module.named_parameters(recurse=False):
+                full = ".".join(part for part in (prefix, path, own) if part)
+                self._parameters.setdefault(id(parameter), full)
+
+    def __contains__(self, module: Module) -> bool:
+        return id(module) in self._names
+
+    def of(self, module: Module) -> str:
+        """In its model; "" of the model itself."""
+        return self._names[id(module)]
+
+    def of_parameter(self, parameter: Tensor) -> str | None:
+        return self._parameters.get(id(parameter))
+
+    def watched(self, model: Module) -> Iterator[Module]:
+        """Those of a model's modules that are to be looked at, each once."""
+        for module in dict.fromkeys(named_modules(model).values()) if self.looked_into else ():
+            if not self._patterns or any(fnmatchcase(self.of(module), pattern) for pattern in self._patterns):
+                yield module
+
+    def parameters(self) -> list[Parameter]:
+        """Those that are trained, each once."""
+        found = (parameter for model in self.roots for parameter in model.parameters())
+        return list(dict.fromkeys(each for each in found if each.requires_grad and not is_lazy(each)))
+
+    def _free_prefix(self, model: Module) -> str:
+        """Of a model that no variable is known for: none if it is the only one, else its class."""
+        if not any(map(_is_trained, self.roots)) and _is_trained(model):
+            return ""
+        taken = {name.partition(".")[0] for name in self._names.values()}
+        kind = type(model).__name__
+        return kind if kind not in taken else f"{kind}{sum(name.startswith(kind) for name in taken) + 1}"
+
+    def check_patterns(self) -> None:
+        """An error where a pattern matches no module."""
+        for pattern in self._patterns:
+            if not any(fnmatchcase(name, pattern) for name in self._names.values()):
+                raise _no_match(pattern, self._names.values())
+
+
+def _is_trained(model: Module) -> bool:
+    return any(parameter.requires_grad for parameter in model.parameters())
+
+
+def _no_match(pattern: str, names: Iterable[str]) -> UnknownName:
+    return UnknownName(
+        "module",
+        pattern,
+        filter(None, names),
+        listing="Names are those of model.named_modules(), and * matches any part of one, dots too.",
+    )

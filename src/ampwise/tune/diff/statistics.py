@@ -1,0 +1,163 @@
+"""How far two tensors are apart, measured where they are: numbers stay on the device until all are read at once."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ampwise.evidence.compared import Measured
+
+__all__ = ["Factors", "Ledger", "Waiting", "measure"]
+
+PIECE = 2**23  # values at a time: what is made of them in FP64 takes 64 MiB for each of three tensors
+PIECE_ON_CPU = 2**17  # where the cache decides
+WITHOUT_FP64 = ("mps",)
+COLUMNS = 12
+
+Factors = tuple[float, float]
+AS_THEY_ARE: Factors = (1.0, 1.0)
+
+
+class Waiting(NamedTuple):
+    """A comparison whose numbers are still on the device: a row for each piece, and where the pieces begin."""
+
+    shape: tuple[int, ...]
+    rows: list[Tensor]
+    starts: list[int]
+    whole: bool  # whole numbers, of which only counts say something
+
+
+class Ledger:
+    """Comparisons by key, read all at once."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[Any, Waiting] = {}
+
+    def __contains__(self, key: Any) -> bool:
+        return key in self._waiting
+
+    def add(self, key: Any, a: Tensor, b: Tensor, factors: Factors = AS_THEY_ARE) -> None:
+        """Compare b with a, each times its factor; nothing waits."""
+        self._waiting[key] = measure(a, b, factors)
+
+    def settled(self) -> dict[Any, Measured]:
+        """All of them. This waits for the device, once."""
+        rows = [row for each in self._waiting.values() for row in each.rows]
+        read = iter(_read(rows))
+        return {key: _measured(each, [next(read) for _ in each.rows]) for key, each in self._waiting.items()}
+
+
+@torch.no_grad()
+def measure(a: Tensor, b: Tensor, factors: Factors = AS_THEY_ARE) -> Waiting:
+    """Compare tensors of one shape, which may lie on two devices. Sums are taken in FP64."""
+    device = torch.device("cpu") if b.device.type in WITHOUT_FP64 else b.device
+    most = PIECE_ON_CPU if device.type == "cpu" else PIECE
+    rows, starts = [], []
+    for start, piece_a, piece_b in _pieces(a, b, most):
+        rows.append(_row(piece_a.to(device), piece_b.to(device), factors))
+        starts.append(start)
+    return Waiting(tuple(a.shape), rows, starts, not a.is_floating_point())
+
+
+def _pieces(a: Tensor, b: Tensor, most: int) -> Iterator[tuple[int, Tensor, Tensor]]:
+    """Parts of both in the order of their indices, and the index at which each begins."""
+    if not a.numel():
+        return
+    if a.is_contiguous() and b.is_contiguous():
+        pairs = zip(a.view(-1).split(most), b.view(-1).split(most), strict=True)
+        yield from ((number * most, one, other) for number, (one, other) in enumerate(pairs))
+        return
+    # What lies otherwise in memory is not copied as a whole, but by slices.
+    each = a.numel() // a.shape[0]
+    together = max(1, most // each)
+    for number, (one, other) in enumerate(zip(a.split(together), b.split(together), strict=True)):
+        start = number * together * each
+        if one.numel() <= most:
+            yield start, one, other
+        else:
+            for inner, piece_a, piece_b in _pieces(one[0], other[0], most):
+                yield start + inner, piece_a, piece_b
+
+
+def _row(a: Tensor, b: Tensor, factors: Factors) -> Tensor:
+    """The columns are those that ``_measured`` reads."""
+    wide_a, wide_b = _finite(a, factors[0]), _finite(b, factors[1])
+    error = wide_b - wide_a
+    squares = [torch.dot(each, each) for each in (wide_a, wide_b, error)]
+    nothing = squares[0].new_zeros(())
+    changed = nothing if a.is_floating_point() else error.count_nonzero()
+    largest, at = error.abs_().max(0)
+    return torch.stack(
+        [
+            *squares,
+            largest,
+            *(each.double() for each in (at, changed)),
+            *(_largest(each) for each in (wide_a, wide_b)),
+            *(each.count_nonzero().double() for each in (a, b)),
+            *((each - each).count_nonzero().double() if each.is_floating_point() else nothing for each in (a, b)),
+        ]
+    )
+
+
+def _largest(values: Tensor) -> Tensor:
+    low, high = torch.aminmax(values)
+    return torch.maximum(-low, high)
+
+
+def _finite(tensor: Tensor, factor: float) -> Tensor:
+    """In FP64 and of its own memory; 0 for what is not finite."""
+    wide = tensor.to(torch.float64, copy=True).reshape(-1)
+    if factor != 1.0:
+        wide.mul_(factor)
+    return wide.nan_to_num_(0.0, 0.0, 0.0) if tensor.is_floating_point() else wide
+
+
+def _read(rows: Sequence[Tensor]) -> list[list[float]]:
+    """Of rows on several devices, those of one device at once."""
+    found: list[list[float]] = [[]] * len(rows)
+    for device in {row.device for row in rows}:
+        places = [place for place, row in enumerate(rows) if row.device == device]
+        for place, values in zip(places, torch.stack([rows[place] for place in places]).tolist(), strict=True):
+            found[place] = values
+    return found
+
+
+def _measured(waiting: Waiting, rows: list[list[float]]) -> Measured:
+    columns = list(zip(*rows, strict=True)) or [()] * COLUMNS
+    norms = [math.sqrt(math.fsum(column)) for column in columns[:3]]
+    largest = max(columns[3], default=0.0)
+    worst = columns[3].index(largest) if rows else 0
+    at = waiting.starts[worst] + int(columns[4][worst]) if rows else 0
+    values = math.prod(waiting.shape)
+    present = [int(sum(column)) for column in columns[8:10]]
+    return Measured(
+        shape=waiting.shape,
+        norm_a=norms[0],
+        norm_b=norms[1],
+        norm_error=norms[2],
+        largest_error=largest,
+        largest_at=_unravelled(at, waiting.shape),
+        largest_a=max(columns[6], default=0.0),
+        largest_b=max(columns[7], default=0.0),
+        zeros_a=values - present[0],
+        zeros_b=values - present[1],
+        bad_a=int(sum(columns[10])),
+        bad_b=int(sum(columns[11])),
+        changed=int(sum(columns[5])) if waiting.whole else None,
+    )
+
+
+def _unravelled(index: int, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """
+    >>> _unravelled(7, (2, 3, 2)), _unravelled(0, ())
+    ((1, 0, 1), ())
+    """
+    found = []
+    for size in reversed(shape):
+        index, place = divmod(index, size) if size else (index, 0)
+        found.append(place)
+    return tuple(reversed(found))

@@ -1,0 +1,107 @@
+"""What is seen of a module while it is run by itself: numbers that tell why a format is too narrow for it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.nn.modules.conv import _ConvTransposeNd
+
+from ampwise.census.algebra import Census
+from ampwise.census.measure import census
+from ampwise.tune.search.sensitivity import Ran
+from ampwise.tune.search.units import Unit
+
+__all__ = ["Facts", "InFormat", "condition_of", "facts_of"]
+
+MOST_VALUES = 2**22  # of a tensor, that are counted
+LARGEST_MATRIX = 1024  # whose singular values are looked at
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InFormat:
+    """What a format did."""
+
+    moved: float  # the root mean square of the change of an output
+    flipped: float  # share of the rows in which another output is the largest
+    length: float  # of the gradient it passes back, along FP32's: 1 is FP32's own
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Facts:
+    """Of a module in FP32, and in each format."""
+
+    operands: Mapping[str, Census]  # inputs, weight, gradient
+    largest_output: float
+    cancellation: float | None  # how many times larger its sums would be were the terms of random sign
+    into_softmax: bool
+    formats: Mapping[str, InFormat]
+
+
+def facts_of(unit: Unit, wide: Ran, narrow: Mapping[str, Ran], into_softmax: bool) -> Facts:
+    """By the first call of a unit."""
+    weight = _weight(unit)
+    operands = {"inputs": wide.inputs[:1], "weight": () if weight is None else (weight,), "gradient": wide.told[:1]}
+    output = wide.outputs[0]
+    return Facts(
+        operands={role: census(_some(each)) for role, found in operands.items() for each in found},
+        largest_output=float(output.abs().amax()) if output.numel() else 0.0,
+        cancellation=_cancellation(unit, wide, weight),
+        into_softmax=into_softmax,
+        formats={name: _in_format(wide, ran) for name, ran in narrow.items()},
+    )
+
+
+def condition_of(unit: Unit) -> tuple[float, float] | None:
+    """The largest and the smallest singular value of its weight; None where it has none, or too large a one."""
+    weight = _weight(unit)
+    if weight is None or min(weight.flatten(1).shape) > LARGEST_MATRIX or not weight.isfinite().all():
+        return None
+    values = torch.linalg.svdvals(weight.flatten(1).float().cpu())
+    return float(values[0]), float(values[-1])
+
+
+def _weight(unit: Unit) -> Tensor | None:
+    weight = getattr(unit.module, "weight", None)
+    return weight.detach() if isinstance(weight, Parameter) and weight.ndim > 1 else None
+
+
+def _some(tensor: Tensor) -> Tensor:
+    """Enough of it to count."""
+    flat = tensor.detach().reshape(-1)
+    return flat[:: -(-flat.numel() // MOST_VALUES)] if flat.numel() > MOST_VALUES else flat
+
+
+def _cancellation(unit: Unit, wide: Ran, weight: Tensor | None) -> float | None:
+    """By sizes alone: terms of random sign would give an output of rms(input) · |row of the weight|."""
+    if weight is None or not wide.inputs or isinstance(unit.module, _ConvTransposeNd):
+        return None
+    output, given = wide.outputs[0], wide.inputs[0].float()
+    bias = getattr(unit.module, "bias", None)
+    if isinstance(bias, Tensor):
+        channels = 1 if weight.ndim > 2 else -1
+        shape = [1] * output.ndim
+        shape[channels] = -1
+        output = output - bias.detach().reshape(shape)
+    actual = float(output.square().mean())
+    random = float(given.square().mean() * weight.float().square().sum() / weight.shape[0])
+    return math.sqrt(random / actual) if actual > 0 and math.isfinite(random / actual) else None
+
+
+def _in_format(wide: Ran, narrow: Ran) -> InFormat:
+    output, other = wide.outputs[0], narrow.outputs[0]
+    flipped = (output.argmax(-1) != other.argmax(-1)).float().mean() if output.ndim else torch.zeros(())
+    pairs = [
+        pair for groups in zip(wide.gradients, narrow.gradients, strict=True) for pair in zip(*groups, strict=True)
+    ]
+    along = sum(float((one * two).sum(dtype=torch.float32)) for one, two in pairs)
+    whole = sum(float(one.square().sum(dtype=torch.float32)) for one, _ in pairs)
+    return InFormat(
+        moved=float((other - output).square().mean().sqrt()),
+        flipped=float(flipped),
+        length=along / whole if whole else 1.0,
+    )

@@ -1,0 +1,72 @@
+"""Names of modules as few globs, which match these and no others."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable
+from fnmatch import fnmatchcase
+
+__all__ = ["globs", "spans"]
+
+
+def globs(names: Iterable[str], others: Collection[str]) -> list[str]:
+    """Patterns that match all of ``names`` and none of ``others``: numbers in names give way to ``*`` where they can.
+
+    >>> globs(["blocks.0.up", "blocks.1.up", "head"], ["blocks.0.down", "blocks.1.down"])
+    ['blocks.*.up', 'head']
+    >>> globs(["layers.0", "layers.2"], ["layers.1"])
+    ['layers.0', 'layers.2']
+    """
+    left = list(dict.fromkeys(names))
+    found: list[str] = []
+    while left:
+        pattern = next(pattern for pattern in _patterns(left) if not _matched(pattern, others))
+        found.append(pattern)
+        left = [name for name in left if not fnmatchcase(name, pattern)]
+    return found
+
+
+def spans(names: Iterable[str]) -> list[str]:
+    """Names for people: those that differ by one number, as one.
+
+    >>> spans(["layers.0.up", "layers.1.up", "layers.2.up", "layers.5.up", "head"])
+    ['layers.{0..2,5}.up', 'head']
+    """
+    alike: dict[tuple[str, ...], list[str]] = {}
+    for name in names:
+        parts = name.split(".")
+        place = next((place for place, part in enumerate(parts) if part.isdecimal()), len(parts))
+        alike.setdefault((*parts[:place], "", *parts[place + 1 :]), []).extend(parts[place : place + 1])
+    return [
+        ".".join(part or _span(sorted(map(int, numbers))) for part in parts if part or numbers)
+        for parts, numbers in alike.items()
+    ]
+
+
+def _span(numbers: list[int]) -> str:
+    if len(numbers) == 1:
+        return str(numbers[0])
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    shown = (f"{run[0]}..{run[-1]}" if len(run) > 2 else ",".join(map(str, run)) for run in runs)
+    return "{" + ",".join(shown) + "}"
+
+
+def _patterns(names: list[str]) -> Iterable[str]:
+    """For the first of the names, the widest first; the last one is the name itself."""
+    parts = [re.sub(r"[*?[]", lambda sign: f"[{sign[0]}]", part) for part in names[0].split(".")]
+    numbers = [place for place, part in enumerate(parts) if part.isdecimal()]
+    for count in range(len(numbers), 0, -1):
+        starred = set(numbers[:count])
+        pattern = ".".join("*" if place in starred else part for place, part in enumerate(parts))
+        if len(_matched(pattern, names)) > 1:
+            yield pattern
+    yield ".".join(parts)
+
+
+def _matched(pattern: str, names: Iterable[str]) -> list[str]:
+    return [name for name in names if fnmatchcase(name, pattern)]

@@ -1,0 +1,75 @@
+"""Trials on disk, so that a search that was interrupted goes on where it was."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ampwise.errors import BadInput
+from ampwise.record.files import read_json, write_aside
+from ampwise.strict_json import dumps
+from ampwise.tune.search.descent import Assignment
+from ampwise.tune.search.trial import Trial
+
+__all__ = ["Store"]
+
+WHAT = "progress of ampwise search"
+VERSION = 1
+LARGEST = 64_000_000  # bytes
+BETWEEN_S = 1.0  # at most so much is lost if the machine goes down
+
+
+class Store:
+    """A file of trials, or none. What is there of another search is refused."""
+
+    def __init__(self, path: Path | None, fingerprint: Mapping[str, Any]) -> None:
+        self._path, self._fingerprint = path, dict(fingerprint)
+        self.trials: dict[tuple[str, Assignment], Trial] = {}
+        self._written_at = -math.inf
+        if path is not None and path.exists():
+            self._read(path)
+        self.resumed = len(self.trials)
+
+    def keep(self, stage: str, trial: Trial) -> None:
+        """One more; on disk within a second."""
+        self.trials[stage, trial.assignment] = trial
+        if time.monotonic() - self._written_at >= BETWEEN_S:
+            self.write()
+
+    def write(self) -> None:
+        """All there are."""
+        if self._path is None:
+            return
+        rows = [{"stage": stage, **trial.as_dict()} for (stage, _), trial in self.trials.items()]
+        data = {"what": WHAT, "version": VERSION, "search": self._fingerprint, "trials": rows}
+        try:
+            write_aside(self._path, [dumps(data, indent=None).encode()])
+        except OSError as error:
+            raise BadInput(f"search(resume={str(self._path)!r}): it cannot be written: {error.strerror}.") from error
+        self._written_at = time.monotonic()
+
+    def remove(self) -> None:
+        """When the search is over."""
+        if self._path is not None:
+            self._path.unlink(missing_ok=True)
+
+    def _read(self, path: Path) -> None:
+        said = f"search(resume={str(path)!r})"
+        try:
+            data = read_json(path, LARGEST)
+            if not isinstance(data, dict) or data.get("what") != WHAT or data.get("version") != VERSION:
+                raise ValueError(f"it is not {WHAT}, version {VERSION}")
+            other = [part for part, value in self._fingerprint.items() if data["search"].get(part) != value]
+            if not other:
+                rows = [(str(row.pop("stage")), Trial.from_dict(row)) for row in data["trials"]]
+                self.trials = {(stage, trial.assignment): trial for stage, trial in rows}
+        except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+            raise BadInput(f"{said}: that is no file to go on from: {error}. Name another, or remove it.") from error
+        if other:
+            raise BadInput(
+                f"{said}: it belongs to another search, of which these differ: {', '.join(other)}. Name another file, "
+                "or remove it."
+            )

@@ -1,0 +1,144 @@
+"""`ampwise diff`: what is printed, written and refused."""
+
+import json
+import re
+
+import pytest
+
+from ampwise.cli import main
+
+pytest.importorskip("torch")
+
+SCRIPT = """
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+print("loading")
+
+
+class Opposed(nn.Module):
+    def __init__(self, apart):
+        super().__init__()
+        self.one, self.two, self.out = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 2)
+        with torch.no_grad():
+            self.two.weight.copy_(self.one.weight + apart * torch.randn(8, 8))
+            self.two.bias.copy_(self.one.bias)
+
+    def forward(self, x):
+        return self.out(self.one(x) - self.two(x))
+
+
+def broken(batch=6, apart=1e-3):
+    torch.manual_seed(0)
+    model, criterion = Opposed(apart), nn.CrossEntropyLoss()
+    x, y = torch.randn(batch, 8), torch.randint(2, (batch,))
+    return model, (x, y), lambda x, y: criterion(model(x), y)
+
+
+def healthy(batch=6):
+    return broken(batch, apart=0.5)
+
+
+def nothing():
+    return None
+
+
+def fails():
+    model, batch, _ = broken()
+    return model, batch, lambda x, y: model(x) @ x
+"""
+
+
+@pytest.fixture
+def diff(tmp_path, monkeypatch, capsys):
+    (tmp_path / "train.py").write_text(SCRIPT)
+    monkeypatch.chdir(tmp_path)
+
+    def run(maker, *words):
+        code = main(["diff", f"train.py:{maker}", "--device", "cpu", *words])
+        return code, *capsys.readouterr()
+
+    return run
+
+
+def test_what_rounding_explains_is_no_finding(diff):
+    code, out, err = diff("healthy")
+    assert code == 0
+    assert out.startswith("bf16 against fp32: all of it is explained by rounding; modules are up to ")
+    assert "loading" not in out
+    assert "loading" in err
+    assert "diff: a (fp32), forward\n" in err
+    assert "criterion" in out  # the loss is a module, too
+
+
+def test_what_it_does_not_explain_is_named_with_its_line(diff):
+    code, out, err = diff("broken", "-q")
+    assert code == 1
+    assert "rounding does not explain the code of `Opposed` before `out`" in out
+    assert re.search(r"--> .*train\.py:18 Opposed", out)
+    assert "diff: " not in err
+
+
+def test_all_rows_and_operations(diff):
+    code, out, _ = diff("broken", "-q", "--all", "--ops", "--modules", "o*")
+    assert code == 1
+    assert "Modules, in the order of calls" in out
+    assert re.findall(r"^  (\w+) +Linear", out, re.MULTILINE) == ["one", "out"]
+    assert "Operations, in their order" in out
+    assert "aten.addmm.default" in out
+
+
+def test_json_is_the_whole_result(diff):
+    code, out, _ = diff("broken", "--json", "--b", "mxfp8", "--no-floor", "--batch", "3")
+    data = json.loads(out)
+    assert code == 1
+    assert data["subject"] == "train.py:broken"
+    assert (data["a"]["label"], data["b"]["label"]) == ("fp32", "mxfp8_e4m3")
+    assert data["modules"][0]["outputs"][0]["shape"] == [3, 2]
+    assert data["noise_floor"]["largest"] is None
+    assert data["findings"][0]["code"] == "AMP530"
+
+
+def test_a_page_is_written_and_not_over_anything_else(diff, tmp_path):
+    code, out, _ = diff("healthy", "-q", "--html", "page.html")
+    assert code == 0
+    assert out.endswith("The page is page.html\n")
+    assert (tmp_path / "page.html").read_text().startswith("<!doctype html>")
+    assert diff("healthy", "-q", "--html", "page.html")[0] == 0  # an earlier page of ours
+    (tmp_path / "notes.html").write_text("mine")
+    assert diff("healthy", "-q", "--html", "notes.html")[2].startswith(
+        "ampwise: error: --html notes.html: exists and is no earlier page of ours; -f writes over it"
+    )
+    assert (tmp_path / "notes.html").read_text() == "mine"
+    assert diff("healthy", "-q", "--html", "notes.html", "-f")[0] == 0
+    assert "mine" not in (tmp_path / "notes.html").read_text()
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["healthy", "--b", "bf61"], "unknown precision 'bf61'. Did you mean "),
+        (["healthy", "--b", "tf32"], "diff: tf32: "),
+        (["healthy", "--a", "bf16,fast"], "diff: 'bf16,fast': there is no option 'fast'"),
+        (["healthy", "--modules", "layers.*"], "unknown module 'layers.*'."),
+        (["healthy", "--html", "."], "--html .: a folder; name a file, such as page.html."),
+        (["healthy", "--html", "no/page.html"], "--html no/page.html: there is no folder no."),
+        (["nothing"], "train.py:nothing: it returned None; expected is a function that returns the model"),
+        (["none"], "train.py:none: train.py has no function 'none'."),
+        (["fails"], "diff: fp32: the step failed: RuntimeError: "),
+        (["healthy", "--batch", "0"], "train.py:healthy: a batch of 0 rows makes no sense."),
+    ],
+)
+def test_what_cannot_be_done_is_a_line(diff, words, told):
+    code, out, err = diff(*words)
+    assert (code, out) == (2, "")
+    assert f"ampwise: error: {told}" in err
+
+
+def test_help_has_the_sides_and_the_json(capsys):
+    with pytest.raises(SystemExit):
+        main(["diff", "--help"])
+    out = capsys.readouterr().out
+    for words in ("attention=math|flash|efficient|cudnn", "ampwise diff train:make --b mxfp8", "times_expected"):
+        assert words in out

@@ -1,0 +1,72 @@
+"""What is kept stays as it was, whatever is written to its memory afterwards."""
+
+import pytest
+import torch
+
+from ampwise.tune.diff.shelf import Shelf, identity_of, legible
+
+
+def shelf():
+    return Shelf(lambda: 0)
+
+
+def test_a_tensor_is_kept_by_reference_until_something_is_written_there():
+    kept, values = shelf(), torch.arange(6.0)
+    assert kept.put("x", values)
+    assert kept["x"].data_ptr() == values.data_ptr()
+    assert kept.before_write(values[2:])  # a part of that memory
+    values.zero_()
+    assert kept["x"].tolist() == [0, 1, 2, 3, 4, 5]
+    assert not kept.before_write(values)
+
+
+def test_all_that_is_kept_of_a_memory_becomes_a_copy():
+    kept, values = shelf(), torch.arange(6.0)
+    for name, part in {"all": values, "head": values[:3], "turned": values.view(2, 3).T}.items():
+        kept.put(name, part)
+    kept.before_write(values)
+    values.fill_(9)
+    assert kept["head"].tolist() == [0, 1, 2]
+    assert kept["turned"].tolist() == [[0, 3], [1, 4], [2, 5]]
+
+
+def test_what_is_dropped_is_gone():
+    kept, values = shelf(), torch.ones(3)
+    kept.put("x", values)
+    kept.drop("x")
+    assert "x" not in kept
+    assert not kept.before_write(values)
+
+
+def test_a_tensor_is_known_again_by_what_it_shows():
+    values = torch.arange(6.0)
+    assert identity_of(values) == identity_of(values.detach())
+    assert identity_of(values) != identity_of(values[:3])
+    before = identity_of(values)
+    values.add_(1)
+    assert identity_of(values) != before
+    with torch.inference_mode():
+        assert identity_of(torch.ones(2))  # which counts no writes
+
+
+def test_what_has_values_to_compare():
+    assert legible(torch.ones(2, requires_grad=True)).requires_grad is False
+    assert legible(torch.tensor([1, 2])).tolist() == [1, 2]
+    assert legible(torch.eye(2).to_sparse()).tolist() == [[1, 0], [0, 1]]
+    assert legible(torch.empty(0)) is None
+    assert legible(torch.ones(2, device="meta")) is None
+    assert legible(torch.ones(2, dtype=torch.complex64)).shape == (2, 2)
+
+
+@pytest.mark.gpu
+def test_beyond_the_room_it_goes_to_the_host():
+    kept = Shelf(lambda: 5000)
+    one, two = torch.randn(1000, device="cuda"), torch.randn(1000, device="cuda")
+    assert kept.put("one", one)
+    assert not kept.put("two", two)
+    assert (kept["one"].device.type, kept["two"].device.type) == ("cuda", "cpu")
+    assert torch.equal(kept["two"], two.cpu())
+    assert (kept.on_device, kept.moved) == (4096, 4000)
+    kept.drop("one")
+    kept.drop("two")
+    assert kept.on_device == 0

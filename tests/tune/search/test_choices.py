@@ -1,0 +1,44 @@
+"""Which formats can be asked for, and what is said of others."""
+
+import pytest
+
+from ampwise.errors import BadInput, UnknownName
+from ampwise.tune.search.choices import choices_of
+
+
+def test_they_are_ordered_by_bits_and_run_in_regions():
+    narrow, middle, wide = choices_of(("fp32", "e4m3", "bf16"))
+    assert (narrow.name, narrow.bits, narrow.region, narrow.narrow) == ("e4m3", 8, "bf16", True)
+    assert (narrow.recipe.forward.name, narrow.recipe.backward.name) == ("e4m3fn", "e5m2")
+    assert (middle.name, middle.region, middle.narrow) == ("bf16", "bf16", False)
+    assert (wide.name, wide.region, wide.peak) == ("fp32", "fp32", "fp32")
+
+
+def test_around_8_bits_there_is_bf16_unless_only_fp16_was_asked_for():
+    assert choices_of(("mxfp8", "fp32"))[0].region == "bf16"
+    assert choices_of(("mxfp8", "fp16", "fp32"))[0].region == "fp16"
+    assert choices_of(("mxfp8", "fp16", "bf16", "fp32"))[0].region == "bf16"
+
+
+def test_bits_of_a_block_format_count_its_scales():
+    assert [choice.bits for choice in choices_of(("nvfp4", "mxfp8", "fp32"))] == [4.5, 8.25, 32]
+
+
+@pytest.mark.parametrize(
+    ("formats", "error", "said"),
+    [
+        (("e4m4", "fp32"), UnknownName, "unknown format 'e4m4'. Did you mean e4m3"),
+        (("e4m3", "bf16"), BadInput, r"search\(formats=\('e4m3', 'bf16'\)\): there have to be 'fp32'"),
+        (("fp32",), BadInput, "and a narrower one, such as"),
+        ("fp32", BadInput, "and a narrower one, such as"),
+        ((), BadInput, "there have to be 'fp32'"),
+        (("tf32", "fp32"), BadInput, "TF32 is switched for a whole device"),
+        (("fp64", "fp32"), BadInput, "nothing is trained in fp64 for speed"),
+        (("e8m0", "fp32"), BadInput, "e8m0 has no sign"),
+        (("e4m3", "fp8", "fp32"), BadInput, "'fp8' is there twice"),
+        ((16, "fp32"), BadInput, "names of formats are expected"),
+    ],
+)
+def test_what_cannot_be_chosen_among(formats, error, said):
+    with pytest.raises(error, match=said):
+        choices_of(formats)

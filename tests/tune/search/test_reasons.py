@@ -1,0 +1,146 @@
+"""Causes that were planted are named, and none where there is none."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from ampwise.tune.search.choices import choices_of
+from ampwise.tune.search.facts import condition_of, facts_of
+from ampwise.tune.search.passes import Batch, Passes
+from ampwise.tune.search.reasons import reasons_of, usual_amplification
+from ampwise.tune.search.sensitivity import Looking
+from ampwise.tune.search.units import units_of
+
+CPU = torch.device("cpu")
+
+
+def reasons(model, function, batch, fmt, name, *, with_condition=False):
+    """For a unit, by kind; texts of one kind together."""
+    passes, given = Passes(function, model, CPU), Batch(batch, {})
+    units = units_of(model, lambda: passes.forward(given))
+    choices = choices_of((fmt, "fp32"))
+    looking = Looking(units, choices, CPU, facts_of, {unit.name for unit in units})
+    passes.watched(given, looking)
+    usual = usual_amplification({unit: look.locals[fmt] for unit, look in looking.looks.items()})
+    condition = condition_of(next(unit for unit in units if unit.name == name)) if with_condition else None
+    look = looking.looks[name]
+    found = {}
+    for one in reasons_of(choices[0], look.facts, look.locals[fmt], condition, usual):
+        found[one.kind] = f"{found.get(one.kind, '')}{one.text};"
+    return found
+
+
+def chain(*layers):
+    model = nn.Sequential(*layers)
+    return model, lambda x, y: F.mse_loss(model(x), y)
+
+
+def data(rows=64, inputs=32, outputs=4):
+    return torch.randn(rows, inputs), torch.randn(rows, outputs)
+
+
+def test_an_ordinary_layer_has_no_cause_but_rounding():
+    model, function = chain(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 4))
+    for fmt in ("e4m3", "mxfp8", "bf16"):
+        found = reasons(model, function, data(), fmt, "0")
+        assert set(found) == {"rounding"}
+        assert found["rounding"].startswith(f"nothing unusual: {fmt} alone makes its output or its gradient")
+
+
+def test_an_outlier_makes_the_rest_too_small_for_the_format():
+    model, function = chain(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 4))
+    x, y = data()
+    x[:, 0] = 1e5
+    model[0].weight.data[:, 0] = 0
+    found = reasons(model, function, (x, y), "e4m3", "0")
+    assert "of its inputs are so small beside the largest (1e+05) that FP8 E4M3 rounds them to zero" in found["range"]
+
+
+def test_beyond_fp16():
+    model, function = chain(nn.Linear(32, 64), nn.Linear(64, 4))
+    x, y = data()
+    found = reasons(model, function, (x * 1e5, y), "fp16", "0")
+    assert f"its inputs reach {float((x * 1e5).abs().max()):.2g}, and FP16 ends at 65504;" in found["range"]
+    with torch.no_grad():
+        model[0].weight.mul_(1e5)
+    found = reasons(model, function, (x, y), "fp16", "0")
+    assert "its output reaches" in found["range"]
+    assert "range" not in reasons(model, function, (x, y), "bf16", "0")
+
+
+def test_sums_that_cancel():
+    model, function = chain(nn.Linear(32, 64, bias=False), nn.Linear(64, 4))
+    half = torch.randn(64, 16)
+    with torch.no_grad():
+        model[0].weight.copy_(torch.cat([half, -half], 1) + 1e-3 * torch.randn(64, 32))
+    x = torch.randn(64, 16)
+    found = reasons(model, function, (torch.cat([x, x], 1), torch.randn(64, 4)), "e4m3", "0")
+    assert "times less is left of them than of terms of random sign" in found["cancellation"]
+
+
+def test_an_ill_conditioned_weight():
+    model, function = chain(nn.Linear(32, 32), nn.Linear(32, 4))
+    left, _, right = torch.linalg.svd(torch.randn(32, 32))
+    model[0].weight.data = left @ torch.diag(torch.logspace(2, -3, 32)) @ right
+    found = reasons(model, function, data(), "e4m3", "0", with_condition=True)
+    assert found["condition"] == "its weight is ill-conditioned: singular values from 1e+02 down to 0.001;"
+
+
+def test_logits_of_a_softmax_but_not_of_a_norm():
+    model = nn.Sequential(nn.Linear(16, 16), nn.LayerNorm(16), nn.Linear(16, 8))
+    with torch.no_grad():
+        model[2].weight.mul_(40)
+    batch = torch.randn(64, 16), torch.randint(8, (64,))
+    function = lambda x, y: F.cross_entropy(model(x).float(), y)  # noqa: E731
+    assert "logits" not in reasons(model, function, batch, "e4m3", "0")
+    found = reasons(model, function, batch, "e4m3", "2")
+    assert found["logits"].startswith("its output goes into a softmax, and e4m3 moves a logit by")
+
+
+def test_what_follows_amplifies_it():
+    """Two heads whose difference counts: the second has a large part in common."""
+
+    class Opposed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body = nn.Sequential(*(nn.Linear(16, 16) for _ in range(4)))
+            self.one, self.two = nn.Linear(16, 8), nn.Linear(16, 8)
+            with torch.no_grad():
+                for head in (self.one, self.two):
+                    head.bias.fill_(100.0)
+
+        def forward(self, x):
+            x = torch.tanh(self.body(x))
+            return self.one(x) - self.two(x)
+
+    model = Opposed()
+    found = reasons(model, lambda x, y: F.mse_loss(model(x), y), data(64, 16, 8), "e4m3", "one")
+    assert "the difference of nearly equal values" in found["amplified"]
+
+
+def test_a_power_of_two_as_scale_cuts_off_the_largest():
+    """What a cross-entropy passes back is just below a power of two where the right class is: 255/256."""
+    model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 256, bias=False))
+    with torch.no_grad():
+        model[1].weight.mul_(0.01)
+    batch = torch.randn(64, 32), torch.randint(256, (64,))
+    function = lambda x, y: F.cross_entropy(model(x).float(), y)  # noqa: E731
+    found = reasons(model, function, batch, "mxfp8", "1")
+    assert "a power of two as scale cuts off what is just below the next one" in found["shrinks"]
+    assert "shrinks" not in reasons(model, function, batch, "e4m3", "1")
+
+
+def test_of_the_model_itself_nothing_is_known_but_the_whole():
+    (reason,) = reasons_of(choices_of(("e4m3", "fp32"))[0], None, None, None, None)
+    assert reason.text.startswith("measured as a whole")
+
+
+@pytest.mark.parametrize("weight", [torch.full((4, 4), float("nan")), torch.ones(2000, 2000)])
+def test_singular_values_are_looked_at_where_that_makes_sense(weight):
+    from ampwise.tune.search.units import Unit
+
+    layer = nn.Linear(*weight.T.shape)
+    layer.weight.data = weight
+    assert condition_of(Unit(name="layer", module=layer, kind="Linear", flops=1.0)) is None
+    assert condition_of(Unit(name="norm", module=nn.LayerNorm(3), kind="LayerNorm", flops=1.0)) is None

@@ -1,0 +1,256 @@
+"""The search from end to end: planted modules found, the best found where all can be tried, and what is refused."""
+
+import itertools
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from ampwise.errors import BadInput, UnknownName
+from ampwise.tune.search.arrangement import arrangement_of
+from ampwise.tune.search.choices import choices_of
+from ampwise.tune.search.costs import costs_of
+from ampwise.tune.search.difference import Groups, Reference, Tally
+from ampwise.tune.search.passes import Batch, Passes
+from ampwise.tune.search.searching import search
+from ampwise.tune.search.units import units_of
+
+from .models import deep, net
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize(
+    ("formats", "tolerance", "planted"),
+    [(("e4m3", "bf16", "fp32"), 0.05, [31]), (("bf16", "fp32"), 1e-3, [4, 40]), (("bf16", "fp32"), 1e-3, [9, 20, 37])],
+    ids=["one", "two", "three"],
+)
+def test_ill_conditioned_layers_among_48_are_found_in_few_trials(formats, tolerance, planted):
+    model, function, batches = deep(48, planted, batches=1)
+    found = search(function, batches, tolerance=tolerance, formats=formats, model=model)
+    raised = {name for name, fmt in found.modules.items() if fmt != formats[0]}
+    assert raised == {f"layers.{place}" for place in planted}
+    assert found.trials <= 4 * math.log2(48) * len(planted)
+    assert found.error <= tolerance
+    assert found.gap == 0.0  # each was shown to need it
+    for each in found.ranking[: len(planted)]:
+        assert each.alone > tolerance
+        assert "its sums cancel" in each.reasons[0]
+
+
+def all_errors(function, model, batches, formats):
+    """Every assignment there is, and its error and cost."""
+    choices, passes = choices_of(formats), Passes(function, model, CPU)
+    given = [Batch(batch, {}) for batch in batches]
+    units = units_of(model, lambda: passes.forward(given[0]))
+    costs = costs_of(units, choices)
+    reference = Reference(Groups(model, passes.parameters), map(passes.outcome, given), len(given))
+    found = {}
+    for places in itertools.product(range(len(choices)), repeat=len(units)):
+        tally = Tally(reference)
+        for batch in given:
+            tally.add(passes.outcome(batch, arrangement_of(units, [choices[place] for place in places], CPU)))
+        cost = sum(each[place] for each, place in zip(costs, places, strict=True))
+        found[tuple(choices[place].name for place in places)] = (tally.difference.error, cost)
+    return units, found
+
+
+def test_where_all_can_be_tried_it_finds_the_best_or_says_how_far_off_it_can_be():
+    model, function, batches = deep(4, cancelling=[2], batches=1)
+    formats = ("e4m3", "bf16", "fp32")
+    units, every = all_errors(function, model, batches, formats)
+    assert len(every) == 81
+    hits = 0
+    errors = sorted(error for error, _ in every.values() if error)
+    for tolerance in (1e-5, 1e-4, 2e-3, 6e-3, 0.02, errors[40], 0.5):
+        found = search(function, batches, tolerance=tolerance, model=model, formats=formats)
+        own = tuple(found.modules[unit.name] for unit in units)
+        error, cost = every[own]
+        assert error == pytest.approx(found.error, rel=1e-5)
+        best = min(cost for error, cost in every.values() if error <= tolerance)
+        assert best <= cost <= best / (1 - found.gap) + 1e-9
+        hits += cost == pytest.approx(best)
+    assert hits >= 6
+
+
+def test_all_narrow_takes_one_trial():
+    model, batches = net()
+    found = search(model, batches, tolerance=0.9)
+    assert set(found.modules.values()) == {"e4m3"}
+    assert (found.trials, found.gap) == (2, 0.0)  # and one on the batch held back
+    assert found.verified.passed
+    assert all(each.narrower is None and not each.reasons for each in found.ranking)
+
+
+def test_where_nothing_passes_all_stays_in_fp32():
+    model, batches = net()
+    found = search(model, batches, tolerance=1e-7)
+    assert not found.narrower
+    assert set(found.modules.values()) == {"fp32"}
+    assert found.policy.base == "fp32"
+    assert "nothing passes at a tolerance of 1e-07 but FP32" in str(found)
+
+
+def test_tied_weights_and_an_attention_are_searched_too():
+    model, batches = net()
+    found = search(model, batches, tolerance=0.004)
+    assert set(found.modules) == {"attention.qkv", "attention", "attention.out", "body.0", "body.2", ""}
+    assert found.narrower
+    assert found.error <= 0.004
+    assert found.verified.error_after is None or found.verified.error_after <= 0.004
+
+
+def test_only_some_modules_are_searched_and_the_others_stay():
+    model, batches = net()
+    found = search(model, batches, tolerance=0.5, modules=["body*"])
+    assert {name for name, fmt in found.modules.items() if fmt == "e4m3"} == {"body.0", "body.2"}
+    assert found.widened == ("body.0", "body.2")
+    assert "4 modules were not searched, and stay in FP32" in found.notes
+
+
+def test_the_model_may_be_what_the_function_calls_is_a_method_of_or_is_told():
+    model = nn.Linear(4, 1)
+    batches = [(torch.randn(8, 4),), (torch.randn(8, 4),)]
+    by_call = search(lambda x: model(x).square().mean(), batches, tolerance=0.9)
+    told = search(lambda x: (x @ model.weight.T).square().mean(), batches, model=model, tolerance=0.9)
+    assert by_call.modules == {"": "e4m3"}
+    assert told.modules == {"": "bf16"}  # its product is in no module, and cannot be emulated
+    assert "products outside of any module are not emulated, and have 16 bits at least" in told.notes
+
+
+def test_batches_are_tuples_dicts_or_tensors():
+    model = nn.Sequential(nn.Linear(4, 1))
+    function = lambda x: model(x).square().mean()  # noqa: E731
+    x, y = torch.randn(8, 4), torch.randn(8, 4)
+    for batches in ([(x,), (y,)], [{"x": x}, {"x": y}], [x, y], iter([[x], [y]])):
+        assert search(function, batches).batches == 2
+
+
+def test_what_fails_on_the_batches_held_back_is_raised():
+    """The first batches are easy for the second layer; the last one has an outlier that makes the rest too small."""
+    model = nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 4))
+    with torch.no_grad():
+        model[0].weight[:, 0] = 0
+    easy = [(torch.randn(64, 32), torch.randn(64, 4)) for _ in range(3)]
+    hard = torch.randn(64, 32)
+    hard[:, 0] = 1e6
+    found = search(lambda x, y: F.mse_loss(model(x), y), [*easy, (hard, torch.randn(64, 4))], tolerance=0.02)
+    assert not found.verified.passed
+    assert found.verified.error > 0.02 >= found.verified.error_after
+    assert found.verified.raised == ("0",)
+    assert found.error <= 0.02
+    assert found.modules["0"] == "bf16"
+    assert "On 1 held back the error was" in str(found)
+
+
+def test_the_number_of_trials_can_be_limited():
+    model, function, batches = deep(12, cancelling=[2, 5, 8], batches=1)
+    found = search(function, batches, tolerance=0.03, model=model, trials=3)
+    assert found.error <= 0.03
+    assert any("as many trials as allowed" in note for note in found.notes)
+    assert found.trials <= 3 + 8
+
+
+def test_batches_that_are_the_same_are_one():
+    model, batches = net(1)
+    found = search(model, [*batches, *batches], tolerance=0.9)
+    assert (found.batches, found.verified) == (1, None)
+    assert "there was one batch: nothing was held back to verify it on" in found.notes
+
+
+def test_fp16_has_a_loss_scale():
+    """Without one, gradients of 1e-9 vanish."""
+    model, x = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 1)), torch.randn(16, 8)
+    found = search(lambda x: 1e-6 * model(x).float().square().mean(), [x], formats=("fp16", "fp32"), tolerance=1e-3)
+    assert set(found.modules.values()) == {"fp16"}
+
+
+def test_what_does_not_run_in_a_format_does_not_pass():
+    class Picky(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(4, 1))
+
+        def forward(self, x):
+            if torch.is_autocast_enabled("cpu"):
+                raise RuntimeError("expected scalar type Float but found BFloat16")
+            return x @ self.weight
+
+    model = nn.Sequential(nn.Linear(4, 4), Picky())
+    found = search(lambda x: model(x).square().mean(), [torch.randn(8, 4)], tolerance=0.9)
+    assert found.modules == {"0": "e4m3", "1": "fp32"}
+    assert found.ranking[0].reasons == ("it does not run in bf16: an operation of it has no such type",)
+    assert "Some trials did not run, and count as not passed: RuntimeError: expected scalar type Float" in str(found)
+
+
+# What is refused
+
+
+def test_a_function_that_is_not_repeatable():
+    model, calls = nn.Linear(4, 1), itertools.count()
+    with pytest.raises(BadInput, match=r"not repeatable: run twice in FP32 .* it gives a loss of .* and then"):
+        search(lambda x: model(x).square().mean() * (1 + next(calls) % 2), [torch.randn(4, 4)], model=model)
+
+
+def test_a_tolerance_below_the_noise_of_fp32():
+    """As on a GPU, where sums are made in any order: here the last digits change from call to call."""
+    model, calls = nn.Linear(4, 1), itertools.count()
+    function = lambda x: model(x).square().mean() * (1 + 1e-5 * (next(calls) % 2))  # noqa: E731
+    with pytest.raises(BadInput, match=r"search\(tolerance=1e-07\): FP32 itself does not meet it .* differ by 1e-05"):
+        search(function, [torch.randn(4, 4)], model=model, tolerance=1e-7)
+    found = search(function, [torch.randn(4, 4)], model=model, tolerance=0.1)
+    assert 5e-6 < found.noise < 2e-5
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "said"),
+    [
+        ({"batches": []}, BadInput, "without a batch there is nothing to compare"),
+        ({"batches": [(1, 2)]}, BadInput, "a batch has no tensors in it"),
+        (
+            {"batches": torch.ones(2, 4)},
+            BadInput,
+            "a list of batches is expected, each a tuple of arguments, not a Tensor",
+        ),
+        ({"batches": 4}, BadInput, "a list of batches is expected, each a tuple of arguments, not an int"),
+        ({"fn": 5}, BadInput, "takes the function that makes the loss"),
+        ({"tolerance": 0}, BadInput, r"search\(tolerance=0\): a number above 0 is expected"),
+        ({"tolerance": math.nan}, BadInput, "a number above 0 is expected"),
+        ({"tolerance": "2%"}, BadInput, "a number above 0 is expected"),
+        ({"trials": 0}, BadInput, r"search\(trials=0\): how many assignments may be tried: 1 or more"),
+        ({"modules": ["decoder.*"]}, UnknownName, r"unknown module 'decoder.\*'"),
+        ({"model": "net"}, BadInput, r"search\(model=...\): a torch.nn.Module is expected, not a str"),
+        ({"gpu": "h2000"}, UnknownName, "unknown device 'h2000'"),
+        ({"formats": ("bf16",)}, BadInput, "there have to be 'fp32'"),
+    ],
+)
+def test_arguments_that_make_no_sense(arguments, error, said):
+    model = nn.Sequential(nn.Linear(4, 1))
+    given = {"fn": lambda x: model(x).sum(), "batches": [torch.randn(2, 4)]} | arguments
+    with pytest.raises(error, match=said):
+        search(given.pop("fn"), given.pop("batches"), **given)
+
+
+def test_a_function_that_fails_is_told_with_where():
+    model = nn.Linear(4, 1)
+    for options in ({}, {"model": model}):
+        with pytest.raises(
+            BadInput, match=r"search\(\): the function failed in FP32: RuntimeError: .*test_search.py:\d+"
+        ):
+            search(lambda x: model(x).sum(), [torch.randn(2, 5)], **options)
+
+
+def test_a_loss_that_is_not_finite_in_fp32():
+    model = nn.Linear(4, 1)
+    with pytest.raises(BadInput, match="in FP32 the loss or a gradient is not finite"):
+        search(lambda x: model(x).sum() / 0.0, [torch.randn(2, 4)])
+
+
+def test_a_model_that_has_a_policy_on_it():
+    from ampwise import Policy
+
+    model = nn.Sequential(nn.Linear(4, 1))
+    with Policy("bf16").keep("fp32", "0").apply(model), pytest.raises(BadInput, match="a policy is on this model"):
+        search(lambda x: model(x).sum(), [torch.randn(2, 4)])

@@ -1,0 +1,134 @@
+"""Modules run by themselves: what it says, against rounding by hand and against the whole run narrow."""
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from ampwise.emulation.recipe import recipe_named, rounded
+from ampwise.tune.search.choices import choices_of
+from ampwise.tune.search.passes import Batch, Passes
+from ampwise.tune.search.sensitivity import Looking
+from ampwise.tune.search.units import units_of
+
+from .models import Attention, deep, net
+
+CPU = torch.device("cpu")
+
+
+def looked_at(function, model, batch, formats=("e4m3", "bf16", "fp32")):
+    """The looks, and what each unit was run with."""
+    passes, given = Passes(function, model, CPU), Batch(batch, {})
+    units = units_of(model, lambda: passes.forward(given))
+    ran = {}
+
+    def facts(unit, wide, narrow, into_softmax):
+        ran[unit.name] = (wide, narrow)
+        return True
+
+    looking = Looking(units, choices_of(formats), CPU, facts, {unit.name for unit in units})
+    passes.watched(given, looking)
+    return looking.looks, ran
+
+
+def relative(one, other):
+    return float((one - other).square().sum() / one.square().sum())
+
+
+def test_a_linear_layer_is_rounded_as_by_hand():
+    model = nn.Sequential(nn.Linear(32, 24, bias=False), nn.Tanh(), nn.Linear(24, 4, bias=False))
+    x = torch.randn(16, 32)
+    looks, ran = looked_at(lambda x: model(x).square().mean(), model, (x,), ("mxfp8", "fp32"))
+    recipe, half = recipe_named("mxfp8"), torch.bfloat16
+
+    def q(tensor, dim):
+        return rounded(tensor.to(half), recipe.forward, dim, scaled=True)
+
+    with torch.no_grad():
+        given = torch.tanh(model[0](x))
+    weight = model[2].weight.detach()
+    told = 2 * (given @ weight.T) / (16 * 4)
+    wide, _ = ran["2"]
+    torch.testing.assert_close(wide.told[0], told)
+    torch.testing.assert_close(wide.outputs[0], given @ weight.T)
+    local = looks["2"].locals["mxfp8"]
+    expected = relative(given @ weight.T, (q(given, -1) @ q(weight, 1).T).to(half).float())
+    assert abs(local.output - expected) < 1e-3 * expected
+    by_weight = (q(told, 0).T @ q(given, 0)).to(half).float()
+    by_input = (q(told, -1) @ q(weight, 0)).to(half).float()
+    expected = max(relative(told.T @ given, by_weight), relative(told @ weight, by_input))
+    assert abs(local.gradient - expected) < 1e-3 * expected
+
+
+def test_it_is_about_what_the_whole_suffers():
+    """Within a factor of four of the module alone in a format, for all modules but the model itself."""
+    from ampwise.tune.search.arrangement import arrangement_of
+    from ampwise.tune.search.difference import Groups, Reference, Tally
+
+    model, batches = net(1)
+    passes, batch = Passes(model, model, CPU), Batch(batches[0], {})
+    units = units_of(model, lambda: passes.forward(batch))
+    choices = choices_of(("e4m3", "bf16", "fp32"))
+    looks, _ = looked_at(model, model, batches[0])
+    reference = Reference(Groups(model, passes.parameters), [passes.outcome(batch)], 1)
+    for place, unit in enumerate(units):
+        for choice in choices[:-1] if unit.name else ():
+            chosen = [choice if other == place else choices[-1] for other in range(len(units))]
+            tally = Tally(reference)
+            tally.add(passes.outcome(batch, arrangement_of(units, chosen, CPU)))
+            alone = tally.difference.error
+            assert alone / 4 < looks[unit.name].locals[choice.name].score < 4 * alone
+
+
+def test_one_that_cancels_stands_out():
+    model, function, batches = deep(12, cancelling=[7], batches=1)
+    looks, _ = looked_at(function, model, batches[0])
+    scores = {name: look.locals["e4m3"].score for name, look in looks.items()}
+    worst, second = sorted(scores.values(), reverse=True)[:2]
+    assert scores["layers.7"] == worst > 3 * second
+
+
+def test_a_module_with_dropout_is_run_on_the_same_numbers():
+    model = nn.MultiheadAttention(16, 2, dropout=0.5, batch_first=True)
+    holder = nn.ModuleDict({"attention": model})
+    seen = []
+    hook = model.register_forward_hook(lambda _, args, out: seen.append(out[0].detach()))
+    _, ran = looked_at(
+        lambda x: model(x, x, x, need_weights=False)[0].square().mean(), holder, (torch.randn(2, 5, 16),)
+    )
+    hook.remove()
+    outputs = [each for each in seen if each.dtype == torch.float32]
+    assert all(torch.equal(each, outputs[0]) for each in outputs)
+    assert torch.equal(ran["attention"][0].outputs[0], outputs[0])
+
+
+def test_parameters_inside_a_module_with_products_of_its_own_count():
+    """What an attention gets wrong shows in the gradients of what is in it."""
+    model = nn.Sequential(Attention())
+    looks, ran = looked_at(lambda x: model(x).square().mean(), model, (torch.randn(2, 6, 16),))
+    wide, narrow = ran["0"]
+    assert len(wide.gradients) == 4  # none of inputs, none of its own; of the two layers in it
+    local = looks["0"].locals["e4m3"]
+    worst = max(
+        relative(torch.cat([a.flatten() for a in one]), torch.cat([b.flatten() for b in two]))
+        for one, two in zip(wide.gradients, narrow["e4m3"].gradients, strict=True)
+        if one
+    )
+    assert abs(local.gradient - worst) < 1e-3 * worst
+
+
+def test_a_module_that_is_called_twice_has_the_worse_of_both():
+    layer = nn.Linear(8, 8)
+    holder = nn.ModuleDict({"layer": layer})
+    quiet, loud = torch.ones(4, 8), torch.randn(4, 8)
+    both, _ = looked_at(lambda a, b: (layer(a) + layer(b)).square().mean(), holder, (quiet, loud))
+    again, _ = looked_at(lambda a, b: (layer(b) + layer(a)).square().mean(), holder, (quiet, loud))
+    one, two = both["layer"].locals["e4m3"].score, again["layer"].locals["e4m3"].score
+    assert abs(one - two) <= 1e-6 * one
+
+
+def test_what_has_no_gradient_is_passed_over():
+    frozen, model = nn.Linear(4, 4).requires_grad_(False), nn.Linear(4, 1)
+    holder = nn.ModuleDict({"frozen": frozen, "model": model})
+    looks, _ = looked_at(lambda x: model(F.relu(frozen(x))).mean(), holder, (torch.randn(3, 4),))
+    assert looks["frozen"].locals == {}
+    assert set(looks["model"].locals) == {"e4m3", "bf16"}

@@ -1,0 +1,94 @@
+"""Which modules have products of their own, and how many FLOPs those are."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from ampwise.errors import BadInput, UnknownName
+from ampwise.tune.search.units import REST, model_called, selected, units_of
+
+from .models import net
+
+
+def flops_of(model, forward):
+    return {unit.name: unit.flops for unit in units_of(model, forward)}
+
+
+def test_products_belong_to_the_innermost_module():
+    model, batches = net(1)
+    rows, width, words = 32, 16, 32
+    assert flops_of(model, lambda: model(*batches[0])) == {
+        "attention.qkv": 2 * rows * width * 3 * width,
+        "attention": 2 * (2 * 4 * 8 * 8 * width),  # scores, and the mix: four sequences of eight
+        "attention.out": 2 * rows * width * width,
+        "body.0": 2 * rows * width * 2 * width,
+        "body.2": 2 * rows * 2 * width * width,
+        REST: 2 * rows * width * words,
+    }
+
+
+def test_convolutions_count_by_their_places():
+    model = nn.Sequential(nn.Conv2d(4, 6, 3, padding=1, groups=2), nn.ConvTranspose2d(6, 3, 2, stride=2))
+    found = flops_of(model, lambda: model(torch.randn(2, 4, 5, 5)))
+    assert found == {"0": 2 * 2 * 6 * 25 * (2 * 9), "1": 2 * 2 * 6 * 25 * (3 * 4)}
+
+
+def test_what_computes_with_weights_of_others_is_the_unit():
+    """nn.MultiheadAttention never calls its out_proj."""
+    model = nn.TransformerEncoderLayer(16, 2, 32, 0.0, batch_first=True)
+    found = flops_of(model, lambda: model(torch.randn(2, 3, 16)))
+    assert set(found) == {"self_attn", "linear1", "linear2"}
+
+
+def test_products_of_the_function_are_those_of_the_rest():
+    model = nn.Linear(8, 4)
+    holder = nn.ModuleDict({"only": model})
+    x = torch.randn(6, 8)
+    units = units_of(holder, lambda: model(x) @ torch.randn(4, 3))
+    assert {unit.name: (unit.flops, unit.emulated) for unit in units} == {
+        "only": (2 * 6 * 8 * 4, True),
+        REST: (2 * 6 * 4 * 3, False),
+    }
+
+
+def test_without_products_there_is_nothing_to_choose():
+    model = nn.LayerNorm(4)
+    with pytest.raises(BadInput, match="no matrix product was seen"):
+        units_of(model, lambda: model(torch.ones(2, 4)))
+
+
+def test_a_pattern_is_for_a_module_and_what_is_in_it():
+    model, batches = net(1)
+    units = units_of(model, lambda: model(*batches[0]))
+    assert [unit.name for unit in selected(units, ["attention"])] == ["attention.qkv", "attention", "attention.out"]
+    assert [unit.name for unit in selected(units, ["*.0", "*out"])] == ["attention.out", "body.0"]
+    assert selected(units, []) == units
+    with pytest.raises(UnknownName, match=r"unknown module 'atention\.qkv'. Did you mean attention\.qkv"):
+        selected(units, ["atention.qkv"])
+    with pytest.raises(UnknownName, match="It matches no module with matrix products"):
+        selected(units, ["norm"])
+
+
+def test_the_model_is_what_the_function_calls():
+    model = nn.Sequential(nn.BatchNorm1d(4), nn.Dropout(0.5), nn.Linear(4, 2))
+    x, criterion = torch.randn(3, 4), nn.CrossEntropyLoss()
+    before, numbers = {name: each.clone() for name, each in model.named_buffers()}, torch.get_rng_state()
+    labels = torch.zeros(3, dtype=torch.long)
+    assert model_called(lambda: criterion(model(x), labels), x.device) is model
+    assert all(torch.equal(each, before[name]) for name, each in model.named_buffers())
+    assert torch.equal(torch.get_rng_state(), numbers)
+    assert not model._forward_pre_hooks
+
+
+@pytest.mark.parametrize(
+    ("function", "said"),
+    [
+        (lambda one, two, x: one(x) + two(x), "the function calls Linear, Linear; say which module is the model"),
+        (lambda one, two, x: F.relu(x), "the function calls no module with parameters"),
+    ],
+)
+def test_where_it_is_not_clear_one_has_to_say(function, said):
+    one, two = nn.Linear(2, 2), nn.Linear(2, 2)
+    with pytest.raises(BadInput, match=said):
+        model_called(lambda: function(one, two, torch.ones(1, 2)), torch.device("cpu"))
