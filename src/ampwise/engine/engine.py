@@ -693,7 +693,7 @@ class Engine:
             self._judge(stepping)
             self._stepping = True
             for optimizer in stepping:
-                self.scaler.step(optimizer)
+                self.scaler.step(optimizer)  # noqa: AMP110 (each optimizer once)
                 outcome = outcome or self.scaler._outcome_of(optimizer)  # all skip, or none
             self.scaler.update()
         except BaseException:

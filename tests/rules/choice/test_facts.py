@@ -99,7 +99,7 @@ def test_scores_that_cancel():
 
 
 def test_a_start_of_1024_saves_six_skips():
-    scaler = torch.amp.GradScaler("cpu", init_scale=65536.0)
+    scaler = torch.amp.GradScaler("cpu", init_scale=65536.0)  # noqa: AMP302
     assert math.log2(scaler.get_scale() / 1024) == 6
     assert (scaler.get_growth_interval(), scaler.get_growth_factor(), scaler.get_backoff_factor()) == (2000, 2.0, 0.5)
 

@@ -128,15 +128,16 @@ def test_batches_are_tuples_dicts_or_tensors():
         assert search(function, batches).batches == 2
 
 
-def test_what_fails_on_the_batches_held_back_is_raised():
-    """The first batches are easy for the second layer; the last one has an outlier that makes the rest too small."""
+@pytest.mark.parametrize("share", [1.0, 0.01], ids=["as large", "too small to be seen among the others"])
+def test_what_fails_on_the_batches_held_back_is_raised(share):
+    """The first batches are easy for the first layer; the last one has an outlier that makes the rest too small."""
     model = nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 4))
     with torch.no_grad():
         model[0].weight[:, 0] = 0
-    easy = [(torch.randn(64, 32), torch.randn(64, 4)) for _ in range(3)]
-    hard = torch.randn(64, 32)
-    hard[:, 0] = 1e6
-    found = search(lambda x, y: F.mse_loss(model(x), y), [*easy, (hard, torch.randn(64, 4))], tolerance=0.02)
+    easy = [(torch.randn(64, 32), torch.randn(64, 4), torch.ones(())) for _ in range(3)]
+    hard = torch.randn(64, 32), torch.randn(64, 4), torch.tensor(share)
+    hard[0][:, 0] = 1e6
+    found = search(lambda x, y, share: share * F.mse_loss(model(x), y), [*easy, hard], tolerance=0.02)
     assert not found.verified.passed
     assert found.verified.error > 0.02 >= found.verified.error_after
     assert found.verified.raised == ("0",)

@@ -21,7 +21,7 @@ RULE = Rule(
         "value to FP32, compute, and round again, often in kernels that nobody has made fast."
     ),
     fix="Stay with FP32 on this CPU, and measure BF16 on the device that you will train on.",
-    bad="with torch.autocast('cpu', torch.bfloat16):  # on a CPU without AMX\n    loss = model(x)",
+    bad='with torch.autocast("cpu", torch.bfloat16):  # on a CPU without AMX\n    loss = model(x)',
     good="loss = model(x)",
 )
 
