@@ -37,7 +37,7 @@ SUFFIX = "gpu" if ON_GPU else "cpu"
 TOLERANCES = {
     "resnet": 0.2
 }  # gradients jump where a ReLU or a maximum does, and batch norms spread it: BF16 is 0.1 off
-TOLERANCE = 0.02  # of the others
+TOLERANCE = 0.01  # of the others
 ANY = 1e9  # a tolerance that everything meets
 WARM_UP = 100  # steps in FP32 before a search
 STEPS = 1000 if ON_GPU else 40

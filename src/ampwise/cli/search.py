@@ -15,7 +15,7 @@ a tolerance below its own noise is refused. A quarter of the batches is held bac
 
 Examples:
   ampwise search train:make
-  ampwise search train:make --formats mxfp8,bf16,fp32 --tolerance 0.01 --gpu b200
+  ampwise search train:make --formats mxfp8,bf16,fp32 --tolerance 0.02 --gpu b200
   ampwise search train:make --modules 'blocks.*' --out policy.json
   ampwise search train:make --out policy.json --resume
 
@@ -56,7 +56,7 @@ __all__ = ["add_arguments", "run"]
 
 INTERRUPTED = 130
 PART = "ampwise-search.part"
-DEFAULTS = {"formats": "e4m3,bf16,fp32", "tolerance": 0.02, "batches": 4}
+DEFAULTS = {"formats": "e4m3,bf16,fp32", "tolerance": 0.01, "batches": 4}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -72,8 +72,8 @@ def rounded(
 ) -> Tensor:
     """The values of a tensor as a product in this format reads them, in FP32 or wider.
 
-    >>> rounded(torch.tensor([0.001, 1.0]), find_format("e4m3"), -1, scaled=True)
-    tensor([0.0010, 1.0000])
+    >>> rounded(torch.tensor([0.3, 1.0]), find_format("e4m3"), -1, scaled=True)
+    tensor([0.2857, 1.0000])
     """
     wide: Any = tensor if tensor.dtype == torch.float64 else tensor.float()
     if isinstance(fmt, BlockFormat):

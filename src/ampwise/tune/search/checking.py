@@ -66,7 +66,7 @@ def checked_tolerance(tolerance: Any) -> float:
     good = isinstance(tolerance, int | float) and not isinstance(tolerance, bool) and 0 < tolerance < math.inf
     if not good:
         raise BadInput(
-            f"search(tolerance={tolerance!r}): a number above 0 is expected, such as 0.02: how far loss and gradients "
+            f"search(tolerance={tolerance!r}): a number above 0 is expected, such as 0.01: how far loss and gradients "
             "may be from FP32's."
         )
     return float(tolerance)

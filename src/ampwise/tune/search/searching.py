@@ -45,7 +45,7 @@ def search(
     fn: Callable[..., Any],
     batches: Iterable[Any],
     *,
-    tolerance: float = 0.02,
+    tolerance: float = 0.01,
     formats: Sequence[str] = DEFAULT_FORMATS,
     model: Module | None = None,
     modules: Sequence[str] = (),
