@@ -120,7 +120,7 @@ def test_a_disk_that_becomes_read_only(tmp_path, monkeypatch):
         broken = number == 15
 
     monkeypatch.setattr("os.mkdir", mkdir)
-    outcome = trained_with(monkeypatch, tmp_path / "run", (15, LAST - 20), break_or_mend)
+    outcome = trained_with(monkeypatch, tmp_path / "run", (15, LAST - 2), break_or_mend)
     assert set(outcome.told) == {"checkpoint-failed"}
     assert all("read-only" in message.lower() for message in outcome.messages)
     assert whole(tmp_path / "run")[0] == LAST

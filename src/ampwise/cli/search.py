@@ -31,7 +31,7 @@ With --json, what is not known is null, and an infinite error is "Infinity":
    ranking: [{name, kind, format, share, narrower, estimates: {format: error}, alone, reasons}],
    gain: {cost, gpu, faster_than_fp32, faster_than_16_bits, why_no_time, kept_bytes, kept_bytes_fp32},
    gap, verified: {batches, error, raised, error_after}, batches, trials, passes, seconds, device, notes}
-Modules are in the order of the ranking from the most to the least sensitive there. "" is the name of the model itself.
+The ranking goes from the most to the least sensitive module. "" is the name of the model itself.
 """
 
 from __future__ import annotations
