@@ -9,7 +9,7 @@ recipe of the forward product that it belongs to.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ampwise.emulation.recipe import Recipe
 
-__all__ = ["emulated"]
+__all__ = ["Emulation", "emulated"]
 
 aten = torch.ops.aten
 
@@ -39,34 +39,45 @@ CHANNELS, OUTPUTS = 1, 0  # of a convolution's input and weight
 MOST_NOTED = 2**17  # forward products, or storages
 
 
-@contextmanager
-def emulated(model: Module, recipes: Mapping[Module, Recipe]) -> Iterator[None]:
+def emulated(model: Module, recipes: Mapping[Module, Recipe | None]) -> AbstractContextManager[None]:
     """While inside, the products in these modules, and in what they contain, are computed by their recipes.
 
-    Of modules inside each other the inner one's recipe counts. Products of the backward pass are emulated if it runs
-    inside too. Attention is computed by its definition, as two products and a softmax between them.
+    Of modules inside each other the inner one's recipe counts, and None is none. Products of the backward pass are
+    emulated if it runs inside too. Attention is computed by its definition, as two products and a softmax between them.
     """
-    mode = _Products()
-    with ExitStack() as stack:
-        for module in model.modules():
-            if module in recipes:
-                stack.callback(module.register_forward_pre_hook(mode.enters(recipes[module]), prepend=True).remove)
-                stack.callback(module.register_forward_hook(mode.leaves, always_call=True).remove)
-        stack.enter_context(sdpa_kernel(SDPBackend.MATH))
-        stack.enter_context(mode)
-        yield
+    return Emulation(model, recipes).on()
+
+
+class Emulation:
+    """The same, to be entered again and again: a backward pass may come in a later block than its forward pass."""
+
+    def __init__(self, model: Module, recipes: Mapping[Module, Recipe | None]) -> None:
+        self._model, self._recipes, self._mode = model, recipes, _Products()
+
+    @contextmanager
+    def on(self) -> Iterator[None]:
+        mode = self._mode
+        with ExitStack() as stack:
+            for module in self._model.modules():
+                if module in self._recipes:
+                    enters = mode.enters(self._recipes[module])
+                    stack.callback(module.register_forward_pre_hook(enters, prepend=True).remove)
+                    stack.callback(module.register_forward_hook(mode.leaves, always_call=True).remove)
+            stack.enter_context(sdpa_kernel(SDPBackend.MATH))
+            stack.enter_context(mode)
+            yield
 
 
 class _Products(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._inside: list[Recipe] = []
+        self._inside: list[Recipe | None] = []
         self._recipes: dict[int, Recipe] = {}  # of forward products, by the number of the node that runs each backward
         # By which gradients are told: they are born in the backward pass, or are no operands of a forward product. To
         # look at one alone will not do: a checkpoint stops before its last product, and a user may bring a gradient.
         self._operands, self._born_in_backward = _Storages(), _Storages()
 
-    def enters(self, recipe: Recipe) -> Callable[..., None]:
+    def enters(self, recipe: Recipe | None) -> Callable[..., None]:
         return lambda module, args: self._inside.append(recipe)
 
     def leaves(self, module: Module, args: Any, output: Any) -> None:

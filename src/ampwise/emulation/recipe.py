@@ -12,7 +12,7 @@ from ampwise.errors import BadInput
 from ampwise.formats import BlockFormat, Format, find_format
 from ampwise.formats.cast import Rounding, cast
 
-__all__ = ["Recipe", "recipe_named", "rounded"]
+__all__ = ["Recipe", "recipe_from", "recipe_named", "rounded"]
 
 # A format that has no more bits than this holds no tensor as it is: each gets a scale.
 SCALED_UP_TO_BITS = 8
@@ -40,6 +40,18 @@ class Recipe:
         return rounded(tensor, fmt, dim, scaled=self.scaled, rounding=self.rounding if is_gradient else "nearest")
 
     @property
+    def text(self) -> str:
+        """As ``recipe_from`` reads it."""
+        usual = recipe_named(self.forward).backward == self.backward
+        formats = self.forward.name if usual else f"{self.forward.name}/{self.backward.name}"
+        return formats if self.rounding == "nearest" else f"{formats},{self.rounding}"
+
+    @property
+    def needs_loss_scale(self) -> bool:
+        """Gradients are rounded as they are, to a format that does not hold small ones."""
+        return not self.scaled and self.backward.needs_loss_scale
+
+    @property
     def has_blocks(self) -> bool:
         """Whether it matters along which dimension one rounds."""
         return isinstance(self.forward, BlockFormat) or isinstance(self.backward, BlockFormat)
@@ -65,6 +77,25 @@ def recipe_named(
             raise BadInput(f"{fmt.name} has no sign: it is a format of scales, and no product is computed in it.")
     narrow = all(isinstance(fmt, BlockFormat) or fmt.bits <= SCALED_UP_TO_BITS for fmt in (forward, backward))
     return Recipe(name=forward.name, forward=forward, backward=backward, scaled=narrow, rounding=rounding)
+
+
+def recipe_from(text: str) -> Recipe:
+    """A recipe by its text: ``FORMAT[/FORMAT OF GRADIENTS][,stochastic]``.
+
+    >>> recipe_from("e4m3/e5m2") == recipe_named("e4m3")
+    True
+    >>> recipe_from("nvfp4,stochastic").rounding
+    'stochastic'
+    """
+    formats, _, rounding = text.partition(",")
+    forward, _, backward = formats.partition("/")
+    if rounding.strip() not in ("", "nearest", "stochastic") or not forward or ("/" in formats and not backward):
+        raise BadInput(
+            f"emulate:{text}: expected is a format, one of its own for gradients if you like, and how these are "
+            "rounded: emulate:mxfp8, emulate:e4m3/e5m2 or emulate:nvfp4,stochastic. `ampwise formats` lists the formats."
+        )
+    chosen: Rounding = "stochastic" if rounding.strip() == "stochastic" else "nearest"
+    return recipe_named(forward.strip(), backward.strip() or None, chosen)
 
 
 def rounded(

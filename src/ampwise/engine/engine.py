@@ -31,12 +31,14 @@ from ampwise.engine.bad_steps import BadSteps
 from ampwise.engine.batches import Batches
 from ampwise.engine.capsules import Capsules, checked_capsules
 from ampwise.engine.clipping import Clipping
+from ampwise.engine.fitting import Fitting
+from ampwise.engine.fittings import fitting_for
 from ampwise.engine.graph import Graphs
 from ampwise.engine.passes import Pass
 from ampwise.engine.pieces import Piece, split
 from ampwise.engine.precision.arithmetic import Arithmetic
 from ampwise.engine.precision.policy import Policy
-from ampwise.engine.precision.precision import choose
+from ampwise.engine.precision.precision import Precision, choose
 from ampwise.engine.ranks import Ranks, speaks
 from ampwise.engine.rng import restore_rng, rng_state
 from ampwise.engine.saved import VERSION, checked_saved, load_window, saved_window
@@ -126,7 +128,8 @@ class Engine:
         self._graphs = Graphs(self.device) if graph else None
         chosen, self.why = choose(precision.base if isinstance(precision, Policy) else precision, self.device)
         self.policy = precision if isinstance(precision, Policy) else Policy(precision)
-        self._arithmetic = Arithmetic(chosen, self.device.type, cached=not graph)
+        self._fitting = self._fitting_for(chosen)
+        self._arithmetic = self._arithmetic_of(chosen)
         self._ranks = Ranks(self._models, process_group)
         if graph and self._ranks.several:
             raise BadInput("Engine(graph=True): not with DDP or FSDP, which exchange gradients in the backward pass.")
@@ -152,6 +155,7 @@ class Engine:
             weakref.finalize(self, self._telling.end).atexit = False  # of which it knows by itself
         # Last, as nothing that is refused may leave a trace.
         self.policy.apply(self._model)
+        self._fitting.put_on()
         self._trained.before_saving(self._schedules.settle)
         self._trained.before_stepping(self._refuse_others_step)
 
@@ -166,6 +170,13 @@ class Engine:
             self.policy.as_dict(),
             capsules,
         )
+
+    def _fitting_for(self, chosen: Precision, policy: Policy | None = None) -> Fitting:
+        return fitting_for(chosen, policy or self.policy, self._models, self._trained.optimizers, self.device)
+
+    def _arithmetic_of(self, chosen: Precision) -> Arithmetic:
+        around = self._fitting.products if chosen.recipe is not None else None
+        return Arithmetic(chosen, self.device.type, cached=self._graphs is None, around=around)
 
     def _announce(self) -> None:
         """Say what "auto" came to, and why."""
@@ -449,11 +460,14 @@ class Engine:
         policy = precision if isinstance(precision, Policy) else Policy(precision)
         chosen, why = choose(policy.base, self.device)
         policy.modules(self._model)  # which refuses what matches nothing
+        fitting = self._fitting_for(chosen, policy)
         self._settle_bad_steps()
+        self._fitting.take_off()
         self.policy.apply(self._model).remove()
         policy.apply(self._model)
-        self.policy, self.why = policy, why
-        self._arithmetic = Arithmetic(chosen, self.device.type)
+        fitting.put_on()
+        self.policy, self.why, self._fitting = policy, why, fitting
+        self._arithmetic = self._arithmetic_of(chosen)
         if chosen.scaled != self.scaler.is_enabled():
             self._schedules.settle()
             self._counts.settle()
@@ -574,6 +588,7 @@ class Engine:
             "skipped_steps": counts.skipped,
             "window": saved_window(self._window, self._trained.parameters, self._statistics.state()),
             "rng": rng_state(self.device),
+            "fitting": self._fitting.state(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any], *, other_precision: bool = False) -> None:
@@ -605,6 +620,8 @@ class Engine:
             schedulers=len(self._schedules),
             other=other_precision,
         )
+        if state["precision"] == self.precision:
+            self._fitting.load(state.get("fitting", {}))
         if self.scaler.is_enabled() and state["scaler"]:
             self.scaler.load_state_dict(state["scaler"])
         self._drop_gradients()
@@ -693,7 +710,8 @@ class Engine:
             self._judge(stepping)
             self._stepping = True
             for optimizer in stepping:
-                self.scaler.step(optimizer)  # noqa: AMP110 (each optimizer once)
+                with self._fitting.stepping(optimizer):
+                    self.scaler.step(optimizer)  # noqa: AMP110 (each optimizer once)
                 outcome = outcome or self.scaler._outcome_of(optimizer)  # all skip, or none
             self.scaler.update()
         except BaseException:
@@ -736,6 +754,7 @@ class Engine:
         outcome.let_go()
         self._closed += 1
         self._ranks.window_closed()
+        self._fitting.step_ended()
         step = self._step_of(outcome, lrs, extra)
         self.history.append(step)
         if self._telling is not None:

@@ -13,14 +13,14 @@ from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
-from ampwise.engine.precision.precision import AUTO, PRECISIONS
+from ampwise.engine.precision.precision import AUTO, BEYOND, EMULATE, PRECISIONS, precision_named
 from ampwise.engine.precision.region import checked, forward_in, is_forward_in
 from ampwise.engine.precision.table import Line, table
 from ampwise.errors import AmpwiseError, BadInput, UnknownName
 
 __all__ = ["Applied", "Kept", "Policy", "named_modules", "with_wrappers"]
 
-BASES = (AUTO, *PRECISIONS)
+BASES = (AUTO, *PRECISIONS, *BEYOND)
 VERSION = 1  # of as_dict
 
 # What torch.compile, FSDP and activation checkpointing put into the path of a module that they wrap.
@@ -65,7 +65,9 @@ class Policy:
     def __post_init__(self) -> None:
         if not isinstance(self.base, str):
             raise BadInput(f"Policy({self.base!r}): a precision is expected by name: {_listed(BASES)}.")
-        if self.base not in BASES:
+        if self.base.startswith(EMULATE):
+            precision_named(self.base)  # which refuses what is no format
+        elif self.base not in BASES:
             raise UnknownName("precision", self.base, BASES, listing=f"Policy() takes {_listed(BASES)}.")
         if not isinstance(self.rules, tuple) or not all(isinstance(rule, Kept) for rule in self.rules):
             raise BadInput(f"Policy({self.base!r}): rules are added by keep(precision, name).")

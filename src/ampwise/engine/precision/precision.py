@@ -1,7 +1,7 @@
 """The precisions to train in, and which of them a device gets.
 
 What a device can do is read once (``facts_of``); ``decide`` is the choice, from those facts alone. A new
-precision is one more entry of ``PRECISIONS``.
+precision is one more entry of ``PRECISIONS``, or of ``BEYOND`` where autocast alone does not make it.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ampwise.emulation.recipe import Recipe, recipe_from
 from ampwise.errors import BadInput, PrecisionUnavailable, UnknownName
 from ampwise.hardware.cpu import BF16_FEATURES, FEATURES, Cpu, describe_cpu
 from ampwise.hardware.device import Device
@@ -20,6 +21,8 @@ from ampwise.hardware.torch_facts import read_device
 
 __all__ = [
     "AUTO",
+    "BEYOND",
+    "EMULATE",
     "PRECISIONS",
     "Chosen",
     "Facts",
@@ -30,6 +33,7 @@ __all__ = [
     "facts_of",
     "gpu_facts",
     "other_facts",
+    "precision_named",
 ]
 
 
@@ -43,8 +47,10 @@ class Precision:
     tf32: bool | None  # whether FP32 products may run in TF32; None: as the user has set it
     # The format of the matrix units without which a GPU is refused: torch would emulate it, or ignore the wish.
     units: str | None = None
+    recipe: Recipe | None = None  # of products that are emulated
 
 
+# What torch does by itself: autocast, and switches.
 PRECISIONS: dict[str, Precision] = {
     precision.name: precision
     for precision in (
@@ -54,16 +60,28 @@ PRECISIONS: dict[str, Precision] = {
         Precision(name="bf16", dtype=torch.bfloat16, scaled=False, tf32=None, units="bf16"),
     )
 }
+# What takes more: layers of their own, or weights.
+BEYOND: dict[str, Precision] = {
+    precision.name: precision
+    for precision in (
+        Precision(name="fp8", dtype=torch.bfloat16, scaled=False, tf32=None, units="fp8"),
+        Precision(name="bf16-pure", dtype=torch.bfloat16, scaled=False, tf32=None, units="bf16"),
+    )
+}
+ALL = {**PRECISIONS, **BEYOND}
 AUTO = "auto"
+EMULATE = "emulate:"  # and a format: products on values rounded to it, on any device
+EXAMPLE = f"{EMULATE}mxfp8"
 
 # What others call them. Only to say the right name: one name for each thing is enough.
 OTHER_NAMES = {
     "fp32": ("float32", "float", "32", "32-true", "no"),
     "fp16": ("float16", "half", "16", "16-mixed"),
     "bf16": ("bfloat16", "bf16-mixed"),
+    "fp8": ("float8", "fp8-mixed", "transformer-engine"),
+    "bf16-pure": ("bf16-true", "pure-bf16"),
 }
 RIGHT_NAMES = {other: name for name, others in OTHER_NAMES.items() for other in others}
-NOT_YET = frozenset({"fp8", "float8", "fp8-mixed", "transformer-engine"})
 
 NO_SCALE = "and BF16's range needs no loss scale"
 
@@ -96,15 +114,30 @@ def choose(asked: Any, device: torch.device) -> Chosen:
 
 
 def decide(asked: str, facts: Facts) -> Chosen:
-    """The same, from facts alone. ``asked`` is "auto" or a key of PRECISIONS."""
+    """The same, from facts alone. ``asked`` is "auto" or a precision by its name."""
     if asked == AUTO:
         return Chosen(PRECISIONS[facts.best], facts.why)
     if asked in facts.lacks:
+        emulated = f"What it lacks can be emulated: precision='{EMULATE}e4m3'. " if asked == "fp8" else ""
         raise PrecisionUnavailable(
             f"Engine(precision={asked!r}): {facts.lacks[asked]} It runs {', '.join(facts.runs)}. "
-            f"Use precision='auto' to let ampwise choose."
+            f"{emulated}Use precision='auto' to let ampwise choose."
         )
-    return Chosen(PRECISIONS[asked], "asked for")
+    return Chosen(precision_named(asked), "asked for")
+
+
+def precision_named(name: str) -> Precision:
+    """Any precision, wherever it can be had; an error where there is none of that name.
+
+    >>> precision_named("emulate:mxfp8").recipe.forward.name
+    'mxfp8_e4m3'
+    """
+    if not name.startswith(EMULATE):
+        return ALL[_checked(name)]
+    recipe = recipe_from(name.removeprefix(EMULATE))
+    return Precision(
+        name=f"{EMULATE}{recipe.text}", dtype=None, scaled=recipe.needs_loss_scale, tf32=False, recipe=recipe
+    )
 
 
 def facts_of(device: torch.device) -> Facts:
@@ -121,7 +154,7 @@ def facts_of(device: torch.device) -> Facts:
 
 def gpu_facts(device: Device) -> Facts:
     """Of a CUDA or ROCm device: what it has matrix units for."""
-    lacks = {name: missing for name, precision in PRECISIONS.items() if (missing := _missing(precision, device))}
+    lacks = {name: missing for name, precision in ALL.items() if (missing := _missing(precision, device))}
     best, why = _best_on_gpu(device)
     return _facts(lacks, best, f"{best} on {device.name}: {why}")
 
@@ -157,8 +190,10 @@ def _missing(precision: Precision, device: Device) -> str | None:
 def _unlike_a_gpu(name: str, dtypes: tuple[torch.dtype, ...]) -> dict[str, str]:
     """What devices lack that are described by what autocast takes there."""
     lacks = {}
-    for precision in PRECISIONS.values():
-        if precision.tf32:
+    for precision in ALL.values():
+        if precision.units == "fp8":
+            lacks[precision.name] = f"{name} has no FP8 matrix units."
+        elif precision.tf32:
             lacks[precision.name] = f"{name} has no TF32, which is a format of NVIDIA's matrix units."
         elif precision.dtype is not None and precision.dtype not in dtypes:
             lacks[precision.name] = f"torch's autocast does not take {precision.dtype} on {name}."
@@ -204,15 +239,15 @@ def _autocasts(kind: str, dtype: torch.dtype) -> bool:
 
 
 def _checked(asked: Any) -> str:
-    names = ", ".join((AUTO, *PRECISIONS))
+    names = ", ".join((AUTO, *ALL, EXAMPLE))
     right = RIGHT_NAMES.get(str(asked).lower().removeprefix("torch."))
     hint = f"Here that is called {right!r}. " if right else ""
     if not isinstance(asked, str):
         raise BadInput(f"Engine(precision={asked!r}): a name is expected. {hint}The precisions are {names}.")
-    if asked == AUTO or asked in PRECISIONS:
+    if asked == AUTO or asked in ALL:
         return asked
-    if asked.lower() in NOT_YET:
-        hint = "FP8 training is not here yet. "
+    if asked.startswith(EMULATE):
+        return precision_named(asked).name
     # "float16" looks as much like bf16 as like fp16: where the right name is known, there is no guess.
-    guesses = () if hint else (AUTO, *PRECISIONS)
+    guesses = () if hint else (AUTO, *ALL)
     raise UnknownName("precision", asked, guesses, listing=f"{hint}The precisions are {names}.")
