@@ -1,8 +1,9 @@
 """Which formats five models stand, module by module; whether what is found trains as FP32 does; what searching costs.
 
 A policy is searched for on a model that has been trained for a while in FP32. Then the model is trained from the
-beginning, by the policy and in FP32, on the same batches in the same order. On a GPU passes are replayed as graphs,
-emulation and all; on a CPU there are fewer steps.
+beginning, by the policy and in FP32, on the same batches in the same order. How far apart runs are by chance is shown
+by FP32 on those batches from another start. On a GPU passes are replayed as graphs, emulation and all; on a CPU there
+are fewer steps.
 """
 
 from __future__ import annotations
@@ -45,6 +46,9 @@ LAST = STEPS // 10  # whose losses are the final one
 CLIP = 1.0
 LADDERS = (("fp16", "fp32"), ("bf16", "fp32"), ("e4m3", "bf16", "fp32"), ("mxfp8", "bf16", "fp32"))
 SEEDS = {"fp16": 1, "bf16": 1, "e4m3": 2, "mxfp8": 1}
+ANOTHER = 100  # the seed of another start
+GPUS = {"mxfp8": "b200"}  # whose datasheet says how fast products are; the H200 has no matrix units for it
+GPU = "h200"
 UNSEEN = 10**6  # where the batches begin that a search is given
 SIZES = (12, 48, 192)
 
@@ -57,20 +61,30 @@ class Trained:
     seconds: float
 
 
-def trained(make: Callable[[torch.device], Task], seed: int, found: Found | None) -> Trained:
-    """A run from the beginning; by a policy, or in FP32."""
+Make = Callable[[torch.device], Task]
+
+
+def trained(make: Make, seed: int, found: Found | None, *, start: int | None = None) -> Trained:
+    """A run from the beginning, by a policy or in FP32; ``start``: another seed for the weights, not for the data."""
     try:
-        return _trained(make, seed, found, graph=ON_GPU)
+        return _trained(_made(make, seed, start), seed, found, graph=ON_GPU)
     except RuntimeError as error:
         if not ON_GPU:
             raise
         note(f"not as a graph: {error}")
-        return _trained(make, seed, found, graph=False)
+        return _trained(_made(make, seed, start), seed, found, graph=False)
 
 
-def _trained(make: Callable[[torch.device], Task], seed: int, found: Found | None, *, graph: bool) -> Trained:
+def _made(make: Make, seed: int, start: int | None) -> Task:
     torch.manual_seed(seed)
     task = make(DEVICE)
+    if start is not None:
+        torch.manual_seed(start)
+        task.model.load_state_dict(make(DEVICE).model.state_dict())
+    return task
+
+
+def _trained(task: Task, seed: int, found: Found | None, *, graph: bool) -> Trained:
     optimizer = torch.optim.AdamW(task.model.parameters(), lr=task.lr, fused=ON_GPU)
     policy = Policy("fp32") if found is None else found.policy
     losses = []
@@ -93,7 +107,7 @@ def _trained(make: Callable[[torch.device], Task], seed: int, found: Found | Non
     return Trained(loss=statistics.fmean(losses), seconds=time.perf_counter() - began)
 
 
-def warmed(make: Callable[[torch.device], Task]) -> Task:
+def warmed(make: Make) -> Task:
     """A model after a while in FP32."""
     torch.manual_seed(0)
     task = make(DEVICE)
@@ -118,39 +132,53 @@ def one_model(name: str) -> Result:
         columns=[
             "formats",
             "modules",
-            "trials",
-            "bits of FP32's",
+            "kept wide",
             "error",
             "loss, FP32",
             "loss, found",
             "apart",
-            "kept wide",
+            "bits of FP32's",
+            "products at best",
+            "trials",
         ],
     )
     wide = {seed: trained(make, seed, None) for seed in range(max(SEEDS.values()))}
+    other = trained(make, 0, None, start=ANOTHER)
+    result.rows.append(["fp32, another start", "", "", "", *_losses([wide[0]], [other]), "100%", "", ""])
     for formats in LADDERS:
         batches = [task.batch(UNSEEN + number) for number in range(4)]
-        found = search(task.loss, batches, tolerance=tolerance, formats=formats, model=task.model, gpu="h200")
+        gpu = GPUS.get(formats[0], GPU)
+        found = search(task.loss, batches, tolerance=tolerance, formats=formats, model=task.model, gpu=gpu)
         note(f"{name}, {formats[0]}: {found!r}")
         seeds = range(SEEDS[formats[0]])
         runs = [trained(make, seed, found) for seed in seeds]
-        apart = [run.loss / wide[seed].loss - 1 for seed, run in zip(seeds, runs, strict=True)]
-        note(f"{name}, {formats[0]}: trained {len(runs)} × {STEPS} steps, {runs[0].seconds:.0f} s each, apart {apart}")
+        note(f"{name}, {formats[0]}: trained {len(runs)} × {STEPS} steps, {runs[0].seconds:.0f} s each")
         result.rows.append(
             [
                 " ".join(formats),
                 _counted(found),
-                str(found.trials),
-                f"{found.gain.cost:.1%}",
-                f"{found.error:.2g}",
-                f"{statistics.fmean(wide[seed].loss for seed in seeds):.4f}",
-                f"{statistics.fmean(run.loss for run in runs):.4f}",
-                f"{max(apart, key=abs):+.2%}",
                 _kept(found),
+                f"{found.error:.2g}",
+                *_losses([wide[seed] for seed in seeds], runs),
+                f"{found.gain.cost:.1%}",
+                _faster(found),
+                str(found.trials),
             ]
         )
     result.notes += [*_everywhere(task), _setting(wide[0])]
     return result
+
+
+def _losses(wide: Sequence[Trained], runs: Sequence[Trained]) -> list[str]:
+    """Of FP32, of the others, and how far the farthest is from its own FP32."""
+    apart = [run.loss / its.loss - 1 for its, run in zip(wide, runs, strict=True)]
+    means = [statistics.fmean(run.loss for run in each) for each in (wide, runs)]
+    return [*(f"{mean:.4f}" for mean in means), f"{max(apart, key=abs):+.2%}"]
+
+
+def _faster(found: Found) -> str:
+    times = found.gain.faster_than_fp32
+    return "" if times is None else f"{times:.1f}× FP32's speed ({found.gain.gpu})"
 
 
 def _counted(found: Found) -> str:
@@ -179,7 +207,9 @@ def _everywhere(task: Task) -> list[str]:
 def _setting(wide: Trained) -> str:
     return (
         f"AdamW, clipped to {CLIP}, {STEPS} steps; with e4m3 from {SEEDS['e4m3']} seeds, the one farthest apart shown. "
-        f"The final loss is the mean of the last {LAST} steps. FP32: {wide.seconds:.1f} s a run."
+        f"The final loss is the mean of the last {LAST} steps. FP32: {wide.seconds:.1f} s a run. Another start: FP32 "
+        "on the same batches from other weights, which is how far apart runs are by chance. Products at best: by the "
+        "peaks of a datasheet, other work not counted."
     )
 
 

@@ -9,6 +9,7 @@ pytest.importorskip("torch")
 import torch
 
 from ampwise.cli import main
+from ampwise.errors import BadInput
 from ampwise.tune.search.found import Found
 
 TRAIN = """
@@ -135,9 +136,16 @@ def test_ctrl_c_says_how_to_go_on_and_that_goes_on(capsys, folder):
 
 
 def test_without_resume_it_begins_anew(capsys, folder):
+    words = ("train_searched:make", "--tolerance", "0.5", "-q", "--batches", "1")
     (folder / "ampwise-search.part").write_text("of something else")
-    code, _, _ = run(capsys, "train_searched:make", "--tolerance", "0.5", "-q", "--batches", "1")
-    assert code == 0
+    code, _, err = run(capsys, *words)
+    assert code == 2
+    assert (
+        "ampwise-search.part has the trials of a search that was interrupted. Go on from them with --resume, or begin"
+        in err
+    )
+    assert run(capsys, *words, "-f")[0] == 0
+    assert not (folder / "ampwise-search.part").exists()
     (folder / "ampwise-search.part").write_text("of something else")
     code, _, err = run(capsys, "train_searched:make", "--tolerance", "0.5", "-q", "--resume")
     assert code == 2
@@ -147,7 +155,10 @@ def test_without_resume_it_begins_anew(capsys, folder):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["train_searched:make", "--batches", "0"], "search --batches 0: one is the least"),
+        (["train_searched:make", "--batches", "0"], "search --batches 0: one is the least and 16 the most"),
+        (["train_searched:make", "--batches", "17"], "search --batches 17: one is the least and 16 the most"),
+        (["train_searched:make", "--out", ".", "-f"], "search --out .: no file can be written there"),
+        (["train_searched:make", "--out", "nowhere/policy.json"], "search --out nowhere/policy.json: no file can be"),
         (["train_searched:make", "--formats", "e4m3"], "search(formats=('e4m3',)): there have to be 'fp32'"),
         (["train_searched:make", "--formats", "e4m4,fp32"], "unknown format 'e4m4'"),
         (["train_searched:make", "--modules", "decoder"], "unknown module 'decoder'"),
@@ -168,6 +179,18 @@ def test_mistakes_are_a_line_and_2(capsys, words, said):
     assert (code, out) == (2, "")
     assert err.splitlines()[-1].startswith("ampwise: error: ")
     assert said in err
+
+
+def test_what_cannot_be_written_in_the_end_is_printed_all_the_same(capsys, folder, monkeypatch):
+    def full(self, path):
+        raise BadInput("the disk is full")
+
+    monkeypatch.setattr(Found, "save", full)
+    words = ("train_searched:make", "--tolerance", "0.5", "-q", "--batches", "1", "--out", "policy.json")
+    code, out, err = run(capsys, *words)
+    assert code == 2
+    assert "4 in e4m3, of 4 modules" in out
+    assert "the disk is full" in err
 
 
 def test_force_writes_over_a_file(capsys, folder):

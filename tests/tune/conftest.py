@@ -3,6 +3,7 @@
 import sys
 
 import pytest
+import torch
 
 
 @pytest.fixture(autouse=True)
@@ -12,3 +13,12 @@ def _own_modules_only(tmp_path_factory):
     for name, module in list(sys.modules.items()):
         if (getattr(module, "__file__", None) or "").startswith(folder):
             del sys.modules[name]
+
+
+@pytest.fixture
+def onednn():
+    """As it is when a process starts: on a CPU without BF16, a product in BF16 of another test may have left it off."""
+    before = torch._C._get_mkldnn_enabled()
+    torch._C._set_mkldnn_enabled(True)
+    yield
+    torch._C._set_mkldnn_enabled(before)

@@ -20,17 +20,17 @@ Examples:
   ampwise search train:make --out policy.json --resume
 
 Trials are kept in OUT.part (without --out in ampwise-search.part) until the search is over: after Ctrl-C, --resume
-goes on from them. A policy file is read by ampwise.Found.load("policy.json").
+goes on from them, and -f begins anew. A policy file is read by ampwise.Found.load("policy.json").
 
-The exit code is 0 if something can be narrower than FP32, 1 if nothing can, 2 if it could not be searched and 130
-after Ctrl-C.
+The exit code is 0 if something can be narrower than FP32, 1 if nothing was found that can, 2 if it could not be
+searched and 130 after Ctrl-C.
 
 With --json, what is not known is null, and an infinite error is "Infinity":
   {what, version, subject, formats, tolerance, noise, error, loss_error, gradient_error, worst,
    modules: {name: format}, policy: {version, base, keep: [{pattern, precision}]}, narrow: {pattern: format}, widened,
    ranking: [{name, kind, format, share, narrower, estimates: {format: error}, alone, reasons}],
    gain: {cost, gpu, faster_than_fp32, faster_than_16_bits, why_no_time, kept_bytes, kept_bytes_fp32},
-   gap, verified: {batches, error, raised, error_after}, batches, trials, passes, seconds, device, notes}
+   gap, verified: {batches, error, worst, raised, error_after}, batches, trials, passes, spent, seconds, device, notes}
 The ranking goes from the most to the least sensitive module. "" is the name of the model itself.
 """
 
@@ -38,6 +38,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import os
 import sys
 from pathlib import Path
 
@@ -79,24 +80,30 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="COUNT",
         type=int,
         default=DEFAULTS["batches"],
-        help="how many batches, of which a quarter is held back (default: %(default)s)",
+        help="how many batches, 16 at most, of which a quarter is held back (default: %(default)s)",
     )
     parser.add_argument(
         "--modules", metavar="GLOB", action="append", default=[], help="search only these modules; may be repeated"
     )
-    parser.add_argument("--trials", metavar="COUNT", type=int, help="try no more assignments than so many")
+    parser.add_argument(
+        "--trials",
+        metavar="COUNT",
+        type=int,
+        help="try no more assignments than so many; where one fails on the batches held back, so many again",
+    )
     parser.add_argument("--gpu", metavar="NAME", help="predict the time on this one, of `ampwise gpu --list`")
     parser.add_argument("--device", metavar="NAME", help="such as cpu or cuda:1 (default: cuda where there is one)")
     parser.add_argument("--out", metavar="FILE", help="write what was found there, as JSON")
-    parser.add_argument("-f", "--force", action="store_true", help="write over a file that is there")
+    parser.add_argument("-f", "--force", action="store_true", help="write over files that are there")
     parser.add_argument("--resume", action="store_true", help="go on from the trials of an interrupted search")
     parser.add_argument("--json", action="store_true", help="JSON, as described above")
     parser.add_argument("-q", "--quiet", action="store_true", help="no progress on stderr")
 
 
 def run(args: argparse.Namespace) -> int:
-    _check(args)
     part = Path(f"{args.out}.part" if args.out else PART)
+    _check(args)
+    _check_files(args, part)
     if not args.resume:
         part.unlink(missing_ok=True)
     try:
@@ -104,9 +111,11 @@ def run(args: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         print(f"\nampwise: interrupted; resume with: {_command(args)}", file=sys.stderr)
         return INTERRUPTED
-    if args.out:
-        found.save(args.out)
     _print(found, args)
+    if args.out:  # after it was printed: if it cannot be written, it is not lost
+        found.save(args.out)
+        if not args.json:
+            write(f"Written to {printable(args.out)}: ampwise.Found.load({printable(args.out)!r})\n", sys.stdout)
     return 0 if found.narrower else 1
 
 
@@ -117,10 +126,27 @@ def _check(args: argparse.Namespace) -> None:
         import torch  # noqa: F401
     except ImportError as error:
         raise MissingDependency("ampwise search needs torch: pip install 'ampwise[torch]'") from error
-    if args.batches < 1:
-        raise BadInput(f"search --batches {args.batches}: one is the least, and four let one be held back.")
+    from ampwise.tune.search.checking import MOST_BATCHES
+
+    if not 1 <= args.batches <= MOST_BATCHES:
+        raise BadInput(
+            f"search --batches {args.batches}: one is the least and {MOST_BATCHES} the most; of four, one is held back."
+        )
+
+
+def _check_files(args: argparse.Namespace, part: Path) -> None:
+    """What cannot be written is found out before there is something to write, and nothing is lost without asking."""
+    from ampwise.errors import BadInput
+
+    if args.out and (Path(args.out).is_dir() or not os.access(Path(args.out).parent, os.W_OK)):
+        raise BadInput(f"search --out {args.out}: no file can be written there. Name one in a folder that is there.")
     if args.out and Path(args.out).exists() and not args.force:
         raise BadInput(f"search --out {args.out}: it is there already. Name another file, or write over it with -f.")
+    if part.exists() and not (args.resume or args.force):
+        raise BadInput(
+            f"search: {part} has the trials of a search that was interrupted. Go on from them with --resume, or begin "
+            "anew with -f."
+        )
 
 
 def _found(args: argparse.Namespace, part: Path) -> Found:
@@ -172,8 +198,6 @@ def _print(found: Found, args: argparse.Namespace) -> None:
         write(dumps(found.as_dict()), sys.stdout)
         return
     print_tables(lambda out: show(out, found))
-    if args.out:
-        write(f"Written to {printable(args.out)}: ampwise.Found.load({printable(args.out)!r})\n", sys.stdout)
 
 
 def _command(args: argparse.Namespace) -> str:

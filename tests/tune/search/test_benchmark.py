@@ -27,6 +27,19 @@ def test_a_part_has_a_row_for_each_of_its_cases(monkeypatch):
     assert all(len(row) == len(result.columns) for row in result.rows)
 
 
+def test_a_model_has_a_row_for_chance_and_one_for_each_ladder(monkeypatch):
+    for name, value in {"STEPS": 2, "LAST": 1, "WARM_UP": 1, "LADDERS": (("e4m3", "bf16", "fp32"),)}.items():
+        monkeypatch.setattr(benchmark, name, value)
+    monkeypatch.setitem(benchmark.MODELS, "chain", lambda device: chain(2, (), device))
+    result = benchmark.one_model("chain")
+    assert [row[0] for row in result.rows] == ["fp32, another start", "e4m3 bf16 fp32"]
+    assert all(len(row) == len(result.columns) for row in result.rows)
+    cells = dict(zip(result.columns, result.rows[1], strict=True))
+    assert cells["products at best"].endswith("× FP32's speed (h200)")
+    assert float(cells["loss, FP32"]) == pytest.approx(float(cells["loss, found"]), rel=0.05)
+    assert result.rows[0][5] != result.rows[0][4]  # another start is another loss
+
+
 def test_it_trains_by_what_is_found(monkeypatch):
     monkeypatch.setattr(benchmark, "STEPS", 3)
     monkeypatch.setattr(benchmark, "LAST", 2)

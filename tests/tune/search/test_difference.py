@@ -97,6 +97,16 @@ def test_a_gradient_that_cancels_to_nothing_counts_as_a_small_one():
     assert found.gradient == pytest.approx(float((third * 1e-6).square().sum() / (LEAST**2 * usual * 2) / 2), rel=0.01)
 
 
+def test_a_gradient_that_is_gone_is_all_wrong():
+    """As that of an expert that a narrow format sends no rows."""
+    model = a_model()
+    whole = outcome(model, 1.0, 1)
+    gone = Outcome(1.0, (*whole.gradients[:2], None))
+    found = compared(model, [whole], [gone])
+    assert (found.gradient, found.worst) == (pytest.approx(0.5), "two")
+    assert compared(model, [gone], [whole]).gradient > 0.5
+
+
 def test_what_was_not_used_has_no_part_in_it():
     model = a_model()
     first, second, _ = outcome(model, 1.0, 1).gradients

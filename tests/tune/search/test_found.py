@@ -1,6 +1,7 @@
 """What was found: put on a model it does what was tried, and it comes back from a file as it was."""
 
 import dataclasses
+import json
 
 import pytest
 import torch
@@ -161,6 +162,14 @@ def test_formats_that_it_does_not_name_are_refused(mixed, tmp_path):
     data = found.as_dict()
     with pytest.raises(BadInput, match="its modules have formats that it does not name"):
         Found.from_dict(data | {"modules": data["modules"] | {"body.0": "e5m2"}})
+
+
+def test_a_file_that_was_tampered_with_is_refused(mixed, tmp_path):
+    _, _, found = mixed
+    for change in ({"narrow": 5}, {"modules": None}, {"gain": []}, {"ranking": [{}]}, {"verified": {}}):
+        (tmp_path / "policy.json").write_text(json.dumps(found.as_dict() | change))
+        with pytest.raises(BadInput, match="that is no policy of ampwise search"):
+            Found.load(tmp_path / "policy.json")
 
 
 def test_it_cannot_be_put_on_another_model(mixed):

@@ -164,8 +164,9 @@ def _step(model, loss):
 
 
 def test_weights_have_to_be_fp32():
-    with pytest.raises(BadInput, match=r"weights are bfloat16, .* call model.float\(\) first"):
-        Passes(lambda x: x, nn.Linear(2, 2).bfloat16(), CPU)
+    for dtype in ("bfloat16", "float64"):  # no autocast makes FP64 anything else
+        with pytest.raises(BadInput, match=rf"weights are {dtype}, .* call model.float\(\) first"):
+            Passes(lambda x: x, nn.Linear(2, 2).to(getattr(torch, dtype)), CPU)
     with pytest.raises(BadInput, match="none of the model's parameters requires a gradient"):
         Passes(lambda x: x, nn.Linear(2, 2).requires_grad_(False), CPU)
 

@@ -27,6 +27,10 @@ def test_numbers_give_way_where_they_can():
     assert globs(["experts.0.0", "experts.1.0"], ["experts.0.2", "experts.1.2"]) == ["experts.*.0"]
 
 
+def test_none_is_there_that_another_makes_needless():
+    assert globs(["blocks.0.up", "blocks.0", "blocks.1.up", "blocks.1", "head"], ["stem"]) == ["blocks.*", "head"]
+
+
 def test_the_model_itself_has_an_empty_name():
     assert globs([""], ["body", "head"]) == [""]
 

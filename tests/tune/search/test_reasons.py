@@ -10,6 +10,7 @@ from ampwise.tune.search.facts import condition_of, facts_of
 from ampwise.tune.search.passes import Batch, Passes
 from ampwise.tune.search.reasons import reasons_of, usual_amplification
 from ampwise.tune.search.sensitivity import Looking
+from ampwise.tune.search.trial import Trial
 from ampwise.tune.search.units import units_of
 
 CPU = torch.device("cpu")
@@ -132,8 +133,16 @@ def test_a_power_of_two_as_scale_cuts_off_the_largest():
 
 
 def test_of_the_model_itself_nothing_is_known_but_the_whole():
-    (reason,) = reasons_of(choices_of(("e4m3", "fp32"))[0], None, None, None, None)
-    assert reason.text.startswith("measured as a whole")
+    choice = choices_of(("e4m3", "fp32"))[0]
+    (reason,) = reasons_of(choice, None, None, None, None)
+    assert reason.text == "measured only as a part of the whole"
+    for loss, gradient, said in [
+        (0.01, 0.02, "the gradient of blocks.0 20.0% wrong"),
+        (0.03, 0.02, "the loss 3.0% wrong"),
+    ]:
+        alone = Trial(assignment=(0,), loss=loss, gradient=gradient, worst="blocks.0")
+        (reason,) = reasons_of(choice, None, None, None, None, alone)
+        assert reason.text == f"e4m3 in it alone makes {said}"
 
 
 @pytest.mark.parametrize("weight", [torch.full((4, 4), float("nan")), torch.ones(2000, 2000)])

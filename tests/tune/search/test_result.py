@@ -16,7 +16,8 @@ LADDER = Ladder(
 
 
 def gap(found, alone):
-    outcomes = SimpleNamespace(ladder=LADDER, best=SimpleNamespace(assignment=found), alone=alone, tolerance=0.02)
+    tried = {unit: (place, SimpleNamespace(error=error)) for unit, (place, error) in alone.items()}
+    outcomes = SimpleNamespace(ladder=LADDER, best=SimpleNamespace(assignment=found), alone=tried, tolerance=0.02)
     return _gap(outcomes)
 
 

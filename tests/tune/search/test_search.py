@@ -1,5 +1,6 @@
 """The search from end to end: planted modules found, the best found where all can be tried, and what is refused."""
 
+import gc
 import itertools
 import math
 
@@ -64,7 +65,7 @@ def test_where_all_can_be_tried_it_finds_the_best_or_says_how_far_off_it_can_be(
     assert len(every) == 81
     hits = 0
     errors = sorted(error for error, _ in every.values() if error)
-    for tolerance in (1e-5, 1e-4, 2e-3, 6e-3, 0.02, errors[40], 0.5):
+    for tolerance in (1e-4, 2e-3, 0.02, errors[40], 0.5):
         found = search(function, batches, tolerance=tolerance, model=model, formats=formats)
         own = tuple(found.modules[unit.name] for unit in units)
         error, cost = every[own]
@@ -72,7 +73,7 @@ def test_where_all_can_be_tried_it_finds_the_best_or_says_how_far_off_it_can_be(
         best = min(cost for error, cost in every.values() if error <= tolerance)
         assert best <= cost <= best / (1 - found.gap) + 1e-9
         hits += cost == pytest.approx(best)
-    assert hits >= 6
+    assert hits >= 4
 
 
 def test_all_narrow_takes_one_trial():
@@ -140,10 +141,13 @@ def test_what_fails_on_the_batches_held_back_is_raised(share):
     found = search(lambda x, y, share: share * F.mse_loss(model(x), y), [*easy, hard], tolerance=0.02)
     assert not found.verified.passed
     assert found.verified.error > 0.02 >= found.verified.error_after
-    assert found.verified.raised == ("0",)
+    assert (found.verified.raised, found.verified.worst) == (("0",), "0")
     assert found.error <= 0.02
     assert found.modules["0"] == "bf16"
-    assert "On 1 held back the error was" in str(found)
+    assert f"On 1 held back the error was {found.verified.error:.2g} (the gradient of 0 was farthest off)" in str(found)
+    first = found.ranking[0]
+    assert (first.name, first.alone > 0.02) == ("0", True)  # measured where it failed, and so are the reasons
+    assert "of its inputs are so small beside the largest (1e+06)" in first.reasons[0]
 
 
 def test_the_number_of_trials_can_be_limited():
@@ -151,7 +155,14 @@ def test_the_number_of_trials_can_be_limited():
     found = search(function, batches, tolerance=0.03, model=model, trials=3)
     assert found.error <= 0.03
     assert any("as many trials as allowed" in note for note in found.notes)
-    assert found.trials <= 3 + 8
+    assert (found.trials, found.spent) == (3, True)
+
+
+def test_where_the_trials_are_not_enough_it_does_not_say_that_nothing_passes():
+    model, function, batches = deep(4, cancelling=[2], batches=1)
+    found = search(function, batches, tolerance=1e-3, model=model, trials=1)
+    assert not found.narrower
+    assert "nothing narrower than FP32 was found in 1 trial, as many as allowed" in str(found)
 
 
 def test_batches_that_are_the_same_are_one():
@@ -176,14 +187,83 @@ def test_what_does_not_run_in_a_format_does_not_pass():
 
         def forward(self, x):
             if torch.is_autocast_enabled("cpu"):
-                raise RuntimeError("expected scalar type Float but found BFloat16")
+                raise TypeError("expected Float, not BFloat16")
             return x @ self.weight
 
     model = nn.Sequential(nn.Linear(4, 4), Picky())
     found = search(lambda x: model(x).square().mean(), [torch.randn(8, 4)], tolerance=0.9)
     assert found.modules == {"0": "e4m3", "1": "fp32"}
     assert found.ranking[0].reasons == ("it does not run in bf16: an operation of it has no such type",)
-    assert "Some trials did not run, and count as not passed: RuntimeError: expected scalar type Float" in str(found)
+    assert "Some trials did not run, and count as not passed: TypeError: expected Float, not BFloat16" in str(found)
+
+
+def gathering(model):
+    """The nodes that add up gradients: one for each parameter, as long as a graph is there that has it."""
+    return [parameter.expand_as(parameter).grad_fn.next_functions[0][0] for parameter in model.parameters()]
+
+
+def test_nothing_of_its_graphs_outlives_it():
+    """A graph that does keeps its memory, and its nodes, which belong to the stream they were made on: no CUDA graph of
+    the model can be captured then."""
+    model, function, batches = deep(3, cancelling=[1], batches=2)
+
+    def marked(x):
+        loss = function(x)
+        for node in gathering(model):
+            node.metadata["of a search"] = True
+        return loss
+
+    gc.disable()
+    try:
+        assert search(marked, batches, tolerance=0.05, model=model).trials > 2
+        assert [node.metadata for node in gathering(model)] == [{}, {}, {}]
+    finally:
+        gc.enable()
+
+
+@pytest.mark.usefixtures("onednn")
+def test_a_recurrent_layer_has_16_bits_at_least_or_stays_wide_and_is_not_blamed_on_others():
+    lstm, head = nn.LSTM(8, 16, batch_first=True), nn.Linear(16, 1)
+    model = nn.ModuleDict({"lstm": lstm, "head": head})
+    batches = [torch.randn(4, 5, 8) for _ in range(2)]
+    found = search(lambda x: head(lstm(x)[0]).square().mean(), batches, model=model, tolerance=0.05)
+    assert found.modules["head"] == "e4m3"
+    assert found.modules["lstm"] in ("bf16", "fp32")  # many CPUs have no LSTM in BF16
+    assert "recurrent layers are not emulated, and have 16 bits at least: lstm" in found.notes
+
+
+def test_a_module_that_cannot_be_run_by_itself_is_searched_all_the_same():
+    class Needy(nn.Linear):
+        def forward(self, x):
+            return super().forward(x) + self.from_outside.pop()
+
+    model = nn.Sequential(Needy(4, 4), nn.Linear(4, 1))
+
+    def function(x):
+        model[0].from_outside = [x]
+        return model(x).square().mean()
+
+    found = search(function, [torch.randn(8, 4)], model=model, tolerance=0.9)
+    assert set(found.modules.values()) == {"e4m3"}
+    assert [each.estimates == {} for each in found.ranking] == [False, True]
+
+
+def test_batches_of_what_is_no_tensor_are_not_the_same():
+    class Graph:
+        def __init__(self, seed):
+            self.values = torch.full((4, 4), float(seed))
+
+    model, x = nn.Linear(4, 1), torch.ones(4, 4)
+    batches = [(Graph(seed), x) for seed in range(4)]
+    assert search(lambda g, x: model(g.values + x).square().mean(), batches).batches == 4
+    assert search(lambda g, x: model(g.values + x).square().mean(), [*batches, batches[0]], model=model).batches == 4
+
+
+def test_more_batches_than_are_read():
+    model = nn.Linear(4, 1)
+    found = search(lambda x: model(x).square().mean(), (torch.randn(2, 4) for _ in range(40)), tolerance=0.9)
+    assert (found.batches, found.verified.batches) == (16, 4)
+    assert "the first 16 batches were read, and no more" in found.notes
 
 
 # What is refused
@@ -238,7 +318,8 @@ def test_a_function_that_fails_is_told_with_where():
     model = nn.Linear(4, 1)
     for options in ({}, {"model": model}):
         with pytest.raises(
-            BadInput, match=r"search\(\): the function failed in FP32: RuntimeError: .*test_search.py:\d+"
+            BadInput,
+            match=r"search\(\): the function failed in FP32 on the first batch: RuntimeError: .*test_search.py:\d+",
         ):
             search(lambda x: model(x).sum(), [torch.randn(2, 5)], **options)
 
@@ -247,6 +328,39 @@ def test_a_loss_that_is_not_finite_in_fp32():
     model = nn.Linear(4, 1)
     with pytest.raises(BadInput, match="in FP32 the loss or a gradient is not finite"):
         search(lambda x: model(x).sum() / 0.0, [torch.randn(2, 4)])
+
+
+def test_what_fails_in_fp32_is_told_before_anything_is_tried_and_on_which_batch():
+    model, told = nn.Linear(4, 1), []
+    good = [torch.randn(2, 4) for _ in range(3)]
+    for bad, said in [
+        (torch.randn(2, 5), r"the function failed in FP32 on batches\[3\]: RuntimeError: "),
+        (torch.full((2, 4), math.nan), r"not finite on batches\[3\]"),
+    ]:
+        with pytest.raises(BadInput, match=said):
+            search(lambda x: model(x).sum(), [*good, bad], progress=told.append)
+    assert {one.doing for one in told} == {"FP32, to compare with"}
+
+
+@pytest.mark.parametrize(
+    ("function", "said"),
+    [(lambda loss: loss - loss.detach(), "the loss is 0 in FP32"), (lambda loss: 0 * loss + 1, "all gradients are 0")],
+)
+def test_nothing_is_relative_to_zero(function, said):
+    model = nn.Linear(4, 1)
+    with pytest.raises(BadInput, match=f"{said}.* Give batches that are not learned yet"):
+        search(lambda x: function(model(x).sum()), [torch.randn(2, 4)])
+
+
+def test_a_function_that_computes_in_16_bits_itself():
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 1))
+
+    def function(x):
+        with torch.autocast("cpu", torch.bfloat16):
+            return model(x).float().square().mean()
+
+    with pytest.raises(BadInput, match="a product in 0 is bfloat16 where all is to be FP32"):
+        search(function, [torch.randn(2, 4)])
 
 
 def test_a_model_that_has_a_policy_on_it():

@@ -53,7 +53,7 @@ def test_the_time_left_is_by_what_the_passes_took():
     pace.tell("then")
     done[0] = 30
     pace.tell("longer than thought")
-    assert [one.seconds_left is None for one in seen] == [True, False, False]
+    assert [one.seconds_left is None for one in seen] == [True, False, True]
     assert [(one.done, one.expected) for one in seen] == [(0, 10), (5, 10), (30, 31)]
 
 
@@ -66,8 +66,7 @@ def test_a_search_tells_each_trial():
         "FP32 again, for the noise",
         "each module by itself",
         "4 in e4m3",
-        "FP32, to compare with",
-        "4 in e4m3",
+        "held back",
     ]
     assert found.trials == 2
     assert seen[-1].done <= found.passes

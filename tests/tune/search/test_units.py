@@ -52,9 +52,44 @@ def test_products_of_the_function_are_those_of_the_rest():
     }
 
 
+@pytest.mark.usefixtures("onednn")
+def test_a_recurrent_layer_is_one_that_cannot_be_emulated():
+    model = nn.ModuleDict({"lstm": nn.LSTM(8, 16), "head": nn.Linear(16, 2)})
+    x = torch.randn(5, 3, 8)
+    units = units_of(model, lambda: model["head"](model["lstm"](x)[0]))
+    assert {unit.name: (unit.flops, unit.emulated) for unit in units} == {
+        "lstm": (2 * 15 * (4 * 16) * (8 + 16), False),
+        "head": (2 * 15 * 16 * 2, True),
+    }
+
+
+def test_products_of_integers_and_of_fp64_are_nothing_to_choose_for():
+    model = nn.Linear(4, 2)
+    counts = torch.ones(3, 3, dtype=torch.long)
+    units = units_of(
+        model,
+        lambda: model(torch.ones(3, 4)).sum() + (counts @ counts).sum() + counts.double().mm(counts.double()).sum(),
+    )
+    assert [unit.flops for unit in units] == [2 * 3 * 4 * 2]
+
+
+@pytest.mark.parametrize("where", ["autocast", "weights"])
+def test_what_computes_in_16_bits_by_itself_is_no_fp32_to_compare_with(where):
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    if where == "weights":
+        model.bfloat16()
+
+    def forward():
+        with torch.autocast("cpu", torch.bfloat16, enabled=where == "autocast"):
+            return model(torch.ones(3, 4, dtype=model[0].weight.dtype))
+
+    with pytest.raises(BadInput, match=r"a product in 0 is bfloat16 where all is to be FP32.* Take autocast out of"):
+        units_of(model, forward)
+
+
 def test_without_products_there_is_nothing_to_choose():
     model = nn.LayerNorm(4)
-    with pytest.raises(BadInput, match="no matrix product was seen"):
+    with pytest.raises(BadInput, match="no matrix product in FP32 was seen"):
         units_of(model, lambda: model(torch.ones(2, 4)))
 
 
@@ -79,6 +114,21 @@ def test_the_model_is_what_the_function_calls():
     assert all(torch.equal(each, before[name]) for name, each in model.named_buffers())
     assert torch.equal(torch.get_rng_state(), numbers)
     assert not model._forward_pre_hooks
+
+
+def test_nothing_is_changed_where_the_function_fails():
+    model, x = nn.BatchNorm1d(4), torch.randn(3, 4)
+    numbers = torch.get_rng_state()
+
+    def fails():
+        torch.rand(1)
+        model(x)
+        raise ValueError("on purpose")
+
+    with pytest.raises(BadInput, match="failed in FP32 on the first batch: ValueError: on purpose"):
+        model_called(fails, x.device)
+    assert torch.equal(model.running_mean, torch.zeros(4))
+    assert torch.equal(torch.get_rng_state(), numbers)
 
 
 @pytest.mark.parametrize(

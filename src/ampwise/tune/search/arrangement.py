@@ -44,7 +44,7 @@ class Arrangement:
 
     base: str
     regions: Mapping[Module, str]  # of modules that have another one than what is around them
-    recipes: Mapping[Module, Recipe]
+    recipes: Mapping[Module, Recipe | None]
     widened: tuple[Module, ...]
 
     @property
@@ -71,7 +71,7 @@ def arrangement_of(
     formats = {unit.name: choice for unit, choice in zip(units, chosen, strict=True)}
     base = base or _base(formats)
     regions: dict[Module, str] = {}
-    recipes: dict[Module, Recipe] = {}
+    recipes: dict[Module, Recipe | None] = {}
     widened: list[Module] = []
     by_name: dict[str, str] = {}  # the region of each unit
     for unit in sorted(units, key=lambda unit: unit.name.count(".") + bool(unit.name)):  # outer ones first
@@ -84,8 +84,10 @@ def arrangement_of(
             widened.append(unit.module)
         if choice.recipe is not None:
             recipes[unit.module] = choice.recipe
-        elif _computed_in_fp32(choice, device) or any(formats[name].narrow for name in _around(unit.name, by_name)):
-            recipes[unit.module] = AS_THEY_ARE  # a recipe counts for all that is inside, unless that has its own
+        elif _computed_in_fp32(choice, device):
+            recipes[unit.module] = AS_THEY_ARE
+        elif any(formats[name].narrow for name in _around(unit.name, by_name)):
+            recipes[unit.module] = None  # a recipe counts for all that is inside, unless that has its own
     return Arrangement(base=base, regions=regions, recipes=recipes, widened=tuple(widened))
 
 

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 from ampwise.errors import BadInput
 from ampwise.tune.search.difference import Groups, Reference, Tally
-from ampwise.tune.search.passes import Batch, Passes
+from ampwise.tune.search.passes import Batch, Outcome, Passes
+from ampwise.tune.search.state import told_if_it_fails
 
 __all__ = ["noise_of", "reference_of"]
 
@@ -15,12 +16,12 @@ NOT_REPEATABLE = 1e-3  # an error that no order of summation explains
 
 def reference_of(passes: Passes, groups: Groups, batches: Sequence[Batch]) -> Reference:
     """Loss and gradients on each batch."""
-    reference = Reference(groups, map(passes.outcome, batches), len(batches))
-    if not reference.finite:
-        raise BadInput(
-            "search(): in FP32 the loss or a gradient is not finite, so there is nothing to compare with. "
-            "ampwise.trace(fn, *batch) says where it comes from."
-        )
+    reference = Reference(groups, (_in_fp32(passes, batch) for batch in batches), len(batches))
+    for what, size in (("the loss is", reference.loss_squares), ("all gradients are", float(reference.squares.sum()))):
+        if batches and not size:
+            raise BadInput(
+                f"search(): {what} 0 in FP32, and an error is relative to it. Give batches that are not learned yet."
+            )
     return reference
 
 
@@ -28,7 +29,7 @@ def noise_of(passes: Passes, reference: Reference, batches: Sequence[Batch], tol
     """The error of FP32 against itself; a tolerance that is not above it is refused."""
     tally, again = Tally(reference), []
     for batch in batches:
-        outcome = passes.outcome(batch)
+        outcome = _in_fp32(passes, batch)
         again.append(outcome.loss)
         tally.add(outcome)
     noise = tally.difference.error
@@ -46,3 +47,14 @@ def noise_of(passes: Passes, reference: Reference, batches: Sequence[Batch], tol
             "torch.use_deterministic_algorithms(True)."
         )
     return noise
+
+
+def _in_fp32(passes: Passes, batch: Batch) -> Outcome:
+    with told_if_it_fails(f"batches[{batch.place}]"):
+        outcome = passes.outcome(batch)
+    if not outcome.finite:
+        raise BadInput(
+            f"search(): in FP32 the loss or a gradient is not finite on batches[{batch.place}], so there is nothing to "
+            "compare with. ampwise.trace(fn, *batch) says where it comes from."
+        )
+    return outcome

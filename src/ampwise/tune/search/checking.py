@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Iterable, Mapping
 from itertools import islice
+from os import PathLike
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,13 +24,21 @@ from ampwise.tune.search.passes import Batch
 from ampwise.tune.search.units import model_called
 from ampwise.user_code import kind
 
-__all__ = ["checked_batches", "checked_gpu", "checked_limit", "checked_model", "checked_tolerance"]
+__all__ = [
+    "MOST_BATCHES",
+    "checked_batches",
+    "checked_file",
+    "checked_gpu",
+    "checked_limit",
+    "checked_model",
+    "checked_tolerance",
+]
 
 MOST_BATCHES = 16  # more of a loader are not read
 
 
-def checked_batches(function: Any, batches: Any) -> list[Batch]:
-    """As arguments; of several that hold the same, one."""
+def checked_batches(function: Any, batches: Any) -> tuple[list[Batch], str | None]:
+    """As arguments; of several that hold the same, one. And what was left out."""
     if not callable(function):
         raise BadInput(
             f"search() takes the function that makes the loss, and batches for it: search(loss_fn, [(x, y), ...]). Not "
@@ -37,13 +48,22 @@ def checked_batches(function: Any, batches: Any) -> list[Batch]:
         raise BadInput(
             f"search(batches=...): a list of batches is expected, each a tuple of arguments, not {kind(batches)}."
         )
-    found = [_batch(each) for each in islice(batches, MOST_BATCHES)]
+    found = [_batch(each, place) for place, each in enumerate(islice(batches, MOST_BATCHES + 1))]
     if not found:
         raise BadInput("search(batches=[]): without a batch there is nothing to compare; some four are enough.")
     for batch in found:
         if not any(isinstance(leaf, Tensor) for leaf in tree_flatten((batch.args, dict(batch.kwargs)))[0]):
             raise BadInput("search(batches=...): a batch has no tensors in it; each is to be a tuple of arguments.")
-    return list({batch_digest(batch): batch for batch in found}.values())
+    read = found[:MOST_BATCHES]
+    different: dict[str, Batch] = {}
+    for batch in read:
+        different.setdefault(batch_digest(batch), batch)
+    left_out = []
+    if len(found) > MOST_BATCHES:
+        left_out.append(f"the first {MOST_BATCHES} batches were read, and no more")
+    if len(different) < len(read):
+        left_out.append(f"{len(read)} batches were given, of which {len(different)} hold something else than another")
+    return list(different.values()), "; ".join(left_out) or None
 
 
 def checked_model(function: Callable[..., Any], model: Any, batch: Batch) -> Module:
@@ -72,6 +92,17 @@ def checked_tolerance(tolerance: Any) -> float:
     return float(tolerance)
 
 
+def checked_file(path: str | PathLike[str] | None) -> Path | None:
+    """Where progress is kept: found out before there is any."""
+    if path is None:
+        return None
+    file = Path(path)
+    if file.is_dir() or not os.access(file.parent, os.W_OK):
+        why = "it is a folder" if file.is_dir() else f"{str(file.parent)!r} is no folder that can be written to"
+        raise BadInput(f"search(resume={str(path)!r}): {why}.")
+    return file
+
+
 def checked_limit(trials: Any, units: int) -> int:
     """How many trials there may be: by default enough for a handful of sensitive modules in any order."""
     if trials is None:
@@ -88,10 +119,10 @@ def checked_gpu(name: str | None, device: torch.device) -> Gpu | None:
     return find_gpu(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
 
 
-def _batch(batch: Any) -> Batch:
+def _batch(batch: Any, place: int) -> Batch:
     if isinstance(batch, Mapping):
-        return Batch((), dict(batch))
-    return Batch(tuple(batch) if isinstance(batch, tuple | list) else (batch,), {})
+        return Batch((), dict(batch), place)
+    return Batch(tuple(batch) if isinstance(batch, tuple | list) else (batch,), {}, place)
 
 
 def _device(batch: Batch) -> torch.device:

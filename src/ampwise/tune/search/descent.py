@@ -13,7 +13,7 @@ are the ones. Where it was wrong, those needed among them are found by halving a
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 __all__ = ["Assignment", "Ladder", "cheapest_passing", "least_kept", "raised_until"]
@@ -42,6 +42,20 @@ class Ladder:
     def cost(self, assignment: Assignment) -> float:
         """Of all units."""
         return sum(costs[place] for costs, place in zip(self.costs, assignment, strict=True))
+
+    def alone(self, unit: int, place: int) -> Assignment:
+        """One unit at a place, and the others wide."""
+        return tuple(place if other == unit else at for other, at in enumerate(self.widest))
+
+    def with_score(self, unit: int, place: int, score: float) -> Ladder:
+        """What was measured in place of what was thought."""
+        own = (*self.scores[unit][:place], score, *self.scores[unit][place + 1 :])
+        return replace(self, scores=(*self.scores[:unit], own, *self.scores[unit + 1 :]))
+
+    def most_in_need(self, assignment: Assignment) -> list[int]:
+        """Units that could have a wider format than here, those first that need it most for what it costs."""
+        above = [unit for unit, at in enumerate(assignment) if at < self.formats - 1]
+        return sorted(above, key=lambda unit: -self.need(unit, assignment[unit]))
 
     def ordered(self, units: Sequence[int], place: int) -> list[int]:
         """Those most in need of more than the format at this place first, for what the next one costs."""
@@ -81,14 +95,13 @@ def _level(ladder: Ladder, current: Assignment, place: int, passes: Passes) -> A
 
 def raised_until(ladder: Ladder, current: Assignment, passes: Passes) -> Assignment:
     """For one that does not pass after all: as few units as possible a format higher, or if need be the widest."""
-    above = [unit for unit, at in enumerate(current) if at < ladder.formats - 1]
-    ordered = sorted(above, key=lambda unit: -ladder.need(unit, current[unit]))
+    ordered = ladder.most_in_need(current)
     for up in (lambda at: at + 1, lambda at: ladder.formats - 1):
 
         def raised(units: Sequence[int], up: Callable[[int], int] = up) -> Assignment:
             return tuple(up(at) if unit in set(units) else at for unit, at in enumerate(current))
 
-        if raised(above) == ladder.widest or passes(raised(above)):
+        if raised(ordered) == ladder.widest or passes(raised(ordered)):
             return raised(least_kept(ordered, lambda units: passes(raised(units))))
     return ladder.widest
 

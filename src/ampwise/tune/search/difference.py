@@ -74,14 +74,6 @@ class Reference:
         self.squares = torch.maximum(squares, LEAST**2 * typical * groups.sizes)
         self.loss_squares = math.fsum(loss * loss for loss in self.losses)
 
-    @property
-    def finite(self) -> bool:
-        """Whether all that was there is."""
-        return math.isfinite(self.loss_squares) and bool(self.squares.isfinite().all())
-
-    def __len__(self) -> int:
-        return len(self.losses)
-
 
 class Tally:
     """Adds up the differences, batch by batch. They only grow: too large on one batch is too large on all."""
@@ -95,10 +87,7 @@ class Tally:
     def add(self, outcome: Outcome) -> None:
         """The next batch."""
         reference, place = self._reference, self.batches
-        apart = [
-            None if own is None else own - other.to(own.device) if other is not None else own
-            for own, other in zip(outcome.gradients, reference.gradients[place], strict=True)
-        ]
+        apart = list(map(_apart, outcome.gradients, reference.gradients[place]))
         self._squares += reference.groups.summed(_squares(apart))
         self._loss_squares += (outcome.loss - reference.losses[place]) ** 2
         self.batches += 1
@@ -118,6 +107,13 @@ class Tally:
         )
 
 
+def _apart(own: Tensor | None, other: Tensor | None) -> Tensor | None:
+    """The difference, up to its sign. One that is missing is zero: an expert that gets no rows has no gradient."""
+    if own is None or other is None:
+        return other if own is None else own
+    return own - other.to(own.device)
+
+
 def _relative(squares: float, whole: float) -> float:
     if not math.isfinite(squares):
         return math.inf
@@ -129,7 +125,8 @@ def _squares(gradients: Sequence[Tensor | None]) -> Tensor:
     present = [each for each in gradients if each is not None]
     norms = torch.zeros(len(gradients), dtype=torch.float64)
     if present:
-        measured = torch.stack([torch.linalg.vector_norm(each, dtype=_exact(each)) for each in present])
+        home = present[0].device
+        measured = torch.stack([torch.linalg.vector_norm(each, dtype=_exact(each)).to(home) for each in present])
         norms[[place for place, each in enumerate(gradients) if each is not None]] = measured.cpu()
     return norms.square()
 

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import Parameter
-from torch.nn.modules.conv import _ConvTransposeNd
+from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 
 from ampwise.census.algebra import Census
 from ampwise.census.measure import census
@@ -77,18 +77,19 @@ def _some(tensor: Tensor) -> Tensor:
 
 
 def _cancellation(unit: Unit, wide: Ran, weight: Tensor | None) -> float | None:
-    """By sizes alone: terms of random sign would give an output of rms(input) · |row of the weight|."""
-    if weight is None or not wide.inputs or isinstance(unit.module, _ConvTransposeNd):
+    """By sizes alone: the squares of terms of random sign add up, those of each input with its part of the weight."""
+    is_known = isinstance(unit.module, nn.Linear | _ConvNd) and not isinstance(unit.module, _ConvTransposeNd)
+    if weight is None or not wide.inputs or not is_known:
         return None
-    output, given = wide.outputs[0], wide.inputs[0].float()
+    output, given, channels = wide.outputs[0], wide.inputs[0].float(), 1 - weight.ndim
     bias = getattr(unit.module, "bias", None)
     if isinstance(bias, Tensor):
-        channels = 1 if weight.ndim > 2 else -1
-        shape = [1] * output.ndim
-        shape[channels] = -1
-        output = output - bias.detach().reshape(shape)
-    actual = float(output.square().mean())
-    random = float(given.square().mean() * weight.float().square().sum() / weight.shape[0])
+        output = output - bias.detach().reshape(-1, *[1] * (weight.ndim - 2))
+    inputs = given.square().movedim(channels, 0).flatten(1).mean(1)
+    weights = weight.float().square().reshape(*weight.shape[:2], -1).sum(2)
+    groups = len(inputs) // weights.shape[1]  # of a convolution, each with inputs of its own
+    terms = weights.reshape(groups, -1, weights.shape[1]) * inputs.reshape(groups, 1, -1)
+    actual, random = float(output.square().mean()), float(terms.sum(2).mean())
     return math.sqrt(random / actual) if actual > 0 and math.isfinite(random / actual) else None
 
 

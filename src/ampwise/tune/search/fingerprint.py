@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import pickle
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -17,7 +18,7 @@ from ampwise.tune.search.units import Unit
 
 __all__ = ["batch_digest", "fingerprint_of"]
 
-PLAIN = (bool, int, float, str, bytes, type(None))
+PLAIN = bool | int | float | str | bytes | None
 
 
 def fingerprint_of(
@@ -26,9 +27,10 @@ def fingerprint_of(
     batches: Iterable[Batch],
     choices: Sequence[Choice],
     tolerance: float,
+    losses: Sequence[float],
     device: torch.device,
 ) -> dict[str, Any]:
-    """By part, so that one can say which is another."""
+    """By part, so that one can say which is another. ``losses`` in FP32 tell what the function does."""
     state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     return {
         "modules": _digest([f"{unit.name}:{unit.kind}" for unit in units]),
@@ -36,6 +38,7 @@ def fingerprint_of(
         "batches": _digest([batch_digest(batch) for batch in batches]),
         "formats": [choice.name for choice in choices],
         "tolerance": tolerance,
+        "losses in FP32": list(losses),
         "device": device.type,
         "torch": torch.__version__,
     }
@@ -44,7 +47,17 @@ def fingerprint_of(
 def batch_digest(batch: Batch) -> str:
     """The same for batches that hold the same."""
     leaves, tree = tree_flatten((batch.args, dict(batch.kwargs)))
-    return _digest([str(tree), *(leaf if isinstance(leaf, (Tensor, *PLAIN)) else type(leaf) for leaf in leaves)])
+    return _digest([str(tree), *map(_plain, leaves)])
+
+
+def _plain(leaf: Any) -> Any:
+    """What a digest can be made of. What nothing is known about is like nothing else."""
+    if isinstance(leaf, Tensor | PLAIN):
+        return leaf
+    try:
+        return pickle.dumps(leaf)
+    except Exception:  # of the user's own class: whatever it raises
+        return id(leaf)
 
 
 def _digest(parts: Iterable[Any]) -> str:

@@ -53,11 +53,15 @@ class Sensitive:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verified:
-    """On batches that the search has not seen. ``raised``: what was given a wider format because it failed there; then
-    ``error_after`` is the error on them, which are not unseen any more."""
+    """On batches that the search has not seen; ``worst`` is the module whose gradient was farthest off there.
+
+    ``raised``: what was given a wider format because it failed; then ``error_after`` is the error on these batches,
+    which are not unseen any more.
+    """
 
     batches: int
     error: float
+    worst: str | None
     raised: tuple[str, ...] = ()
     error_after: float | None = None
 
@@ -110,6 +114,7 @@ class Found:
     batches: int
     trials: int
     passes: int
+    spent: bool  # as many trials were made as allowed; more may find a cheaper one
     seconds: float
     device: str
     notes: tuple[str, ...] = ()
@@ -198,7 +203,8 @@ class Found:
         }
         numbers = {name: float(parts[name]) for name in ("error", "loss_error", "gradient_error", "noise", "gap")}
         tuples = {name: tuple(map(str, parts[name])) for name in ("formats", "widened", "notes")}
-        found = cls(**checked | numbers | tuples)
+        mappings = {name: {str(one): str(fmt) for one, fmt in parts[name].items()} for name in ("modules", "narrow")}
+        found = cls(**checked | numbers | tuples | mappings)
         known = {choice.name for choice in choices_of(found.formats)}
         if not set(found.modules.values()) <= known:
             raise BadInput("its modules have formats that it does not name")

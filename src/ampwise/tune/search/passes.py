@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import sys
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from ampwise.engine.arguments import loss_and_extra
 from ampwise.engine.precision.arithmetic import Arithmetic
 from ampwise.engine.precision.precision import PRECISIONS
 from ampwise.errors import BadInput
+from ampwise.tune.onednn import onednn_as_it_was
 from ampwise.tune.search.arrangement import Arrangement
 from ampwise.tune.search.choices import WIDEST
 from ampwise.tune.search.graph import has_hidden_parts
@@ -31,16 +31,14 @@ IN_FP32 = Arrangement(base=WIDEST, regions={}, recipes={}, widened=())
 FIRST_SCALE = 2.0**16  # of the loss in FP16, as a GradScaler begins
 LOWERED_BY = 2.0**4
 
-# A CPU without BF16 instructions says so once, with its stack, and computes all the same.
-KNOWN_WARNING = "mkldnn_matmul failed"
-
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """What the function is called with."""
+    """What the function is called with; ``place`` is its place among those given."""
 
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
+    place: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +47,16 @@ class Outcome:
 
     loss: float
     gradients: tuple[Tensor | None, ...]
+
+    @property
+    def finite(self) -> bool:
+        """Whether all of it is."""
+        return math.isfinite(self.loss) and self.finite_gradients
+
+    @property
+    def finite_gradients(self) -> bool:
+        """Whether these are, whatever the loss is."""
+        return all(bool(each.isfinite().all()) for each in self.gradients if each is not None)
 
 
 class Passes:
@@ -67,7 +75,7 @@ class Passes:
         while True:
             scale = self._scale if scaled else 1.0
             found = self._outcome(batch, arrangement, scale)
-            if scale <= 1.0 or not math.isfinite(found.loss) or _finite(found.gradients):
+            if scale <= 1.0 or not math.isfinite(found.loss) or found.finite_gradients:
                 return found
             self._scale /= LOWERED_BY
 
@@ -93,7 +101,7 @@ class Passes:
             if tensor.layout == torch.strided:
                 storage = tensor.untyped_storage()
                 kept[storage.data_ptr()] = storage.nbytes()
-            return tensor
+            return tensor.detach()  # the tensor itself would keep the node that made it, which keeps what is packed
 
         self.count += 1
         with self._pass(arrangement), saved_tensors_hooks(keep, lambda tensor: tensor):
@@ -116,14 +124,13 @@ class Passes:
     def _pass(self, arrangement: Arrangement) -> Iterator[None]:
         fp32 = Arithmetic(PRECISIONS[WIDEST], self.device.type)  # what is FP32 is not TF32
         with (
-            warnings.catch_warnings(),
+            onednn_as_it_was(),
             torch.enable_grad(),
             self._unchanged.a_pass(),
             fp32.products(),
             _eager(),
             arrangement.on(self.model),
         ):
-            warnings.filterwarnings("ignore", message=KNOWN_WARNING)
             yield
 
     def _loss(self, batch: Batch, base: str = WIDEST) -> Tensor:
@@ -146,17 +153,13 @@ def _trained(model: Module) -> list[Parameter]:
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if not trained:
         raise BadInput("search(): none of the model's parameters requires a gradient: there are none to compare.")
-    other = next((each.dtype for each in trained if each.dtype not in (torch.float32, torch.float64)), None)
+    other = next((each.dtype for each in trained if each.dtype != torch.float32), None)
     if other is not None:
         raise BadInput(
             f"search(): the model's weights are {str(other).removeprefix('torch.')}, and what it is compared with is "
             "FP32: call model.float() first. Formats are for products; weights stay in FP32."
         )
     return trained
-
-
-def _finite(gradients: tuple[Tensor | None, ...]) -> bool:
-    return all(bool(each.isfinite().all()) for each in gradients if each is not None)
 
 
 def _eager() -> AbstractContextManager[Any]:

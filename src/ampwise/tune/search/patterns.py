@@ -9,7 +9,7 @@ from fnmatch import fnmatchcase
 __all__ = ["globs", "spans"]
 
 
-def globs(names: Iterable[str], others: Collection[str]) -> list[str]:
+def globs(names: Collection[str], others: Collection[str]) -> list[str]:
     """Patterns that match all of ``names`` and none of ``others``: numbers in names give way to ``*`` where they can.
 
     >>> globs(["blocks.0.up", "blocks.1.up", "head"], ["blocks.0.down", "blocks.1.down"])
@@ -23,7 +23,8 @@ def globs(names: Iterable[str], others: Collection[str]) -> list[str]:
         pattern = next(pattern for pattern in _patterns(left) if not _matched(pattern, others))
         found.append(pattern)
         left = [name for name in left if not fnmatchcase(name, pattern)]
-    return found
+    # A star matches dots as well, so that a later pattern may match all that an earlier one does.
+    return [one for place, one in enumerate(found) if not _covered(_matched(one, names), found[place + 1 :])]
 
 
 def spans(names: Iterable[str]) -> list[str]:
@@ -66,6 +67,10 @@ def _patterns(names: list[str]) -> Iterable[str]:
         if len(_matched(pattern, names)) > 1:
             yield pattern
     yield ".".join(parts)
+
+
+def _covered(names: Iterable[str], patterns: list[str]) -> bool:
+    return all(any(fnmatchcase(name, pattern) for pattern in patterns) for name in names)
 
 
 def _matched(pattern: str, names: Iterable[str]) -> list[str]:

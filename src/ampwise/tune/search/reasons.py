@@ -13,6 +13,7 @@ from ampwise.report.wording import percent
 from ampwise.tune.search.choices import Choice
 from ampwise.tune.search.facts import Facts
 from ampwise.tune.search.sensitivity import Local
+from ampwise.tune.search.trial import Trial
 
 __all__ = ["Reason", "amplification", "reasons_of", "usual_amplification"]
 
@@ -36,11 +37,17 @@ class Reason:
 
 
 def reasons_of(
-    choice: Choice, facts: Facts | None, local: Local | None, condition: tuple[float, float] | None, usual: float | None
+    choice: Choice,
+    facts: Facts | None,
+    local: Local | None,
+    condition: tuple[float, float] | None,
+    usual: float | None,
+    alone: Trial | None = None,
 ) -> tuple[Reason, ...]:
-    """Why a module cannot have a format, the strongest reason first; never none."""
+    """Why a module cannot have a format, the strongest reason first; never none. ``alone``: the whole with this format
+    in this module only."""
     if facts is None or local is None:
-        return (Reason("whole", "measured as a whole: its products are in no module of their own", 0.0),)
+        return (_of_the_whole(choice, alone) or Reason("whole", "measured only as a part of the whole", 0.0),)
     if choice.name not in facts.formats:
         return (Reason("fails", f"it does not run in {choice.name}: an operation of it has no such type", 0.0),)
     found = [*_range(choice, facts), *_sums(choice, facts), *_after(choice, facts, local, usual)]
@@ -48,7 +55,7 @@ def reasons_of(
         text = f"its weight is ill-conditioned: singular values from {condition[0]:.2g} down to {condition[1]:.2g}"
         found.append(Reason("condition", text, math.log10(condition[0] / max(condition[1], 1e-30)) / 4))
     ordered = sorted(found, key=lambda reason: -reason.strength)
-    return tuple(ordered[:MOST]) or (_ordinary(choice, local),)
+    return tuple(ordered[:MOST]) or (_of_the_whole(choice, alone) or _ordinary(choice, local),)
 
 
 def amplification(local: Local) -> float | None:
@@ -72,16 +79,14 @@ def _range(choice: Choice, facts: Facts) -> Iterator[Reason]:
         share = counted.flushed(fmt, _exponent(counted, fmt) if scaled else 0).low / counted.nonzeros
         if share >= FLUSHED:
             beside = f" beside the largest ({counted.amax:.2g})" if scaled else ""
-            text = f"{percent(share)} of {ROLES[role]} are so small{beside} that {_title(fmt)} rounds them to zero"
+            text = f"{percent(share)} of {ROLES[role]} are so small{beside} that {fmt.title} rounds them to zero"
             yield Reason("range", text, share / FLUSHED)
         if not scaled and counted.amax > fmt.max:
-            yield Reason(
-                "range", f"{ROLES[role]} reach {counted.amax:.2g}, and {_title(fmt)} ends at {fmt.max:g}", 100.0
-            )
+            yield Reason("range", f"{ROLES[role]} reach {counted.amax:.2g}, and {fmt.title} ends at {fmt.max:g}", 100.0)
     fmt = _format(choice, is_gradient=False)
     if choice.recipe is None and fmt is not None and facts.largest_output > fmt.max:
         yield Reason(
-            "range", f"its output reaches {facts.largest_output:.2g}, and {_title(fmt)} ends at {fmt.max:g}", 100
+            "range", f"its output reaches {facts.largest_output:.2g}, and {fmt.title} ends at {fmt.max:g}", 100
         )
 
 
@@ -121,6 +126,17 @@ def _after(choice: Choice, facts: Facts, local: Local, usual: float | None) -> I
         yield Reason("amplified", text, own / usual / AMPLIFIED)
 
 
+def _of_the_whole(choice: Choice, alone: Trial | None) -> Reason | None:
+    """What becomes worst where this module alone has the format."""
+    if alone is None or not math.isfinite(alone.error) or not alone.error:
+        return None
+    what = "the loss"
+    if alone.gradient > alone.loss:
+        what = f"the gradient of {alone.worst}" if alone.worst else "the gradient of the model's own parameters"
+    share = math.sqrt(2 * alone.gradient) if alone.gradient > alone.loss else alone.loss
+    return Reason("whole", f"{choice.name} in it alone makes {what} {percent(share)} wrong", 0.0)
+
+
 def _ordinary(choice: Choice, local: Local) -> Reason:
     worst = math.sqrt(max(local.output, local.gradient))
     text = f"nothing unusual: {choice.name} alone makes its output or its gradient {percent(worst)} wrong"
@@ -138,7 +154,3 @@ def _format(choice: Choice, *, is_gradient: bool) -> Format | BlockFormat | None
 def _exponent(counted: Census, fmt: Format | BlockFormat) -> int:
     """Of the scale that puts the largest value at the end of the format."""
     return math.floor(math.log2(fmt.max / counted.amax)) if isinstance(fmt, Format) else 0
-
-
-def _title(fmt: Format | BlockFormat) -> str:
-    return fmt.title

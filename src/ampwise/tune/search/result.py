@@ -16,7 +16,7 @@ from ampwise.tune.search.descent import Ladder
 from ampwise.tune.search.facts import condition_of
 from ampwise.tune.search.found import Found, Sensitive, Verified
 from ampwise.tune.search.passes import Passes
-from ampwise.tune.search.patterns import globs
+from ampwise.tune.search.patterns import globs, spans
 from ampwise.tune.search.reasons import Reason, reasons_of, usual_amplification
 from ampwise.tune.search.sensitivity import Local, Look
 from ampwise.tune.search.trial import Trial
@@ -41,7 +41,7 @@ class Outcomes:
     arrangement: Arrangement
     looks: Mapping[str, Look]
     ladder: Ladder
-    alone: Mapping[int, tuple[int, float]]  # by unit, a place and the error with it alone there
+    alone: Mapping[int, tuple[int, Trial]]  # by unit, a place and the trial with it alone there
     verified: Verified | None
     kept_bytes: tuple[int, int]
     batches: int
@@ -51,14 +51,19 @@ class Outcomes:
     resumed: int
     seconds: float
 
+    def alone_narrower(self, unit: int) -> Trial | None:
+        """Where it alone has the next narrower format than was found for it, if that was tried."""
+        place, trial = self.alone.get(unit, (None, None))
+        return trial if place == self.best.assignment[unit] - 1 else None
+
     @property
     def chosen(self) -> list[Choice]:
         """The format of each unit that was searched."""
         return [self.choices[place] for place in self.best.assignment]
 
 
-def result_of(subject: str, outcomes: Outcomes, gpu: Gpu | None) -> Found:
-    """The record of it."""
+def result_of(subject: str, outcomes: Outcomes, gpu: Gpu | None, left_out: str | None) -> Found:
+    """The record of it; ``left_out``: of what was given."""
     best, wide = outcomes.best, outcomes.choices[-1]
     every = [*outcomes.units, *outcomes.left_wide]
     chosen = [*outcomes.chosen, *[wide] * len(outcomes.left_wide)]
@@ -82,10 +87,11 @@ def result_of(subject: str, outcomes: Outcomes, gpu: Gpu | None) -> Found:
         verified=outcomes.verified,
         batches=outcomes.batches,
         trials=outcomes.trials,
+        spent=outcomes.spent,
         passes=outcomes.passes.count,
         seconds=outcomes.seconds,
         device=str(outcomes.passes.device),
-        notes=tuple(_notes(outcomes)),
+        notes=(*([] if left_out is None else [left_out]), *_notes(outcomes)),
     )
 
 
@@ -102,7 +108,7 @@ class _Names:
         for name, module in self._named.items():
             if module in wanted:
                 first.setdefault(module, name)
-        return globs(first.values(), [name for name, module in self._named.items() if module not in wanted])
+        return globs(list(first.values()), [name for name, module in self._named.items() if module not in wanted])
 
 
 def _policy(arrangement: Arrangement, names: _Names) -> Policy:
@@ -125,9 +131,8 @@ def _ranking(outcomes: Outcomes) -> tuple[Sensitive, ...]:
     """Those with the widest formats first; of equals, those that suffer more, by measurement or else by estimate."""
 
     def order(place: int) -> tuple[int, float]:
-        at = outcomes.best.assignment[place]
-        _, alone = outcomes.alone.get(place, (at, outcomes.ladder.scores[place][max(at - 1, 0)]))
-        return -at, -alone
+        at, alone = outcomes.best.assignment[place], outcomes.alone_narrower(place)
+        return -at, -(outcomes.ladder.scores[place][max(at - 1, 0)] if alone is None else alone.error)
 
     raised = 0
     ranking = []
@@ -140,7 +145,7 @@ def _ranking(outcomes: Outcomes) -> tuple[Sensitive, ...]:
 def _sensitive(outcomes: Outcomes, place: int, *, with_condition: bool) -> Sensitive:
     unit, at = outcomes.units[place], outcomes.best.assignment[place]
     narrower = outcomes.choices[at - 1] if at > outcomes.ladder.lowest[place] else None
-    look = outcomes.looks.get(unit.name)
+    look, alone = outcomes.looks.get(unit.name), outcomes.alone_narrower(place)
     reasons: tuple[Reason, ...] = ()
     if narrower is not None:
         reasons = reasons_of(
@@ -149,6 +154,7 @@ def _sensitive(outcomes: Outcomes, place: int, *, with_condition: bool) -> Sensi
             None if look is None else look.locals.get(narrower.name),
             condition_of(unit) if with_condition else None,
             usual_amplification(_locals(outcomes.looks, narrower.name)),
+            alone,
         )
     return Sensitive(
         name=unit.name,
@@ -157,7 +163,7 @@ def _sensitive(outcomes: Outcomes, place: int, *, with_condition: bool) -> Sensi
         share=unit.flops / sum(each.flops for each in (*outcomes.units, *outcomes.left_wide)),
         narrower=None if narrower is None else narrower.name,
         estimates={} if look is None else {name: local.score for name, local in look.locals.items()},
-        alone=outcomes.alone[place][1] if place in outcomes.alone else None,
+        alone=None if alone is None else alone.error,
         reasons=tuple(reason.text for reason in reasons),
     )
 
@@ -171,8 +177,8 @@ def _gap(outcomes: Outcomes) -> float:
     themselves have a wider one in whatever passes."""
     ladder, found = outcomes.ladder, outcomes.best.assignment
     least = list(ladder.lowest)
-    for unit, (place, error) in outcomes.alone.items():
-        if error > outcomes.tolerance:
+    for unit, (place, trial) in outcomes.alone.items():
+        if trial.error > outcomes.tolerance:
             least[unit] = max(least[unit], place + 1)
     bound = ladder.cost(tuple(least))
     if tuple(least) == ladder.lowest and found != ladder.lowest:  # which has failed: something is to be wider
@@ -192,8 +198,11 @@ def _notes(outcomes: Outcomes) -> Iterable[str]:
         yield f"some trials did not run, and count as not passed: {outcomes.problem}"
     if outcomes.batches == 1:
         yield "there was one batch: nothing was held back to verify it on"
+    whole = [unit.name for unit in outcomes.units if unit.name != REST and not unit.emulated]
     if any(unit.name == REST and not unit.emulated for unit in outcomes.units):
         yield "products outside of any module are not emulated, and have 16 bits at least"
+    if whole:
+        yield f"recurrent layers are not emulated, and have 16 bits at least: {', '.join(spans(whole))}"
     if outcomes.left_wide:
         yield f"{len(outcomes.left_wide)} modules were not searched, and stay in FP32"
     if outcomes.resumed:

@@ -26,7 +26,7 @@ from ampwise.tune.search.choices import WIDEST, Choice
 from ampwise.tune.search.graph import before_softmax
 from ampwise.tune.search.units import REST, Unit
 
-__all__ = ["Local", "Look", "Looking", "Ran"]
+__all__ = ["Local", "Look", "Looking", "Ran", "scores_of"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,6 +69,12 @@ class Look:
     facts: Any = None
 
 
+def scores_of(look: Look | None, choices: Sequence[Choice]) -> tuple[float, ...]:
+    """What each format is thought to do to a unit; 0 where nothing is known."""
+    found = {} if look is None else look.locals
+    return tuple(found[choice.name].score if choice.name in found else 0.0 for choice in choices)
+
+
 @dataclass(frozen=True, slots=True)
 class _Call:
     """What a call of a unit was made with."""
@@ -105,12 +111,13 @@ class Looking:
 
     @contextmanager
     def on(self) -> Iterator[None]:
-        """Around a forward and a backward pass."""
+        """Around a forward and a backward pass. Nothing of its graph is held afterwards."""
         with ExitStack() as stack:
             for name in self.looks:
                 unit, calls = self._units[name], []  # type: tuple[Unit, list[_Call]]
                 stack.callback(unit.module.register_forward_pre_hook(self._enters(calls), with_kwargs=True).remove)
-                stack.callback(unit.module.register_forward_hook(self._leaves(unit, calls)).remove)
+                stack.callback(unit.module.register_forward_hook(self._leaves(unit, calls, stack)).remove)
+            stack.callback(self._made.clear)
             yield
 
     def comes_back(self, loss: Tensor) -> None:
@@ -127,7 +134,7 @@ class Looking:
 
         return enters
 
-    def _leaves(self, unit: Unit, calls: list[_Call]) -> Callable[..., None]:
+    def _leaves(self, unit: Unit, calls: list[_Call], stack: ExitStack) -> Callable[..., None]:
         def leaves(module: Module, args: Any, output: Any) -> None:
             if self._alone or not calls:
                 return
@@ -135,7 +142,9 @@ class Looking:
             outputs = _trained(tree_flatten(output)[0])
             self._made.update((each.grad_fn, unit.name) for each in outputs)
             if outputs:
-                register_multi_grad_hook(outputs, lambda gradients: self._look(unit, call, gradients))
+                # A hook knows the nodes that it is on: as long as it is there, each keeps the other.
+                hook = register_multi_grad_hook(outputs, lambda gradients: self._look(unit, call, gradients))
+                stack.callback(hook.remove)
 
         return leaves
 
@@ -146,7 +155,9 @@ class Looking:
         self._alone = True
         now = captured(self._device, host=False)
         try:
-            wide = self._run(unit, call, told, self._widest)
+            wide = self._run_if_it_can(unit, call, told, self._widest)
+            if wide is None:  # it needs more than its arguments: nothing is known of it by itself
+                return
             narrow = {choice.name: self._run_if_it_can(unit, call, told, choice) for choice in self._narrower}
             look = self.looks[unit.name]
             if look.facts is None:
@@ -164,7 +175,7 @@ class Looking:
             return self._run(unit, call, told, choice)
         except torch.OutOfMemoryError:
             raise
-        except RuntimeError:  # in FP32 it ran: two types in one operation, or an operation that has no such type
+        except Exception:  # two types in one operation, an operation that has no such type, whatever a user checks
             return None
 
     def _run(self, unit: Unit, call: _Call, told: Sequence[Tensor | None], choice: Choice) -> Ran:

@@ -21,14 +21,14 @@ __all__ = ["Unchanged", "told_if_it_fails"]
 
 
 @contextmanager
-def told_if_it_fails() -> Iterator[None]:
-    """Around the first calls of the user's function: what it raises, in a line, with where."""
+def told_if_it_fails(on: str = "the first batch") -> Iterator[None]:
+    """Around calls of the user's function in FP32: what it raises, in a line, with where."""
     try:
         yield
     except (AmpwiseError, torch.OutOfMemoryError):
         raise
     except Exception as error:
-        raise BadInput(f"search(): the function failed in FP32: {failure(error)}.") from error
+        raise BadInput(f"search(): the function failed in FP32 on {on}: {failure(error)}.") from error
 
 
 class _Kept(NamedTuple):

@@ -20,6 +20,7 @@ WHAT = "progress of ampwise search"
 VERSION = 1
 LARGEST = 64_000_000  # bytes
 BETWEEN_S = 1.0  # at most so much is lost if the machine goes down
+SAME = 1e-3  # numbers that are no farther apart, relatively: a GPU does not give the same loss twice
 
 
 class Store:
@@ -40,8 +41,8 @@ class Store:
             self.write()
 
     def write(self) -> None:
-        """All there are."""
-        if self._path is None:
+        """All there are, if there are any."""
+        if self._path is None or not self.trials:
             return
         rows = [{"stage": stage, **trial.as_dict()} for (stage, _), trial in self.trials.items()]
         data = {"what": WHAT, "version": VERSION, "search": self._fingerprint, "trials": rows}
@@ -62,7 +63,7 @@ class Store:
             data = read_json(path, LARGEST)
             if not isinstance(data, dict) or data.get("what") != WHAT or data.get("version") != VERSION:
                 raise ValueError(f"it is not {WHAT}, version {VERSION}")
-            other = [part for part, value in self._fingerprint.items() if data["search"].get(part) != value]
+            other = [part for part, value in self._fingerprint.items() if not _same(data["search"].get(part), value)]
             if not other:
                 rows = [(str(row.pop("stage")), Trial.from_dict(row)) for row in data["trials"]]
                 self.trials = {(stage, trial.assignment): trial for stage, trial in rows}
@@ -73,3 +74,11 @@ class Store:
                 f"{said}: it belongs to another search, of which these differ: {', '.join(other)}. Name another file, "
                 "or remove it."
             )
+
+
+def _same(one: Any, other: Any) -> bool:
+    if isinstance(one, list) and isinstance(other, list):
+        return len(one) == len(other) and all(map(_same, one, other))
+    if isinstance(one, float) and isinstance(other, float):
+        return math.isclose(one, other, rel_tol=SAME)
+    return bool(one == other)

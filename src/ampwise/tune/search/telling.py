@@ -41,10 +41,10 @@ class Pace:
         """What is being done, or has just come out."""
         if self._progress is None:
             return
-        done = self._done()
+        done, left = self._done(), None
+        if ENOUGH <= done < self.expected:  # beyond that nobody knows
+            left = (time.monotonic() - self._began) / done * (self.expected - done)
         self.expected = max(self.expected, done + 1)
-        taken = time.monotonic() - self._began
-        left = taken / done * (self.expected - done) if done >= ENOUGH else None
         self._progress(Told(doing=doing, done=done, expected=self.expected, seconds_left=left))
 
 

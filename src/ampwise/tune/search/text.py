@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from rich.table import Table
     from rich.text import Text
 
-    from ampwise.tune.search.found import Found, Sensitive
+    from ampwise.tune.search.found import Found, Sensitive, Verified
 
 __all__ = ["format_rows", "found_text", "gains", "headline", "how", "show", "shown_name", "told_alone"]
 
@@ -53,6 +53,11 @@ def show(out: Console, found: Found) -> None:
 
 def headline(found: Found) -> str:
     """The answer in a sentence."""
+    if not found.narrower and found.spent:
+        return (
+            f"{found.subject}: at a tolerance of {found.tolerance:g} nothing narrower than FP32 was found in "
+            f"{found.trials} trial{'s' if found.trials > 1 else ''}, as many as allowed"
+        )
     if not found.narrower:
         formats = ", ".join(fmt for fmt in found.formats if fmt != WIDEST)
         return (
@@ -72,7 +77,7 @@ def format_rows(found: Found) -> Iterator[tuple[str, str, str, str]]:
     for fmt, count in found.counts.items():
         names = [name for name, its in found.modules.items() if its == fmt]
         known = [shares[name] for name in names if name in shares]
-        share = percent(sum(known)) if len(known) == len(names) else "-"
+        share = percent(round(sum(known), 9)) if len(known) == len(names) else "-"  # of all it is 100%
         yield fmt, str(count), share if count else "", _which(found, names)
 
 
@@ -109,10 +114,16 @@ def how(found: Found) -> Iterator[str]:
         names = ", ".join(map(shown_name, verified.raised[:MOST_PATTERNS]))
         more = len(verified.raised) - MOST_PATTERNS
         yield (
-            f"On {verified.batches} held back the error was {verified.error:.2g}, so that more was made wider: {names}"
-            f"{f' and {more} more' if more > 0 else ''}; now it is {verified.error_after:.2g} there."
+            f"On {verified.batches} held back the error was {verified.error:.2g}{_farthest(verified)}, so that more "
+            f"was made wider: {names}{f' and {more} more' if more > 0 else ''}; now it is {verified.error_after:.2g}."
         )
     yield from (f"{note[0].upper()}{note[1:].rstrip('.')}." for note in found.notes)
+
+
+def _farthest(verified: Verified) -> str:
+    if verified.worst is None:
+        return ""
+    return f" (the gradient of {printable(verified.worst) or 'its own parameters'} was farthest off)"
 
 
 def told_alone(each: Sensitive) -> str:
@@ -154,7 +165,8 @@ def _sensitive(raised: list[Sensitive]) -> Table:
 def _which(found: Found, names: list[str]) -> str:
     others = [name for name in found.modules if name not in set(names)]
     patterns = globs(names, others)
-    short = patterns if len(patterns) <= MOST_PATTERNS else spans(names)
+    are_plain = not any("[" in pattern for pattern in patterns)  # which is how a star in a name is written
+    short = patterns if are_plain and len(patterns) <= MOST_PATTERNS else spans(names)
     more = len(short) - MOST_PATTERNS
     return ", ".join(map(shown_name, short[:MOST_PATTERNS])) + (f" and {more} more" if more > 0 else "")
 

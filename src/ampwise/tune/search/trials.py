@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from ampwise.errors import AmpwiseError
 from ampwise.tune.search.arrangement import Arrangement, arrangement_of
 from ampwise.tune.search.choices import Choice
 from ampwise.tune.search.descent import Assignment
@@ -25,7 +26,8 @@ class Spent(Exception):
 
 
 class Trials:
-    """Trials on some batches, a stage of the search. ``units`` beyond those of an assignment stay wide."""
+    """Trials on some batches, a stage of the search. ``units`` beyond those of an assignment stay wide. There may be
+    ``limit`` of them, if that is set."""
 
     def __init__(
         self,
@@ -38,22 +40,32 @@ class Trials:
         store: Store,
         tell: Callable[[Trial], object],
     ) -> None:
-        self.stage, self.choices = stage, choices
-        self._passes, self._units, self._batches = passes, units, batches
+        self.stage, self.choices, self.batches = stage, choices, batches
+        self._passes, self._units = passes, units
         self._reference, self._store, self._tell = reference, store, tell
         self._seen: dict[Assignment, Trial] = {}
+        self.limit: float = math.inf
 
     @property
     def count(self) -> int:
         """How many assignments were tried."""
         return len(self._seen)
 
-    def knows(self, assignment: Assignment) -> bool:
-        """Whether it was tried."""
-        return assignment in self._seen
+    def passed(self, tolerance: float) -> list[Assignment]:
+        """Those tried that are within it."""
+        return [each for each, trial in self._seen.items() if trial.whole and trial.error <= tolerance]
 
     def of(self, assignment: Assignment, tolerance: float) -> Trial:
         """The trial of an assignment; it may be given up where it is beyond the tolerance."""
+        if assignment not in self._seen and self.count >= self.limit:
+            raise Spent
+        return self._of(assignment, tolerance)
+
+    def whole(self, assignment: Assignment) -> Trial:
+        """On all batches, whatever it is, and however many there have been."""
+        return self._of(assignment, math.inf)
+
+    def _of(self, assignment: Assignment, tolerance: float) -> Trial:
         seen = self._seen.get(assignment) or self._store.trials.get((self.stage, assignment))
         if seen is None or not (seen.whole or seen.error > tolerance):
             seen = self._tried(assignment, tolerance)
@@ -62,10 +74,6 @@ class Trials:
             self._tell(seen)
         self._seen[assignment] = seen
         return seen
-
-    def whole(self, assignment: Assignment) -> Trial:
-        """On all batches, whatever it is."""
-        return self.of(assignment, math.inf)
 
     def arranged(self, assignment: Assignment) -> Arrangement:
         """What runs how."""
@@ -78,22 +86,22 @@ class Trials:
 
     def _tried(self, assignment: Assignment, tolerance: float) -> Trial:
         tally, arrangement = Tally(self._reference), self.arranged(assignment)
-        try:
-            for batch in self._batches:
+        for batch in self.batches:
+            try:
                 tally.add(self._passes.outcome(batch, arrangement))
-                if tally.difference.error > tolerance:
-                    break
-        except torch.OutOfMemoryError:
-            raise
-        except RuntimeError as error:  # what ran in FP32 and does not run like this: two types in one operation
-            return Trial(
-                assignment=assignment, loss=math.inf, gradient=math.inf, worst=None, problem=failure(error)[:300]
-            )
+            except (torch.OutOfMemoryError, AmpwiseError):
+                raise
+            except Exception as error:  # two types in one operation, say
+                self._passes.outcome(batch)  # in FP32 it runs; if not, that is what is told
+                problem = failure(error)[:300]
+                return Trial(assignment=assignment, loss=math.inf, gradient=math.inf, worst=None, problem=problem)
+            if tally.difference.error > tolerance:
+                break
         found = tally.difference
         return Trial(
             assignment=assignment,
             loss=found.loss,
             gradient=found.gradient,
             worst=found.worst,
-            whole=tally.batches == len(self._batches),
+            whole=tally.batches == len(self.batches),
         )
