@@ -2,7 +2,8 @@
 
 GPT-2 124M on a GPU, a small GPT on a CPU: the time of a difference in plain FP32 steps, and the memory that it takes
 over such a step. Everything counts: side a forward, forward and backward, and all of that again for its noise; side b
-forward, forward and backward; statistics of every module's output, input and gradient.
+forward, forward and backward, twice where gradients have no room beside it; statistics of every module's output,
+input and gradient.
 """
 
 from __future__ import annotations

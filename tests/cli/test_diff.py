@@ -72,6 +72,11 @@ def test_what_rounding_explains_is_no_finding(diff):
     assert "criterion" in out  # the loss is a module, too
 
 
+def test_another_run_compares_the_same(diff):
+    texts = [diff("healthy", "--no-floor", "-q")[1] for _ in range(2)]
+    assert texts[0] == texts[1]
+
+
 def test_what_it_does_not_explain_is_named_with_its_line(diff):
     code, out, err = diff("broken", "-q")
     assert code == 1

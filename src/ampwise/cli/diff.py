@@ -6,6 +6,7 @@ FUNCTION names what makes the model, a batch and the loss, as module:function or
       model, x, y = Net(), torch.randn(batch, 128), torch.randint(10, (batch,))
       return model, (x, y), lambda x, y: F.cross_entropy(model(x), y)
 
+The function is called after torch.manual_seed(0), so that another run compares the same weights and batch.
 The step runs forward and backward with the same weights, batch and random numbers on both sides; nothing is updated.
 What each module returns is compared, and the gradients by that; then the gradient of each parameter, as the optimizer
 gets it. Each error is held against what rounding explains: the error of what a module was given, and a unit roundoff
@@ -14,7 +15,7 @@ for each of its operations. The first place beyond that is named, with its opera
 A side is PRECISION[@DEVICE][,OPTION...]:
   fp32, tf32, fp16 (its loss is scaled), bf16, fp64    as torch computes it
   e4m3, mxfp8, nvfp4, any other of `ampwise formats`   products of the model emulated in that format
-  policy.json                                          an ampwise.Policy, as Policy.as_dict() writes it
+  policy.json                                          an ampwise.Policy, as Policy.as_dict() or a search writes it
   compiled, compiled=BACKEND                           by torch.compile: what is returned, and gradients, are compared
   attention=math|flash|efficient|cudnn                 the kernel of scaled_dot_product_attention
   emulated                                             also where torch has the format: tf32,emulated
@@ -28,7 +29,8 @@ Examples:
   ampwise diff train:make --a fp32@cpu --b fp32@cuda
   ampwise diff train:make --modules "blocks.3.*" --ops
 
-The exit code is 0 if rounding explains all of it, 1 if something is beyond that, and 2 if it could not be run.
+The exit code is 0 if rounding explains all of it, 1 if there are findings (something is beyond that, errors pile up,
+the function does not do the same twice), and 2 if it could not be run.
 
 With --json, what is not known, or not finite, is null:
   {subject, a, b, verdict, explained, loss_relative_error, first, beyond, growth, modules, returned, parameters, ops,
@@ -36,7 +38,8 @@ With --json, what is not known, or not finite, is null:
     a, b                {label, precision, device, roundoff, gradient_roundoff, loss, scale, compiled}
     modules             [{module, class, call, calls, depth, only_in, outputs, inputs, gradients}] in the order of calls
     outputs and others  [{part, shape, relative_error, cosine, snr_db, largest_error, largest_at, norm_a, norm_b,
-                         norm_error, largest_a, largest_b, zeros_a, zeros_b, bad_a, bad_b, lost_share, expected_error,
+                         norm_error, largest_a, largest_b, zeros_a, zeros_b, bad_a, bad_b, bad_apart, changed,
+                         lost_share, expected_error,
                          times_expected, beyond, noise_floor, not_compared}]
     parameters          [{parameter, share_of_rms, and the same}]
     ops                 [{op, module, call, phase, file, line, and the same}] with --ops
@@ -101,6 +104,8 @@ def run(args: argparse.Namespace) -> int:
 
 def _difference(args: argparse.Namespace) -> Difference:
     _need_torch()
+    import torch
+
     from ampwise.tune.diff.diffing import Options, difference_of
     from ampwise.tune.diff.names import models_of
     from ampwise.tune.diff.side import side_of
@@ -112,6 +117,7 @@ def _difference(args: argparse.Namespace) -> Difference:
     with contextlib.redirect_stdout(sys.stderr), _progress(args.quiet) as progress:
         maker = maker_named(args.function)
         progress("making the model")
+        torch.manual_seed(0)
         subject = maker.make(device, args.batch)
         models = {"": subject.model, **_others(models_of(subject.loss_fn, (), {}), subject.model)}
         options = Options(ops=args.ops, modules=tuple(args.modules), floor=not args.no_floor, progress=progress)

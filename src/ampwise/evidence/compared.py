@@ -44,6 +44,7 @@ class Measured:
     zeros_b: int
     bad_a: int  # values that are not finite
     bad_b: int
+    bad_apart: int = 0  # places where one is not finite, and the other is not the same
     changed: int | None = None  # of whole numbers, how many are others; None of floating point
 
     @property
@@ -52,9 +53,14 @@ class Measured:
         return math.prod(self.shape)
 
     @property
+    def apart(self) -> int:
+        """Values that are not finite on one side, and not the same on the other; a mask of −inf on both is none."""
+        return max(self.bad_apart, abs(self.bad_b - self.bad_a))
+
+    @property
     def relative(self) -> float:
-        """‖b − a‖ / ‖a‖; infinite where only one side is finite, or where only b is something."""
-        if self.bad_a != self.bad_b:
+        """‖b − a‖ / ‖a‖; infinite where a value is finite on one side alone, or where only b is something."""
+        if self.apart:
             return math.inf
         if not self.norm_error:
             return 0.0
@@ -62,8 +68,8 @@ class Measured:
 
     @property
     def cosine(self) -> float | None:
-        """Of the angle between them; None where one is zero, or not finite on one side only."""
-        if not self.norm_a or not self.norm_b or self.bad_a != self.bad_b:
+        """Of the angle between them; None where one is zero, or a value is finite on one side alone."""
+        if not self.norm_a or not self.norm_b or self.apart:
             return None
         a, b, error = self.norm_a, self.norm_b, self.norm_error
         # By the law of cosines, with the squares taken apart: they would cancel.
@@ -134,12 +140,19 @@ class Compared:
         return self.error / expected if expected else (math.inf if self.error else 0.0)
 
     @property
+    def unsteady(self) -> bool:
+        """Whether two runs of a are further apart than rounding explains: then the function is not repeatable."""
+        expected = self.expected
+        return bool(self.floor) and expected is not None and (self.floor or 0.0) > BEYOND * expected
+
+    @property
     def beyond(self) -> bool:
         """Whether it is more than rounding explains, and more than noise."""
         if self.flipped:
-            return math.isfinite(self.given)
+            return math.isfinite(self.given) and not self.floor
         times = self.times
-        return times is not None and times > BEYOND and self.error > FLOOR_TIMES * (self.floor or 0.0)
+        is_more = times is not None and times > BEYOND and self.error > FLOOR_TIMES * (self.floor or 0.0)
+        return is_more and not self.unsteady
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""

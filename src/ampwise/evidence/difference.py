@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from ampwise.evidence.compared import BEYOND, Compared, finite
+from ampwise.evidence.compared import BEYOND, FLOOR_TIMES, Compared, finite
 from ampwise.evidence.conduct import Site
+from ampwise.evidence.difference_growth import Growth
 from ampwise.evidence.op_families import base_name, family_of
 from ampwise.finding import Place
 
@@ -17,7 +18,6 @@ __all__ = [
     "FORWARD",
     "FUNCTION",
     "Differing",
-    "Growth",
     "ModuleRow",
     "OpRow",
     "ParameterRow",
@@ -29,6 +29,24 @@ FORWARD, BACKWARD = "forward", "backward"
 FUNCTION = "the function"  # that was given, as a place
 SUMS = ("matrix", "sum", "mean")  # families of operations whose terms may cancel
 DIFFERENCES = ("sub", "rsub", "add")
+# Operations that hand on what they are given as it is, or times something: they make no large error of a small one.
+PLAIN = (
+    "mul",
+    "neg",
+    "clone",
+    "copy",
+    "relu",
+    "abs",
+    "index",
+    "index_select",
+    "gather",
+    "embedding",
+    "cat",
+    "stack",
+    "flip",
+    "roll",
+)
+LARGE = 0.3  # an error that matters even where each place is explained
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,6 +140,7 @@ class Spot:
     between: bool = False  # it is the module's own code, around the modules in it
     shrinks: float | None = None  # how many times larger what it was given is than what it made
     flushed: bool = False  # what one side has turned to zero lies below its range
+    subnormal: bool = False  # typical values lie where that side's format has fewer bits
     op: OpRow | None = None  # where one looked closer, the first operation beyond
 
     @property
@@ -130,17 +149,28 @@ class Spot:
         measured = self.compared.measured
         if self.compared.flipped or measured is None:
             return "choice"
-        if measured.bad_a != measured.bad_b:
+        if measured.apart:
             return "overflow"
-        if self.flushed:
+        if self.flushed or (self.subnormal and not self._sums):
             return "underflow"
-        return "cancellation" if self._cancels else "steep"
+        if self._cancels:
+            return "cancellation"
+        return "otherwise" if self._is_plain and self.op is not None and self.op.compared.beyond else "steep"
+
+    @property
+    def _sums(self) -> bool:
+        """By the operation."""
+        return self.op is not None and (family_of(self.op.op) in SUMS or base_name(self.op.op) in DIFFERENCES)
+
+    @property
+    def _is_plain(self) -> bool:
+        return self.op is not None and base_name(self.op.op) in PLAIN
 
     @property
     def _cancels(self) -> bool:
         family = "" if self.op is None else family_of(self.op.op)
-        if family in SUMS or (self.op is not None and base_name(self.op.op) in DIFFERENCES):
-            return True
+        if self._sums or self._is_plain:
+            return self._sums
         shrinks = max(self.shrinks or 0.0, (self.op.shrinks or 0.0) if self.op is not None else 0.0)
         # What is left is so much smaller than what it was made of that this alone explains the error.
         return not family and shrinks >= max(BEYOND, (self.compared.times or 0.0) / BEYOND)
@@ -190,38 +220,6 @@ class SideFacts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Growth:
-    """How the error goes along the depth, of modules that have one."""
-
-    first: float
-    last: float
-    largest: float
-    largest_at: str
-    modules: int
-    factor: float | None  # from one module to the next, by the best straight line through the logarithms
-
-    @classmethod
-    def of(cls, errors: Iterable[tuple[str, float | None]]) -> Growth | None:
-        """
-        >>> Growth.of([("a", 0.0), ("b", 0.001), ("c", 0.002), ("d", 0.004)]).factor
-        2.0
-        """
-        known = [(name, error) for name, error in errors if error is not None and 0 < error < math.inf]
-        if not known:
-            return None
-        largest = max(known, key=lambda pair: pair[1])
-        factor = _factor([error for _, error in known])
-        return cls(
-            first=known[0][1],
-            last=known[-1][1],
-            largest=largest[1],
-            largest_at=largest[0],
-            modules=len(known),
-            factor=factor,
-        )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Differing:
     """A step on two sides."""
 
@@ -244,6 +242,29 @@ class Differing:
         return self.spots[0] if self.spots else None
 
     @property
+    def unsteady(self) -> bool:
+        """Whether two runs of a differ by more than rounding explains, or in what they run."""
+        if self.floor == math.inf and any(row.only for row in self.rows):
+            return True
+        found = (each for row in self.rows for each in (*row.inputs, *row.outputs))
+        return any(each.unsteady for each in (*found, *self.returned))
+
+    @property
+    def piled_up(self) -> tuple[str, Growth] | None:
+        """The phase in which errors add up to a large one, though rounding explains each place."""
+        if self.spots or self.unsteady:
+            return None
+        grown = {phase: self.growth(phase) for phase in (FORWARD, BACKWARD)}
+        least = max(LARGE, FLOOR_TIMES * (self.floor or 0.0))
+        return next(((phase, growth) for phase, growth in grown.items() if growth and growth.largest >= least), None)
+
+    @property
+    def worst_row(self) -> ModuleRow | None:
+        """The module that is furthest off in what it returned, be there others in it or not."""
+        off = [row for row in self.rows if row.error]
+        return max(off, key=lambda row: (row.error or 0.0, row.is_leaf), default=None)
+
+    @property
     def loss_error(self) -> float | None:
         """Of the loss, relative."""
         a, b = self.a.loss, self.b.loss
@@ -252,11 +273,12 @@ class Differing:
         return abs(b - a) / abs(a) if a else (math.inf if b else 0.0)
 
     def growth(self, phase: str = FORWARD) -> Growth | None:
-        """Along the innermost modules; of gradients, from the loss back."""
-        leaves = [row for row in self.rows if row.is_leaf]
-        if phase == FORWARD:
-            return Growth.of((row.label, row.error) for row in leaves)
-        return Growth.of((row.label, row.gradient_error) for row in reversed(leaves))
+        """Along the innermost modules, or all of them where those have no error; of gradients, from the loss back."""
+        rows = self.rows if phase == FORWARD else self.rows[::-1]
+        found = [(row, row.error if phase == FORWARD else row.gradient_error) for row in rows]
+        return Growth.of((row.label, error) for row, error in found if row.is_leaf) or Growth.of(
+            (row.label, error) for row, error in found
+        )
 
     def caused_by(self, cause: str) -> Iterator[Spot]:
         """The places of one kind, the first of all of them first."""
@@ -265,16 +287,3 @@ class Differing:
 
 def _worst(compared: tuple[Compared, ...]) -> float | None:
     return max((each.error for each in compared), default=None)
-
-
-def _factor(errors: list[float]) -> float | None:
-    """
-    >>> _factor([1.0, 8.0, 64.0]), _factor([3.0])
-    (8.0, None)
-    """
-    count = len(errors)
-    if count < 2:
-        return None
-    middle = (count - 1) / 2
-    slope = sum((place - middle) * math.log2(error) for place, error in enumerate(errors))
-    return float(2 ** (slope / sum((place - middle) ** 2 for place in range(count))))

@@ -6,7 +6,7 @@ import math
 from pathlib import PurePath
 from typing import Any
 
-from ampwise.evidence.compared import BEYOND, FLOOR_TIMES, finite
+from ampwise.evidence.compared import BEYOND, FLOOR_TIMES, Measured, finite
 from ampwise.evidence.difference import BACKWARD, FUNCTION, Differing, SideFacts, Spot
 from ampwise.evidence.op_families import base_name
 from ampwise.evidence.wording import number
@@ -26,6 +26,7 @@ __all__ = [
 ]
 
 TITLES = {"fp32": "FP32", "tf32": "TF32", "fp16": "FP16", "bf16": "BF16", "fp64": "FP64"}
+MANY = 16  # values, from which on a direction says something
 SMALL = 1e-5  # below which a share is written as a power of ten
 BASES = {
     "errors": "measured here: the step is run on both sides with the same weights, batch and random numbers; sums of "
@@ -79,21 +80,28 @@ def loss_text(differing: Differing) -> str:
 def headline(differing: Differing) -> str:
     """The answer in a sentence."""
     sides = f"{differing.b.label} against {differing.a.label}"
+    if differing.unsteady:
+        apart = f"two runs of a are {error_text(differing.floor)} apart (`{differing.floor_at}`)"
+        return f"{sides}: the function does not do the same twice: {apart}"
     if differing.first is not None:
         more = len(differing.spots) - 1
         others = f" ({more} more after it)" if more else ""
         return f"{sides}: rounding does not explain {differing.first.where}{others}"
     if _is_noise(differing):
         return f"{sides}: no further apart than two runs of a are, {error_text(differing.floor)}"
-    if not differing.rows:
-        return f"{sides}: what the function returns is {error_text(_largest_returned(differing))} apart"
-    growth = differing.growth()
-    if growth is None:
-        return f"{sides}: every module returns the same"
-    return (
-        f"{sides}: all of it is explained by rounding; modules are up to {error_text(growth.largest)} off "
-        f"(`{growth.largest_at}`)"
-    )
+    worst, returned = differing.worst_row, _largest_returned(differing)
+    if worst is None and returned:
+        return f"{sides}: what the function returns is {error_text(returned)} apart"
+    if worst is None:
+        what = "every module returns" if differing.rows else "what the function returns is"
+        return f"{sides}: {what} the same"
+    off = f"modules are up to {error_text(worst.error)} off (`{worst.label}`)"
+    if differing.piled_up is None:
+        return f"{sides}: all of it is explained by rounding; {off}"
+    phase, growth = differing.piled_up
+    if phase == BACKWARD:
+        off = f"gradients are up to {error_text(growth.largest)} off (`{growth.largest_at}`)"
+    return f"{sides}: rounding explains each place, and piles up; {off}"
 
 
 def spot_text(spot: Spot) -> str:
@@ -104,11 +112,24 @@ def spot_text(spot: Spot) -> str:
     measured = compared.measured
     if measured is not None and measured.changed:
         return f"has {measured.changed:,} of {measured.values:,} whole numbers that are others"
-    if measured is not None and measured.bad_a != measured.bad_b:
-        bad = f"{measured.bad_b:,} of {measured.values:,}"
-        return f"has {bad} values that are not finite in b, and {measured.bad_a:,} in a"
+    if measured is not None and measured.apart:
+        bad = f"{measured.bad_b:,} of {measured.values:,} values that are not finite in b, and {measured.bad_a:,} in a"
+        return f"has {bad}" + (", others or elsewhere" if measured.bad_a == measured.bad_b else "")
     times = "" if compared.times is None else f", {times_text(compared.times)} times what rounding explains"
-    return f"is {error_text(compared.error)} off{times}: it was given {error_text(compared.given)}"
+    return (
+        f"is {error_text(compared.error)} off{times}: it was given {error_text(compared.given)}{_stretched(measured)}"
+    )
+
+
+def _stretched(measured: Measured | None) -> str:
+    """Where all of the error is a factor."""
+    cosine = None if measured is None else measured.cosine
+    if measured is None or cosine is None or measured.values < MANY:
+        return ""
+    turned = math.sqrt(max(0.0, 2 - 2 * cosine))
+    if turned > measured.relative / BEYOND:
+        return ""
+    return f"; its direction is the same, its length is {measured.norm_b / measured.norm_a:.3g} times a's"
 
 
 def op_text(spot: Spot) -> str:
@@ -134,12 +155,13 @@ def evidence_of(spot: Spot) -> dict[str, Any]:
     return {name: value for name, value in told.items() if value is not None}
 
 
-def keep_fix(differing: Differing, spot: Spot) -> str:
-    """How to compute a place in FP32."""
+def keep_fix(differing: Differing, spot: Spot, also: str = "") -> str:
+    """How to compute a place in FP32; also: what else should be."""
     name = _module(spot)
     if not name:
-        return 'Put this code into a function with `@ampwise.keep("fp32")`, together with what makes its inputs'
-    return f"Keep it in FP32: `{_policy(differing, name)}`"
+        together = also or "what makes its inputs"
+        return f'Put this code into a function with `@ampwise.keep("fp32")`, together with {together}'
+    return f"Keep it in FP32: `{_policy(differing, name)}`{f', and {also}' if also else ''}"
 
 
 def proof(differing: Differing, spot: Spot) -> str:

@@ -97,10 +97,14 @@ class Undoing(TorchDispatchMode):
             result = self.run(func, args, kwargs)
             self._made.update(map(storage_id, _results(result)))
             return result
-        for tensor in _written(facts, args, kwargs):
+        written = list(_written(facts, args, kwargs))
+        for tensor in written:
             if storage_id(tensor) not in self._made:
                 self.undo.before_write(tensor)
-        return self.run(func, args, kwargs)
+        result = self.run(func, args, kwargs)
+        # A normalisation writes to its statistics, and what it returns is new; others return what they wrote to.
+        self._made.update(set(map(storage_id, _results(result))) - set(map(storage_id, written)))
+        return result
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:

@@ -39,6 +39,9 @@ def test_a_difference_of_nearly_equal_terms(findings):
         ({"op": "aten.native_layer_norm.default"}, "AMP535"),
         ({}, "AMP535"),
         ({"flushed": True, "op": "aten.mul.Tensor"}, "AMP531"),
+        ({"op": "aten.mul.Tensor", "shrinks": 200.0}, "AMP538"),  # a product does not cancel
+        ({"op": "aten.index.Tensor"}, "AMP538"),
+        ({"bad_a": 2, "bad_b": 2, "bad_apart": 1}, "AMP532"),
         ({"bad_b": 3}, "AMP532"),
         ({"bad_b": 3, "flushed": True}, "AMP532"),
         ({"bad_a": 2, "bad_b": 2, "shrinks": 200.0}, "AMP530"),  # a mask, on both sides
@@ -72,6 +75,24 @@ def test_values_that_overflow_on_either_side(findings):
     other = only(findings("bf16", spots=(spot(bad_a=7),)))
     assert "not finite in FP32 and are in BF16" in other.message
     assert "or train in BF16" not in other.fix
+
+
+def test_values_that_overflow_otherwise(findings):
+    finding = only(findings("fp16", spots=(spot(bad_a=2, bad_b=2, bad_apart=3),)))
+    assert finding.message == "`block` has 3 of 100 values that are not finite in FP16, and others in FP32 or not there"
+
+
+def test_what_is_no_rounding(findings):
+    finding = only(findings(spots=(spot(0.25, op="aten.mul.Tensor", own=0.005),)))
+    assert finding.message == (
+        "`block` is 25% off, 50 times what rounding explains: it was given 0. The operation is `mul`, model.py:12"
+    )
+
+
+def test_what_is_to_be_kept_is_said_once(findings):
+    for module in ("Block", "block"):
+        for part in ({"op": "aten.exp.default"}, {"changed": 5}):
+            assert only(findings(spots=(spot(module=module, **part),))).fix.count("what makes ") == 1
 
 
 def test_a_choice_that_flips(findings):

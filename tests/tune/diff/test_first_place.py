@@ -68,8 +68,11 @@ HEALTHY = {
 }
 
 
-@pytest.mark.parametrize("b", ["bf16", "fp16", "e4m3", "mxfp8", "nvfp4", "tf32,emulated", "fp64"])
-@pytest.mark.parametrize("name", HEALTHY)
+FORMATS, OTHERS = ["bf16", "fp16", "e4m3"], ["mxfp8", "nvfp4", "tf32,emulated", "fp64"]
+CASES = [*((name, b) for name in HEALTHY for b in FORMATS), *(("blocks", b) for b in OTHERS)]
+
+
+@pytest.mark.parametrize(("name", "b"), CASES)
 def test_a_healthy_model_is_explained(name, b):
     make, shape = HEALTHY[name]
     torch.manual_seed(1)
@@ -91,7 +94,7 @@ def test_the_error_of_a_deep_chain_is_explained_though_it_grows():
     assert growth.largest_at.isdecimal()
 
 
-@pytest.mark.parametrize("seed", [1, 2, 3])
+@pytest.mark.parametrize("seed", [1, 2])
 def test_gradients_that_jump_at_a_kink_are_explained(seed):
     torch.manual_seed(seed)
     model = nn.Sequential(*(each for _ in range(20) for each in (nn.Linear(16, 16), nn.ReLU())), nn.Linear(16, 1))

@@ -84,7 +84,7 @@ def test_all_is_as_it_was_around_compiled_code(sides):
         "gradients of parameters.",
         "Random numbers are drawn, and compiled code may draw others: set dropout to 0 for this.",
     )
-    assert result.verdict == f"{sides[1]} against {sides[0]}: what the function returns is 0 apart"
+    assert result.verdict == f"{sides[1]} against {sides[0]}: what the function returns is the same"
 
 
 def test_also_when_it_fails():

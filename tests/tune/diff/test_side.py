@@ -120,3 +120,14 @@ def test_a_precision_that_a_device_has_not_got():
         side_of("tf32").on(CPU)
     assert side_of("tf32,emulated").on(CPU).recipe is not None
     assert side_of("fp32@cpu").on(CPU).device is None  # where it is anyway
+
+
+def test_what_a_search_has_found_is_a_side(tmp_path):
+    file = tmp_path / "policy.json"
+    policy = Policy("bf16").keep("fp32", "*.router")
+    found = {"what": "a policy of ampwise search", "version": 1, "policy": policy.as_dict(), "narrow": {}}
+    file.write_text(json.dumps(found))
+    assert side_of(str(file)).policy == policy
+    file.write_text(json.dumps(found | {"narrow": {"head": "e4m3", "body": "mxfp8"}}))
+    with pytest.raises(BadInput, match=r"has modules in e4m3, mxfp8, which a policy of autocast cannot have\. Compare"):
+        side_of(str(file))

@@ -100,6 +100,15 @@ def test_what_is_not_finite_is_counted_and_told():
     assert (overflowed.cosine, overflowed.snr_db) == (None, None)
 
 
+@pytest.mark.parametrize("other", [[-math.inf, 1.0], [math.nan, 1.0], [2.0, math.inf], [2.0, math.nan]])
+def test_what_is_not_finite_has_to_be_the_same_at_the_same_place(other):
+    found = measured(torch.tensor([math.inf, 1.0]), torch.tensor(other))
+    assert (found.bad_a, found.bad_b, found.relative) == (1, 1, math.inf)
+    assert found.bad_apart == (1 if math.isinf(other[0]) or math.isnan(other[0]) else 2)
+    both = torch.tensor([math.nan, -math.inf])
+    assert measured(both, both.double()).relative == 0.0
+
+
 def test_zeros_and_what_is_lost():
     a = torch.tensor([0.0, 1e-9, 1e-9, 1.0])
     found = measured(a, a.half())

@@ -52,4 +52,4 @@ def check(differing: Differing) -> Iterator[Finding]:
 
 
 def _fix(differing: Differing, spot: Spot) -> str:
-    return f"{keep_fix(differing, spot)}, and what makes the values that are compared. {proof(differing, spot)}"
+    return f"{keep_fix(differing, spot, 'what makes the values that are compared')}. {proof(differing, spot)}"

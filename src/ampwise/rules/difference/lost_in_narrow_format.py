@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import islice
 
+from ampwise.evidence.compared import Measured
 from ampwise.evidence.difference import BACKWARD, Differing, Spot
 from ampwise.evidence.difference_words import error_text, evidence_of, keep_fix, proof, title
 from ampwise.evidence.wording import number, scale_text
@@ -16,7 +17,7 @@ RULE = Rule(
     code="AMP531",
     name="lost-in-narrow-format",
     severity=Severity.WARNING,
-    summary="Values that one side holds are zero on the other: they lie below its range.",
+    summary="Values that one side holds are zero on the other, or have fewer bits: they lie below its range.",
     why=(
         "FP16 turns what is at most 2⁻²⁵ to zero, and keeps what is below 2⁻¹⁴ with fewer bits. FP32 and BF16 go down "
         "to 2⁻¹²⁶. What was flushed is gone for all that follows, without an infinity that anyone would notice. In the "
@@ -40,11 +41,17 @@ def check(differing: Differing) -> Iterator[Finding]:
             continue
         yield RULE.at(
             spot.place,
-            f"{spot.where} loses {error_text(measured.lost_share)} of its values to zero in {title(differing.b)}: "
-            f"their typical magnitude is {number(measured.rms)}{_scaled(differing, spot)}",
+            f"{spot.where} {_what(spot, measured)} in {title(differing.b)}: their typical magnitude is "
+            f"{number(measured.rms)}{_scaled(differing, spot)}",
             evidence=evidence_of(spot) | {"lost_share": measured.lost_share},
             fix=_fix(differing, spot),
         )
+
+
+def _what(spot: Spot, measured: Measured) -> str:
+    if spot.flushed:
+        return f"loses {error_text(measured.lost_share)} of its values to zero"
+    return f"is {error_text(spot.compared.error)} off, as its values have fewer bits"
 
 
 def _scaled(differing: Differing, spot: Spot) -> str:

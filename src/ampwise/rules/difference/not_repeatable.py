@@ -49,7 +49,7 @@ def check(differing: Differing) -> Iterator[Finding]:
 
 
 def _matters(differing: Differing) -> bool:
-    """Whether there is a place at which the noise is as large as what is looked for."""
+    """Whether there is a place at which the noise is as large as what is looked for, or no rounding explains it."""
     found = [each for row in differing.rows for each in row.outputs]
     found += [*differing.returned, *(row.compared for row in differing.parameters)]
-    return any(each.floor and each.error <= FLOOR_TIMES * each.floor for each in found)
+    return differing.unsteady or any(each.floor and each.error <= FLOOR_TIMES * each.floor for each in found)

@@ -38,12 +38,14 @@ def check(differing: Differing) -> Iterator[Finding]:
         measured = spot.compared.measured
         if measured is None:
             continue
-        bad, fine = (differing.b, differing.a) if measured.bad_b > measured.bad_a else (differing.a, differing.b)
-        count = max(measured.bad_a, measured.bad_b) - min(measured.bad_a, measured.bad_b)
+        bad, fine = (differing.a, differing.b) if measured.bad_a > measured.bad_b else (differing.b, differing.a)
+        largest = number(max(measured.largest_a, measured.largest_b))
+        told = f"not finite in {title(bad)} and are in {title(fine)}, where the largest is {largest}"
+        if measured.bad_a == measured.bad_b:
+            told = f"not finite in {title(bad)}, and others in {title(fine)} or not there"
         yield RULE.at(
             spot.place,
-            f"{spot.where} has {count:,} of {measured.values:,} values that are not finite in {title(bad)} and are in "
-            f"{title(fine)}, where the largest is {number(max(measured.largest_a, measured.largest_b))}",
+            f"{spot.where} has {measured.apart:,} of {measured.values:,} values that are {told}",
             evidence=evidence_of(spot) | {"not_finite_a": measured.bad_a, "not_finite_b": measured.bad_b},
             fix=_fix(differing, spot, bad),
         )

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ampwise.evidence.compared import FLOOR_TIMES
-from ampwise.evidence.difference import BACKWARD, FORWARD, Differing, Growth
+from ampwise.evidence.difference import FORWARD, Differing
+from ampwise.evidence.difference_growth import Growth
 from ampwise.evidence.difference_words import error_text, title
 from ampwise.finding import Finding, Place, Rule, Severity
 
@@ -29,17 +29,11 @@ RULE = Rule(
     good='ampwise.diff(loss_fn, x, y, b="mxfp8")',
 )
 
-LARGE = 0.3
-
 
 def check(differing: Differing) -> Iterator[Finding]:
-    if differing.spots:
-        return
-    for phase in (FORWARD, BACKWARD):
-        growth = differing.growth(phase)
-        if growth is not None and growth.largest >= max(LARGE, FLOOR_TIMES * (differing.floor or 0.0)):
-            yield _found(differing, growth, phase)
-            return
+    if differing.piled_up is not None:
+        phase, growth = differing.piled_up
+        yield _found(differing, growth, phase)
 
 
 def _found(differing: Differing, growth: Growth, phase: str) -> Finding:

@@ -37,9 +37,10 @@ def check(differing: Differing) -> Iterator[Finding]:
     for spot in islice(differing.caused_by("steep"), MOST):
         yield RULE.at(
             spot.place,
-            f"{spot.where}{_by(spot)} {spot_text(spot)}, of {title(differing.b)}'s rounding",
+            f"{spot.where}{_by(spot)} {spot_text(spot)}",
             evidence=evidence_of(spot),
-            fix=f"{keep_fix(differing, spot)}, and what makes its inputs. {proof(differing, spot)}",
+            fix=f"{keep_fix(differing, spot, 'what makes its inputs')}. {proof(differing, spot)} If it is still there, "
+            f"this is no rounding: the code does something else in {title(differing.b)}.",
         )
 
 

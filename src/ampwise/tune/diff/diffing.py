@@ -26,9 +26,12 @@ from ampwise.evidence.difference import (
 )
 from ampwise.report.wording import size
 from ampwise.trace.names import iterators_of
+from ampwise.tune.diff.calls import Call
 from ampwise.tune.diff.draws import Draws
-from ampwise.tune.diff.expecting import Expecting
+from ampwise.tune.diff.expecting import Numbers, expecting_of
 from ampwise.tune.diff.names import Names, models_of
+from ampwise.tune.diff.ops import Tape
+from ampwise.tune.diff.passes import Event
 from ampwise.tune.diff.placing import Placed
 from ampwise.tune.diff.result import Difference
 from ampwise.tune.diff.side import Side, side_of
@@ -121,8 +124,10 @@ class _Compared:
         self._forward = work.forward(floor=options.floor)
         self._refuse()
         self._backward, order, self._gradients = work.backward(floor=options.floor)
-        self._expecting = Expecting(work.outline, self._forward, self._backward, order, work.only_b.values())
-        self._ops = self._operations() if options.ops else ()
+        noise = self._gradients.noise
+        self._expecting = expecting_of(work.outline, self._forward, self._backward, order, work.only_b.values(), noise)
+        self._tape = self._operations() if options.ops else None
+        self._ops = () if self._tape is None else tuple(self._tape[0].rows(self._tape[1]))
         self._spots = tuple(self._closer(self._expecting.spots))
 
     def differing(self, subject: str, draws_from: tuple[str, ...], draws: Draws) -> Differing:
@@ -155,29 +160,32 @@ class _Compared:
 
     # Operations
 
-    def _operations(self) -> tuple[OpRow, ...]:
+    def _operations(self) -> tuple[Tape, Numbers]:
         patterns = self._options.modules
 
         def wanted(module: str, number: int, phase: str) -> bool:
             return not patterns or any(fnmatchcase(module, pattern) for pattern in patterns)
 
-        tape, numbers = self._work.operations(wanted, backward=True)
-        return tuple(tape.rows(numbers))
+        return self._work.operations(wanted, backward=True)
 
-    def _closer(self, found: Sequence[tuple[Spot, str, int]]) -> Iterator[Spot]:
+    def _closer(self, found: Sequence[tuple[Spot, Event, Call]]) -> Iterator[Spot]:
         """The first of them with its operation."""
-        for place, (spot, name, number) in enumerate(found):
+        for place, (spot, event, maker) in enumerate(found):
             if place or spot.phase == BACKWARD or spot.compared.flipped:
                 yield spot
             else:
-                yield replace(spot, op=_worst_op(self._ops_of(name, number)))
+                yield replace(spot, op=_worst_op(self._ops_of(event, maker)))
 
-    def _ops_of(self, name: str, number: int) -> Sequence[OpRow]:
-        known = [op for op in self._ops if (op.module, op.call, op.phase) == (name, number, FORWARD)]
-        if known:
-            return known
-        tape, numbers = self._work.operations(lambda *place: place == (name, number, FORWARD), backward=False)
-        return list(tape.rows(numbers))
+    def _ops_of(self, event: Event, maker: Call) -> Sequence[OpRow]:
+        """Those of its code that lead to the tensor."""
+        code = maker.name, maker.number, FORWARD
+        is_known = any((op.module, op.call, op.phase) == code for op in self._ops)
+        if self._tape is not None and is_known:
+            tape, numbers = self._tape
+        else:
+            tape, numbers = self._work.operations(lambda *place: place == code, backward=False)
+        rows = tape.rows(numbers, tape.leading_to(event.call.place(event.role, event.path)))
+        return [op for op in rows if (op.module, op.call, op.phase) == code]
 
     # The rest
 
@@ -211,6 +219,17 @@ class _Compared:
             )
         if draws.any and compiled:
             yield "Random numbers are drawn, and compiled code may draw others: set dropout to 0 for this."
+        for slot in self._expecting.harmless:
+            maker, measured = self._expecting.maker_of(slot), self._forward.measured[slot]
+            yield (
+                f"{measured.changed:,} of {measured.values:,} whole numbers that `{maker}` returns are others; nothing "
+                "that is compared after them is beyond rounding."
+            )
+        if work.whole_kernels:
+            yield (
+                f"The products of {', '.join(f'`{name}`' for name in work.whole_kernels)} are inside one kernel, which "
+                "computes as torch does: they are not emulated."
+            )
         if work.moved:
             yield f"{size(work.moved)} were kept in the host's memory meanwhile."
 

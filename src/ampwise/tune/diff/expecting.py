@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from ampwise.evidence.compared import SUMMING, Compared, Measured
 from ampwise.evidence.difference import BACKWARD, FORWARD, ModuleRow, Spot
 from ampwise.tune.diff.calls import GIVEN, RETURNED, Call
 from ampwise.tune.diff.passes import Event, Outline
+from ampwise.tune.diff.side import SPREAD
 
-__all__ = ["Expecting", "Numbers"]
+__all__ = ["Expecting", "Numbers", "expecting_of"]
 
 LOST = 0.05  # the share that has become zero, from which on that is what happened
 BACKWARD_OPS = 16  # roundings between one gradient and the next, which nobody counts
@@ -53,6 +54,11 @@ class Numbers:
         found = self.measured.get(slot)
         return found is not None and found.lost_share >= LOST and found.rms < self.flushed_below
 
+    def subnormal(self, slot: int) -> bool:
+        """Whether typical values lie where the format has fewer bits."""
+        found = self.measured.get(slot)
+        return found is not None and 0 < found.rms < self.flushed_below / SPREAD
+
 
 @dataclass(slots=True)
 class _Sources:
@@ -75,15 +81,21 @@ class Expecting:
         backward: Numbers,
         order: Sequence[int],
         only_b: Iterable[Call] = (),
+        *,
+        noise: float = 0.0,
+        harmless: Collection[int] = (),
     ) -> None:
         self._outline, self._forward, self._backward, self._order = outline, forward, backward, order
+        self._noise = noise  # of gradients, between two runs of the first side
+        self.harmless = harmless  # slots whose values are others, of which nothing follows
+        self._is_steady = True  # so far, two runs of the first side are the same but for rounding
         # The callers of modules that only the second side runs.
         self._strangers = {(call.parent.name, call.parent.number): _label(call) for call in only_b if call.parent}
         self._sources = {call.index: _Sources() for call in outline.calls}
         self._found: dict[tuple[int, str], list[Compared]] = {}  # by call, and by what: given, returned
         self._gradients: dict[int, Compared] = {}
         self._first_place: dict[int, Event] = {}  # at which a slot is returned
-        self.spots: list[tuple[Spot, str, int]] = []  # with the module whose code it is, and which call of it
+        self.spots: list[tuple[Spot, Event, Call]] = []  # with the tensor, and the module whose code has made it
         for event in outline.events:
             self._meet(event)
         self._go_back()
@@ -123,6 +135,10 @@ class Expecting:
             if event.slot in self._forward.floors:
                 yield _label(event.call), self._forward.floors[event.slot]
 
+    def maker_of(self, slot: int) -> str:
+        """What returned a tensor first."""
+        return next(_label(event.call) for event in self._outline.events if event.slot == slot)
+
     # Forward
 
     def _meet(self, event: Event) -> None:
@@ -131,12 +147,16 @@ class Expecting:
         known = self._known_sources(maker)
         compared = self._forward.compared(slot, event.path, known, event.ops)
         self._note(event, compared)
+        self._is_steady &= (compared is None or not compared.unsteady) and self._forward.floors.get(slot) != math.inf
         told = self._runs_otherwise(event, known)
         if told:
             self._add_choice(event, told, known)
-        elif compared is not None and event.is_new and compared.beyond:
+        elif compared is not None and event.is_new and compared.beyond and slot not in self.harmless:
             self._add_spot(event, maker, compared)
-        self._hand_on(event, math.inf if told else self._forward.error(slot))
+        self._hand_on(event, math.inf if told else self._error(slot))
+
+    def _error(self, slot: int) -> float:
+        return 0.0 if slot in self.harmless else self._forward.error(slot)
 
     def _note(self, event: Event, compared: Compared | None) -> None:
         """For the rows. What a module is given has a place there if code between modules has made it."""
@@ -182,6 +202,8 @@ class Expecting:
         self._add_spot(at, maker, Compared(why_not=told, given=known))
 
     def _add_spot(self, event: Event, maker: Call, compared: Compared) -> None:
+        if not self._is_steady:
+            return
         rms, sources = self._forward.rms(event.slot), self._sources[maker.index]
         spot = Spot(
             module=_label(maker),
@@ -192,13 +214,14 @@ class Expecting:
             between=maker.has_modules,
             shrinks=sources.rms / rms if rms and sources.rms else None,
             flushed=self._forward.flushed(event.slot),
+            subnormal=self._forward.subnormal(event.slot),
         )
-        self.spots.append((spot, maker.name, maker.number))
+        self.spots.append((spot, event, maker))
 
     # Backward
 
     def _go_back(self) -> None:
-        errors = [self._forward.error(slot) for slot in range(self._outline.slots)]
+        errors = [self._error(slot) for slot in range(self._outline.slots)]
         seen = max(errors, default=0.0)  # derivatives are made of what the forward pass has computed
         if self._outline.kinked:
             # Of values that are off by ε, a share of ε is taken across a kink, and √ε is what that does to a norm.
@@ -210,19 +233,24 @@ class Expecting:
             if compared is None or event is None:
                 continue
             self._gradients[slot] = compared
-            if compared.beyond:
+            if self._is_beyond_noise(compared):
                 call = event.call
-                flushed = self._backward.flushed(slot)
                 spot = Spot(
                     module=_label(call),
                     kind=call.kind,
                     phase=BACKWARD,
                     compared=compared,
                     after=takers.get(slot, ""),
-                    flushed=flushed,
+                    flushed=self._backward.flushed(slot),
+                    subnormal=self._backward.subnormal(slot),
                 )
-                self.spots.append((spot, call.name, call.number))
+                self.spots.append((spot, event, call))
             seen = max(seen, compared.error)
+
+    def _is_beyond_noise(self, compared: Compared) -> bool:
+        """Of a gradient. Noise that no rounding explains says that it is another function each time."""
+        noisy = replace(compared, floor=self._noise)
+        return noisy.beyond and not replace(noisy, given=0.0).unsteady
 
     def _takers(self) -> dict[int, str]:
         """By slot, the innermost module that was given it first."""
@@ -238,3 +266,32 @@ def _label(call: Call) -> str:
     if call.module is None:
         return call.kind
     return f"{call.name or call.kind}{f' (call {call.number + 1})' if call.number else ''}"
+
+
+def expecting_of(
+    outline: Outline, forward: Numbers, backward: Numbers, order: Sequence[int], only_b: Iterable[Call], noise: float
+) -> Expecting:
+    """Whole numbers that are others, and that no module is given, matter if something beyond comes after them.
+
+    Predictions that a function returns beside its loss flip in any precision; what a router chooses leads elsewhere.
+    """
+    only_b = tuple(only_b)
+    loose = _loose_flips(outline, forward)
+    found = Expecting(outline, forward, backward, order, only_b, noise=noise, harmless=loose)
+    places = {event.slot: place for place, event in enumerate(outline.events) if event.is_new}
+    last = max((places[event.slot] for spot, event, _ in found.spots if spot.phase == FORWARD), default=-1)
+    harmless = {slot for slot, place in loose.items() if place > last}
+    if len(harmless) == len(loose):
+        return found
+    return Expecting(outline, forward, backward, order, only_b, noise=noise, harmless=harmless)
+
+
+def _loose_flips(outline: Outline, forward: Numbers) -> dict[int, int]:
+    """Slots of whole numbers that are others and that no module is given, and where they come first."""
+    given = {event.slot for event in outline.events if event.role == GIVEN}
+    flipped = {slot for slot, each in forward.measured.items() if each.changed} - given
+    found: dict[int, int] = {}
+    for place, event in enumerate(outline.events):
+        if event.slot in flipped:
+            found.setdefault(event.slot, place)
+    return found

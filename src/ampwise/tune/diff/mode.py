@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from ampwise.trace.recorder import Undoing, storage_id, tensors_in
+from ampwise.trace.recorder import Undoing, tensors_in
 from ampwise.trace.undo import written_arguments
 from ampwise.tune.diff.calls import Calls, is_backward
 from ampwise.tune.diff.draws import SEEDED, Draws
@@ -30,21 +30,12 @@ class Watching(Undoing):
         if _is_view(func):
             return func(*args, **(kwargs or {}))
         begun = self.calls.begins(func, args)
-        written = list(_written(func, args, kwargs or {}))
-        for tensor in written:
+        for tensor in _written(func, args, kwargs or {}):
             with _disable_current_modes():
                 self.calls.before_write(tensor)
         result = super().__torch_dispatch__(func, types, args, kwargs)
-        if written:
-            self._note_made(result, written)
         self.calls.ends(begun, func, args, result)
         return result
-
-    def _note_made(self, result: Any, written: list[Tensor]) -> None:
-        """What a normalisation returns, which also writes to its statistics: it is ours, and is not to be put back."""
-        old = set(map(storage_id, written))
-        made = tensors_in(result if isinstance(result, list | tuple) else (result,))
-        self._made.update(storage for storage in map(storage_id, made) if storage not in old)
 
     def note_leaf(self, tensor: Tensor) -> None:
         """Its gradient is to be that of this run alone."""

@@ -7,7 +7,7 @@ pass by the module whose derivative it belongs to. Casts are none: one side has 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -22,7 +22,7 @@ from ampwise.evidence.difference import BACKWARD, FORWARD, OpRow
 from ampwise.evidence.op_families import base_name, family_of
 from ampwise.trace.recorder import storage_id, tensors_in
 from ampwise.trace.where import line_here, site_of
-from ampwise.tune.diff.calls import Call, Calls, is_backward
+from ampwise.tune.diff.calls import Call, Calls, Place, is_backward
 from ampwise.tune.diff.expecting import Numbers
 from ampwise.tune.diff.names import Names
 from ampwise.tune.diff.shelf import Shelf, legible
@@ -69,13 +69,26 @@ class Tape:
     ops: list[_Seen] = field(default_factory=list)
     slots: dict[tuple[OpKey, int], int] = field(default_factory=dict)  # by operation and operand; -1 is its result
 
+    made_at: dict[Place, int] = field(default_factory=dict)  # slots of what modules are given and return
+
     def new_slot(self, key: OpKey, operand: int) -> int:
         return self.slots.setdefault((key, operand), len(self.slots))
 
-    def rows(self, numbers: Numbers) -> Iterator[OpRow]:
-        """Those that the other side has run, too."""
+    def leading_to(self, place: Place) -> set[int] | None:
+        """The slots of what the tensor at a place was made of, and its own; None where that is not known."""
+        sources = {seen.slot: seen.sources for seen in self.ops}
+        waiting, found = [self.made_at[place]] if place in self.made_at else [], set[int]()
+        while waiting:
+            slot = waiting.pop()
+            if slot not in found:
+                found.add(slot)
+                waiting += sources.get(slot, ())
+        return found or None
+
+    def rows(self, numbers: Numbers, slots: Collection[int] | None = None) -> Iterator[OpRow]:
+        """Those that the other side has run, too; slots: of results that are wanted."""
         for seen in self.ops:
-            if seen.slot is None:
+            if seen.slot is None or (slots is not None and seen.slot not in slots):
                 continue
             given = max((numbers.error(slot) for slot in seen.sources), default=0.0)
             compared = numbers.compared(seen.slot, "", given, ROUNDINGS)
@@ -146,6 +159,11 @@ class KeepingOps(_Ops):
         self.tape = Tape()
         self._made: dict[int, int | None] = {}  # slots, by the storage that an operation has made; None: not kept
         super().__init__(names, wanted)
+
+    def met(self, call: Call, role: str, path: str, tensor: Tensor) -> None:
+        slot = self._made.get(storage_id(tensor))
+        if slot is not None:
+            self.tape.made_at.setdefault(call.place(role, path), slot)
 
     def begins(self, func: Any, args: Any) -> Any:
         key = self.key_of(func)

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import Module
 from torch.utils._python_dispatch import _disable_current_modes
 
+from ampwise.emulation.products import WHOLE
 from ampwise.evidence.op_families import base_name
 from ampwise.trace.recorder import storage_id
 from ampwise.tune.diff.calls import GIVEN, RETURNED, Call, Calls, Place
 from ampwise.tune.diff.names import Names
+from ampwise.tune.diff.room import Room
 from ampwise.tune.diff.shelf import Shelf, identity_of, legible
 from ampwise.tune.diff.statistics import Factors, Ledger
 
@@ -61,12 +64,25 @@ class Outline:
         return slot
 
 
-class Keeping(Calls):
+class _Values(Calls):
+    """A forward pass in which modules are noted whose products are inside one kernel."""
+
+    def __init__(self, names: Names) -> None:
+        self.whole_kernels: dict[str, None] = {}
+        super().__init__(names)
+
+    def begins(self, func: Any, args: Any) -> Any:
+        if _is_whole(func):
+            self.whole_kernels[self.here.name or self.here.kind] = None
+
+
+class Keeping(_Values):
     """The first side's forward pass."""
 
     def __init__(self, names: Names, outline: Outline, shelf: Shelf) -> None:
         self._outline, self.shelf = outline, shelf
-        self._known: dict[int, dict[object, int]] = {}  # slots of tensors that are kept as they are, by storage
+        self._known: dict[int, dict[object, int]] = {}  # slots of tensors, by storage and what of it they show
+        self._storages: dict[int, StorageWeakRef] = {}  # which keep the address from being another's
         super().__init__(names)
         outline.calls = self.calls
 
@@ -77,18 +93,21 @@ class Keeping(Calls):
         storage, identity = storage_id(values), identity_of(values)
         slot = self._known.get(storage, {}).get(identity)
         number = self._outline.add(call, role, path, slot)
-        if slot is None and self.shelf.put(number, values):
+        if slot is None:
+            self.shelf.put(number, values)
             self._known.setdefault(storage, {})[identity] = number
+            self._storages.setdefault(storage, StorageWeakRef(values.untyped_storage()))
 
     def begins(self, func: Any, args: Any) -> Any:
         self._outline.kinked |= _has_kink(func)
+        super().begins(func, args)
 
     def before_write(self, tensor: Tensor) -> None:
-        if self.shelf.before_write(tensor):
-            self._known.pop(storage_id(tensor), None)
+        self.shelf.before_write(tensor)
+        self._known.pop(storage_id(tensor), None)
 
 
-class Comparing(Calls):
+class Comparing(_Values):
     """Another forward pass, held against what is kept. last: what was compared is then no longer needed."""
 
     def __init__(self, names: Names, outline: Outline, shelf: Shelf, *, last: bool) -> None:
@@ -158,20 +177,30 @@ class _Gradients(Calls):
 
 
 class KeepingGradients(_Gradients):
-    """Those of the first side."""
+    """Those of the first side. only: slots that are wanted; None: all, and what there is no room for is put off."""
 
-    def __init__(self, names: Names, outline: Outline, shelf: Shelf) -> None:
-        self._shelf = shelf
+    def __init__(
+        self, names: Names, outline: Outline, shelf: Shelf, room: Room, only: Collection[int] | None = None
+    ) -> None:
+        self.shelf, self._room, self._only = shelf, room, only
         self.order: list[int] = []  # in which they arrive
+        self.put_off: set[int] = set()  # slots
         super().__init__(names, outline)
 
     def arrived(self, slot: int, gradient: Tensor) -> None:
-        if slot not in self._shelf:
-            self.order.append(slot)
-            self._shelf.put(slot, gradient)
+        if slot in self.shelf or slot in self.put_off or (self._only is not None and slot not in self._only):
+            return
+        self.order.append(slot)
+        if self._only is None and not self.shelf.fits(gradient):
+            self.put_off.add(slot)
+        else:
+            self.shelf.put(slot, gradient)
+
+    def ends(self, begun: Any, func: Any, args: Any, result: Any) -> None:
+        self._room.made(result, self.shelf.on_device)
 
     def before_write(self, tensor: Tensor) -> None:
-        self._shelf.before_write(tensor)
+        self.shelf.before_write(tensor)
 
 
 class ComparingGradients(_Gradients):
@@ -192,6 +221,11 @@ class ComparingGradients(_Gradients):
         else:
             self.ledger.add(slot, kept, gradient, self._factors)
         self._shelf.drop(slot)
+
+
+@lru_cache(maxsize=8192)
+def _is_whole(func: Any) -> bool:
+    return func.overloadpacket.__name__ in WHOLE
 
 
 @lru_cache(maxsize=8192)

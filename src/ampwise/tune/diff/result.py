@@ -7,7 +7,7 @@ from typing import Any
 
 from ampwise.evidence.difference import BACKWARD, FORWARD, Differing, ModuleRow, OpRow, ParameterRow, Spot
 from ampwise.evidence.difference_words import BASES, headline
-from ampwise.finding import Finding, Severity
+from ampwise.finding import Finding, Place, Severity
 from ampwise.rules.judging import judged
 
 __all__ = ["Difference"]
@@ -15,7 +15,7 @@ __all__ = ["Difference"]
 ROOM = "difference"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Difference:
     """A training step on two sides, held against each other: ``ampwise.diff`` returns one.
 
@@ -55,6 +55,8 @@ class Difference:
     def findings(self) -> list[Finding]:
         """What is not explained, and why: the first place first, then the worst."""
         first = None if self.first is None else self.first.place
+        if self.evidence.unsteady:  # before all else
+            first = Place(module=self.evidence.floor_at)
         found = judged(self.evidence, ROOM)
         return sorted(found, key=lambda each: (each.place != first, each.severity.rank, each.rule.code))
 
@@ -92,6 +94,9 @@ class Difference:
         from ampwise.tune.diff.page import page_of
 
         return page_of(self)
+
+    def __repr__(self) -> str:
+        return f"<Difference: {self.verdict}>"
 
     def __str__(self) -> str:
         from ampwise.tune.diff.text import difference_text

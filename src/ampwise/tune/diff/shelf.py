@@ -37,31 +37,31 @@ class Shelf:
     def __getitem__(self, key: Any) -> Tensor:
         return self._kept[key]
 
-    def put(self, key: Any, tensor: Tensor) -> bool:
-        """Keep a tensor as it is now. Whether its own memory is kept, so that it can be known again by it."""
+    def fits(self, tensor: Tensor) -> bool:
+        """Whether there is room for it where it is."""
+        taken = _bytes_on_device(tensor)
+        return not taken or storage_id(tensor) in self._by_storage or self.on_device + taken <= self._room()
+
+    def put(self, key: Any, tensor: Tensor) -> None:
+        """Keep a tensor as it is now."""
         storage = storage_id(tensor)
+        if not self.fits(tensor):
+            self._kept[key] = tensor.to("cpu", copy=True)
+            self.moved += tensor.nbytes
+            return
         if storage not in self._by_storage:
-            taken = 0 if tensor.device.type == "cpu" else tensor.untyped_storage().nbytes()
-            if taken and self.on_device + taken > self._room():
-                self._kept[key] = tensor.to("cpu", copy=True)
-                self.moved += tensor.nbytes
-                return False
-            self._take(storage, taken)
+            self._bytes[storage] = _bytes_on_device(tensor)
+            self.on_device += self._bytes[storage]
         self._kept[key] = tensor
         self._by_storage.setdefault(storage, set()).add(key)
-        return True
 
-    def before_write(self, tensor: Tensor) -> bool:
-        """Something is about to be written there: what is kept of that memory becomes a copy. Whether there was any."""
+    def before_write(self, tensor: Tensor) -> None:
+        """Something is about to be written there: what is kept of that memory becomes a copy."""
         storage = storage_id(tensor)
-        keys = self._by_storage.get(storage)
-        if not keys:
-            return False
-        copies = {key: self._kept[key].clone() for key in keys}
+        copies = {key: self._kept[key].clone() for key in self._by_storage.get(storage, ())}
         for key, copy in copies.items():
             self.drop(key)
             self.put(key, copy)
-        return True
 
     def drop(self, key: Any) -> None:
         """It is no longer needed."""
@@ -74,9 +74,10 @@ class Shelf:
             del self._by_storage[storage]
             self.on_device -= self._bytes.pop(storage)
 
-    def _take(self, storage: int, taken: int) -> None:
-        self._bytes[storage] = taken
-        self.on_device += taken
+
+def _bytes_on_device(tensor: Tensor) -> int:
+    """What it takes there; nothing on the host."""
+    return 0 if tensor.device.type == "cpu" else tensor.untyped_storage().nbytes()
 
 
 def legible(tensor: Tensor) -> Tensor | None:

@@ -165,11 +165,25 @@ def _named(name: str, asked: str, *, emulated: bool) -> Side:
 def _policy(file: str) -> Policy:
     """One that was written as JSON."""
     try:
-        return Policy.from_dict(json.loads(Path(file).read_text(encoding="utf-8")))
+        data = json.loads(Path(file).read_text(encoding="utf-8"))
+        if isinstance(data, dict) and "policy" in data:  # what a search has found has one among other things
+            _refuse_narrow(file, data)
+            data = data["policy"]
+        return Policy.from_dict(data)
     except OSError as error:
         raise BadInput(f"diff: {file}: the policy cannot be read: {error.strerror or error}.") from error
     except (ValueError, AmpwiseError) as error:
         raise BadInput(f"diff: {file}: it is no policy, as Policy.as_dict() writes it in JSON: {error}") from error
+
+
+def _refuse_narrow(file: str, found: dict[str, Any]) -> None:
+    """Formats that a policy cannot ask for: products that a search has emulated."""
+    if found.get("narrow"):
+        names = ", ".join(sorted(set(map(str, found["narrow"].values()))))
+        raise BadInput(
+            f"diff: {file}: what ampwise search found has modules in {names}, which a policy of autocast cannot have. "
+            "Compare the format itself, such as --b e4m3, or search with --formats bf16,fp32."
+        )
 
 
 def _device(text: str, asked: str) -> torch.device:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import traceback
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -14,9 +12,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ampwise.errors import AmpwiseError, BadInput
-from ampwise.printers.terminal import printable
 from ampwise.randomness import captured, restore_random
-from ampwise.site import kind_of
 from ampwise.trace.kept import Attributes, silent
 from ampwise.trace.names import named_tensors
 from ampwise.trace.recorder import storage_id
@@ -27,11 +23,10 @@ from ampwise.tune.diff.draws import Draws
 from ampwise.tune.diff.mode import Watching
 from ampwise.tune.diff.names import Names
 from ampwise.tune.diff.placing import Placed
-from ampwise.user_code import kind
+from ampwise.tune.onednn import onednn_as_it_was
+from ampwise.user_code import failure, kind
 
 __all__ = ["Dropping", "NeedsSaved", "Ran", "Stage"]
-
-LONGEST = 200  # characters of an error
 
 
 class Ran(NamedTuple):
@@ -124,7 +119,7 @@ class Stage:
         except (AmpwiseError, NeedsSaved):
             raise
         except Exception as error:
-            raise BadInput(f"diff: {placed.side.label}: the step failed: {_told(error)}.") from error
+            raise BadInput(f"diff: {placed.side.label}: the step failed: {failure(error)}.") from error
 
     def _run(self, placed: Placed, calls: Calls, draws: Draws, backward: bool, dropping: Dropping | None) -> Ran:
         watching = None if placed.side.compiled else Watching(calls, draws)
@@ -136,6 +131,7 @@ class Stage:
             stack.callback(self._attributes.put_back)
             stack.enter_context(silent() if self._has_run else nullcontext())
             stack.enter_context(_known_warnings())
+            stack.enter_context(onednn_as_it_was())
             stack.enter_context(torch.enable_grad())
             stack.enter_context(placed.in_place(self.names.roots, self.names.main))
             if watching is None:
@@ -203,19 +199,11 @@ class Stage:
                 overwrite(buffer, copy)
 
 
-def _told(error: BaseException) -> str:
-    """In a line: what, and the innermost line of the user's."""
-    own = [frame for frame in traceback.extract_tb(error.__traceback__) if kind_of(frame.filename) == "own"]
-    where = f" ({Path(own[-1].filename).name}:{own[-1].lineno})" if own else ""
-    text = printable(" ".join(str(error).split()))[:LONGEST].rstrip(".")
-    return f"{type(error).__name__}{f': {text}' if text else ''}{where}"
-
-
 @contextmanager
 def _known_warnings() -> Iterator[None]:
-    """On a CPU without BF16 torch says at length that it goes another way, which works."""
+    """What is not emulated is noted by us."""
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="mkldnn_matmul failed")
+        warnings.filterwarnings("ignore", message="ampwise: .* is not emulated")
         yield
 
 

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ampwise.census.launcher import has_kernels
 from ampwise.evidence.compared import Measured
 
 __all__ = ["Factors", "Ledger", "Waiting", "measure"]
@@ -16,7 +17,7 @@ __all__ = ["Factors", "Ledger", "Waiting", "measure"]
 PIECE = 2**23  # values at a time: what is made of them in FP64 takes 64 MiB for each of three tensors
 PIECE_ON_CPU = 2**17  # where the cache decides
 WITHOUT_FP64 = ("mps",)
-COLUMNS = 12
+COLUMNS = 13
 
 Factors = tuple[float, float]
 AS_THEY_ARE: Factors = (1.0, 1.0)
@@ -26,6 +27,7 @@ class Waiting(NamedTuple):
     """A comparison whose numbers are still on the device: a row for each piece, and where the pieces begin."""
 
     shape: tuple[int, ...]
+    order: tuple[int, ...]  # of the dimensions in memory, in which values are counted
     rows: list[Tensor]
     starts: list[int]
     whole: bool  # whole numbers, of which only counts say something
@@ -55,12 +57,26 @@ class Ledger:
 def measure(a: Tensor, b: Tensor, factors: Factors = AS_THEY_ARE) -> Waiting:
     """Compare tensors of one shape, which may lie on two devices. Sums are taken in FP64."""
     device = torch.device("cpu") if b.device.type in WITHOUT_FP64 else b.device
+    order = _memory_order(a, b)
+    one, other = a.permute(order), b.permute(order)
+    row_of = _fused if device.type == "cuda" and has_kernels() else _row
     most = PIECE_ON_CPU if device.type == "cpu" else PIECE
+    if row_of is _fused and a.device == b.device and one.is_contiguous() and other.is_contiguous():
+        most = max(a.numel(), 1)  # which takes no memory
     rows, starts = [], []
-    for start, piece_a, piece_b in _pieces(a, b, most):
-        rows.append(_row(piece_a.to(device), piece_b.to(device), factors))
+    for start, piece_a, piece_b in _pieces(one, other, most):
+        rows.append(row_of(piece_a.to(device), piece_b.to(device), factors))
         starts.append(start)
-    return Waiting(tuple(a.shape), rows, starts, not a.is_floating_point())
+    return Waiting(tuple(a.shape), order, rows, starts, not a.is_floating_point())
+
+
+def _memory_order(a: Tensor, b: Tensor) -> tuple[int, ...]:
+    """The dimensions such that both lie in memory one value after the other, if there is such an order."""
+    if not a.is_contiguous() or not b.is_contiguous():
+        order = tuple(sorted(range(b.ndim), key=b.stride, reverse=True))
+        if a.permute(order).is_contiguous() and b.permute(order).is_contiguous():
+            return order
+    return tuple(range(a.ndim))
 
 
 def _pieces(a: Tensor, b: Tensor, most: int) -> Iterator[tuple[int, Tensor, Tensor]]:
@@ -83,8 +99,15 @@ def _pieces(a: Tensor, b: Tensor, most: int) -> Iterator[tuple[int, Tensor, Tens
                 yield start + inner, piece_a, piece_b
 
 
+def _fused(a: Tensor, b: Tensor, factors: Factors) -> Tensor:
+    """The row of ``_row``, by a kernel that reads both once."""
+    from ampwise.tune.diff.statistics_kernel import READ, launch_row
+
+    return launch_row(a.contiguous(), b.contiguous(), factors) if {a.dtype, b.dtype} <= READ else _row(a, b, factors)
+
+
 def _row(a: Tensor, b: Tensor, factors: Factors) -> Tensor:
-    """The columns are those that ``_measured`` reads."""
+    """The columns are those that ``_measured`` reads. This defines what the kernel gives."""
     wide_a, wide_b = _finite(a, factors[0]), _finite(b, factors[1])
     error = wide_b - wide_a
     squares = [torch.dot(each, each) for each in (wide_a, wide_b, error)]
@@ -98,9 +121,18 @@ def _row(a: Tensor, b: Tensor, factors: Factors) -> Tensor:
             *(each.double() for each in (at, changed)),
             *(_largest(each) for each in (wide_a, wide_b)),
             *(each.count_nonzero().double() for each in (a, b)),
-            *((each - each).count_nonzero().double() if each.is_floating_point() else nothing for each in (a, b)),
+            *_not_finite(a, b),
         ]
     )
+
+
+def _not_finite(a: Tensor, b: Tensor) -> list[Tensor]:
+    """How many in a, in b, and in how many places they are not the same: +inf and −inf, inf and NaN, inf and 3."""
+    if not a.is_floating_point():
+        return [torch.zeros((), dtype=torch.float64, device=a.device)] * 3
+    bad_a, bad_b = ~a.isfinite(), ~b.isfinite()
+    same = (a == b) | (a.isnan() & b.isnan())
+    return [each.count_nonzero().double() for each in (bad_a, bad_b, (bad_a | bad_b) & ~same)]
 
 
 def _largest(values: Tensor) -> Tensor:
@@ -132,6 +164,7 @@ def _measured(waiting: Waiting, rows: list[list[float]]) -> Measured:
     largest = max(columns[3], default=0.0)
     worst = columns[3].index(largest) if rows else 0
     at = waiting.starts[worst] + int(columns[4][worst]) if rows else 0
+    places = dict(zip(waiting.order, _unravelled(at, [waiting.shape[each] for each in waiting.order]), strict=True))
     values = math.prod(waiting.shape)
     present = [int(sum(column)) for column in columns[8:10]]
     return Measured(
@@ -140,18 +173,19 @@ def _measured(waiting: Waiting, rows: list[list[float]]) -> Measured:
         norm_b=norms[1],
         norm_error=norms[2],
         largest_error=largest,
-        largest_at=_unravelled(at, waiting.shape),
+        largest_at=tuple(places[dimension] for dimension in range(len(waiting.shape))),
         largest_a=max(columns[6], default=0.0),
         largest_b=max(columns[7], default=0.0),
         zeros_a=values - present[0],
         zeros_b=values - present[1],
         bad_a=int(sum(columns[10])),
         bad_b=int(sum(columns[11])),
+        bad_apart=int(sum(columns[12])),
         changed=int(sum(columns[5])) if waiting.whole else None,
     )
 
 
-def _unravelled(index: int, shape: tuple[int, ...]) -> tuple[int, ...]:
+def _unravelled(index: int, shape: Sequence[int]) -> tuple[int, ...]:
     """
     >>> _unravelled(7, (2, 3, 2)), _unravelled(0, ())
     ((1, 0, 1), ())

@@ -11,12 +11,12 @@ from ampwise.evidence.difference import (
     BACKWARD,
     FORWARD,
     Differing,
-    Growth,
     ModuleRow,
     OpRow,
     ParameterRow,
     SideFacts,
 )
+from ampwise.evidence.difference_growth import Growth
 from ampwise.evidence.difference_words import error_text, headline, loss_text, op_text, spot_text, times_text
 from ampwise.evidence.wording import number, scale_text
 from ampwise.printers.terminal import paint, printable
@@ -107,7 +107,7 @@ def parameter_cells(row: ParameterRow) -> tuple[str, ...]:
         return (row.name, row.compared.why_not, "", "", "")
     at = f" at {list(measured.largest_at)}" if measured.largest_at and measured.largest_error else ""
     largest = f"{number(measured.largest_error)}{at}"
-    if measured.bad_a != measured.bad_b:
+    if measured.apart:
         largest = f"not finite: {measured.bad_a:,} in a, {measured.bad_b:,} in b, of {measured.values:,}"
     cosine = "" if measured.cosine is None else f"{measured.cosine:.6f}"
     return (row.name, _error(row.compared), cosine, _snr(row.compared), largest)

@@ -2,13 +2,14 @@
 
 Forward, then forward and backward again, each side by itself: what modules return is kept while no backward pass will
 need what it saved, and gradients are kept when most of that is gone. So there is never much more memory in use than in
-a plain step.
+a plain step. Gradients that there is no room for beside the second side are left to a second round of both sides; what
+there is no room for then, either, goes to the host's memory, which takes longer than to compute it again.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -23,14 +24,13 @@ from ampwise.tune.diff.expecting import Numbers
 from ampwise.tune.diff.ops import ComparingOps, KeepingOps, Tape, Wanted
 from ampwise.tune.diff.passes import Comparing, ComparingGradients, Keeping, KeepingGradients, Outline
 from ampwise.tune.diff.placing import Placed
+from ampwise.tune.diff.room import Room
 from ampwise.tune.diff.shelf import Shelf, legible
 from ampwise.tune.diff.stage import Dropping, NeedsSaved, Ran, Stage
 from ampwise.tune.diff.statistics import Factors, Ledger
 
 __all__ = ["Gradients", "Progress", "Work"]
 
-MORE = 1.3  # what may be kept, in what a backward pass of the first side would have saved
-LEAST = 2**26  # bytes: below that nobody counts
 FIRST_SCALE = 2.0**16  # as a GradScaler's; it is halved until gradients are finite
 
 Progress = Callable[[str], None]
@@ -44,6 +44,7 @@ class Gradients:
     measured: dict[str, Measured] = field(default_factory=dict)
     unlike: dict[str, str] = field(default_factory=dict)
     floors: dict[str, float] = field(default_factory=dict)
+    noise: float = 0.0  # of all of them together, between two runs of the first side
 
 
 class Work:
@@ -53,9 +54,11 @@ class Work:
         self._stage, self.a, self.b, self._draws, self._say = stage, a, b, draws, progress
         self._drops = not (a.side.compiled or b.side.compiled)
         self._saved: dict[str, int] = {}  # bytes, by side
+        self._room = Room(a.device)
         self.outline = Outline()
         self.only_b: dict[Place, Call] = {}
         self.losses: dict[str, float | None] = {}
+        self.whole_kernels: dict[str, None] = {}  # modules whose products nothing emulates
         self.went_back = False
         self.moved = 0  # bytes that were kept on the host
 
@@ -98,7 +101,12 @@ class Work:
         floors = self._forward_floors(shelf) if floor else {}
         other, dropped = self._pass("b", self.b, lambda _: Comparing(names, self.outline, shelf, last=True))
         self._saved = {"a": saved.bytes, "b": dropped.bytes}
+        self._room.saved(saved.bytes)
         self.only_b = other.only_here
+        if self.b.side.recipe is not None:
+            self.whole_kernels |= other.whole_kernels
+        if self.a.side.recipe is not None:
+            self.whole_kernels |= keeping.whole_kernels
         self.moved += shelf.moved
         return Numbers(
             measured=other.ledger.settled(),
@@ -110,7 +118,7 @@ class Work:
 
     def _keeping(self, dropping: Dropping) -> Keeping:
         self.outline = Outline()
-        return Keeping(self._stage.names, self.outline, Shelf(lambda: MORE * dropping.bytes + LEAST))
+        return Keeping(self._stage.names, self.outline, Shelf(lambda: self._room.forward(dropping.bytes)))
 
     def _forward_floors(self, shelf: Shelf) -> dict[int, float]:
         """By slot; of what was not there again, the error is infinite."""
@@ -133,42 +141,66 @@ class Work:
 
     def backward(self, *, floor: bool) -> tuple[Numbers, list[int], Gradients]:
         """Gradients by what modules return, the order in which they came, and those of parameters."""
-        saved_a, saved_b = self._saved.get("a", 0), self._saved.get("b", 0)
-        shelf = Shelf(lambda: max(LEAST, MORE * saved_a - saved_b))
-        names = self._stage.names
-        keeping = KeepingGradients(names, self.outline, shelf)
-        self._say(f"a ({self.a.side.label}), forward and backward")
-        ran = self._stage.run(self.a, keeping, self._draws)
+        keeping = self._keeping_gradients()
+        ran = self._both_ways("a", self.a, keeping)
         self.went_back = ran.went_back
-        comparing = ComparingGradients(names, self.outline, shelf, self._unscaled)
-        self._say(f"b ({self.b.side.label}), forward and backward")
-        other = self._stage.run(self.b, comparing, self._draws)
+        comparing, other = self._held_against(keeping)
         ledger, unlike = _compared(ran.gradients, other.gradients, self._unscaled)
         del other
-        self.moved += shelf.moved
-        return (
-            Numbers(
-                measured=comparing.ledger.settled(),
-                unlike=comparing.unlike,
-                roundoff=self.a.side.roundoffs[1] + self.b.side.roundoffs[1],
-                flushed_below=self.b.side.flushed_below / self.b.scale,
-            ),
-            keeping.order,
-            Gradients(ledger.settled(), unlike, self._floors(ran) if floor else {}),
+        gradients = Gradients(ledger.settled(), unlike)
+        measured, strange = comparing.ledger.settled(), comparing.unlike
+        if floor or keeping.put_off:
+            again = self._keeping_gradients(keeping.put_off)
+            rerun = self._both_ways("a again", self.a, again)
+            if floor:
+                gradients.floors, gradients.noise = self._floors(ran, rerun)
+            del ran, rerun
+            if keeping.put_off:
+                second, _ = self._held_against(again)
+                measured, strange = measured | second.ledger.settled(), strange | second.unlike
+        numbers = Numbers(
+            measured=measured,
+            unlike=strange,
+            roundoff=self.a.side.roundoffs[1] + self.b.side.roundoffs[1],
+            flushed_below=self.b.side.flushed_below / self.b.scale,
         )
+        return numbers, keeping.order, gradients
 
-    def _floors(self, ran: Ran) -> dict[str, float]:
-        self._say(f"a again ({self.a.side.label}), forward and backward")
-        again = self._stage.run(self.a, Calls(self._stage.names), self._draws)
+    def _keeping_gradients(self, only: Collection[int] | None = None) -> KeepingGradients:
+        return KeepingGradients(self._stage.names, self.outline, Shelf(self._beside_b), self._room, only)
+
+    def _beside_b(self) -> float:
+        """Bytes that may be kept of a, on its device, for when b goes forward and back."""
+        weights = sum(each.nbytes for each in self._stage.names.parameters())
+        saved_a, saved_b = self._saved.get("a", 0), self._saved.get("b", 0)
+        is_elsewhere = self.a.device.type != self.b.device.type
+        share = 0.0 if is_elsewhere else saved_b / saved_a if saved_a else 1.0
+        return self._room.beside(share, weights)
+
+    def _held_against(self, keeping: KeepingGradients) -> tuple[ComparingGradients, Ran]:
+        comparing = ComparingGradients(self._stage.names, self.outline, keeping.shelf, self._unscaled)
+        other = self._both_ways("b", self.b, comparing)
+        self.moved += keeping.shelf.moved
+        return comparing, other
+
+    def _both_ways(self, which: str, placed: Placed, calls: Calls) -> Ran:
+        self._say(f"{which} ({placed.side.label}), forward and backward")
+        return self._stage.run(placed, calls, self._draws)
+
+    def _floors(self, ran: Ran, again: Ran) -> tuple[dict[str, float], float]:
+        """By parameter, and of all together: a gradient that is zero but for rounding says nothing by itself."""
         ledger, _ = _compared(ran.gradients, again.gradients, (self._unscaled[0],) * 2)
-        return {name: each.relative for name, each in ledger.settled().items()}
+        found = ledger.settled()
+        apart = math.hypot(*(each.norm_error for each in found.values()))
+        norm = math.hypot(*(each.norm_a for each in found.values()))
+        return {name: each.relative for name, each in found.items()}, apart / norm if norm else 0.0
 
     # Operation by operation
 
     def operations(self, wanted: Wanted, *, backward: bool) -> tuple[Tape, Numbers]:
         """Those that are wanted, forward and perhaps backward."""
         names = self._stage.names
-        shelf = Shelf(lambda: MORE * self._saved.get("a", 0) + LEAST)
+        shelf = Shelf(lambda: self._room.forward(self._saved.get("a", 0)))
         keeping = KeepingOps(names, wanted, shelf)
         self._say(f"a ({self.a.side.label}), operation by operation")
         self._stage.run(self.a, keeping, self._draws, backward=backward)

@@ -1,0 +1,29 @@
+"""What a run writes to is put back; what it has made is its own."""
+
+import pytest
+import torch
+from torch import nn
+
+from ampwise.trace.recorder import Undoing
+
+
+@pytest.mark.parametrize("make", [lambda norm, x: norm(x), lambda norm, x: x + 1, lambda norm, x: x.clone()])
+def test_what_a_run_has_made_is_left_as_it_is(make):
+    norm, x = nn.BatchNorm1d(3), torch.randn(8, 3)
+    before = [buffer.clone() for buffer in norm.buffers()]
+    with Undoing() as run:
+        made = make(norm, x).relu_()
+        kept = made.clone()
+    run.put_back()
+    assert torch.equal(made, kept)
+    assert all(map(torch.equal, norm.buffers(), before))
+
+
+def test_what_was_there_is_put_back():
+    x = torch.randn(8)
+    before = x.clone()
+    with Undoing() as run:
+        x.mul_(2).relu_()
+        torch.add(x, 1, out=x)
+    run.put_back()
+    assert torch.equal(x, before)
