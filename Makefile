@@ -27,7 +27,8 @@ nightly: $(STAMP) ## all tests at their full length: more examples, more steps, 
 fuzz: $(STAMP) ## 10,000 mangled scripts through `ampwise check` (for the night; `make test` has 200)
 	@AMPWISE_FUZZ=10000 $(BIN)/python -m pytest -n 2 tests/lint/test_fuzz.py $(ARGS)
 
-check: lint types docs-check test ## formatter, linter, our own linter, strict types, generated docs current, tests
+check: lint docs-check ## formatter, linter, our own linter, strict types, generated docs current, tests
+	@$(MAKE) --no-print-directory -j2 --output-sync=target types test
 
 lint: $(STAMP)
 	@$(BIN)/ruff format --check --quiet . || { echo "make: not in the house format; run: make format" >&2; exit 1; }

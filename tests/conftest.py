@@ -1,21 +1,24 @@
 """Where there is no GPU, tests marked ``gpu`` skip and Triton's kernels run in its interpreter."""
 
+import gc
 import importlib.util
+import itertools
 import os
 import signal
 
 import pytest
 from hypothesis import settings
 
+from .night import NIGHTLY, is_left_to_the_night
 from .warm import Cold, Warm
 
 # Time never decides a test. In CI the cases are the same in every run; elsewhere each run looks for new ones, and many
-# at night, for which AMPWISE_NIGHTLY stands: what takes long is then done in full.
+# at night, when what takes long is done in full.
 settings.register_profile(
     "ampwise",
     deadline=None,
     derandomize="CI" in os.environ,
-    max_examples=500 if "AMPWISE_NIGHTLY" in os.environ else 50,
+    max_examples=500 if NIGHTLY else 30,
 )
 settings.load_profile("ampwise")
 
@@ -39,7 +42,26 @@ if not HAS_CUDA:
     os.environ["TRITON_INTERPRET"] = "1"
 
 
-def pytest_collection_modifyitems(items):
+@pytest.hookimpl(wrapper=True)
+def pytest_collection():
+    """Without the garbage collector: hundreds of thousands of objects are made, and hardly any garbage.
+
+    They stay to the end, so none of its rounds need look at them later: one over all takes half a second, and some
+    tests ask for one.
+    """
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
+
+
+def pytest_collection_modifyitems(config, items):
+    left = list(filter(is_left_to_the_night, items))
+    if left:
+        config.hook.pytest_deselected(items=left)
+        items[:] = itertools.filterfalse(set(left).__contains__, items)
     if not HAS_CUDA:
         skip = pytest.mark.skip(reason="needs a CUDA device")
         for item in items:

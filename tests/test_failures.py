@@ -169,6 +169,7 @@ BEYOND_THE_ORACLE = {
 }
 
 
+@pytest.mark.half_by_day
 @pytest.mark.parametrize(
     "program", [each for each in FAILING if each.name not in BEYOND_THE_ORACLE], ids=lambda program: program.name
 )

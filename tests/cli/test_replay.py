@@ -2,7 +2,6 @@
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -251,11 +250,9 @@ def test_another_precision_holds_for_autocast_in_the_model_too(here, capsys):
         assert "it depends on something" not in out
 
 
-def test_as_a_command(here):
+def test_as_a_command(here, warm):
     path = saved(*overflowing())
-    done = subprocess.run(
-        [sys.executable, "-m", "ampwise", "replay", path, "--output-format", "concise"], capture_output=True, text=True
-    )
+    done = warm.run("-m", "ampwise", "replay", path, "--output-format", "concise", cwd=here)
     assert done.returncode == 1
     assert "AMP" in done.stdout
 
@@ -423,7 +420,10 @@ def test_precisions_and_devices_that_there_are_not(here, capsys):
     path = saved(*overflowing())
     said = refused(capsys, path, "--precision", "fp61")
     assert "unknown precision 'fp61'. Did you mean fp16" in said
-    assert "The precisions are fp32, tf32, fp16, bf16." in said
+    assert "A replay runs in fp32, tf32, fp16, bf16, and emulate:mxfp8 or another format." in said
+    said = refused(capsys, path, "--precision", "fp8")
+    assert "--precision fp8: it has layers or weights of its own. A replay runs in fp32, tf32" in said
+    assert "unknown format 'e4m4'" in refused(capsys, path, "--precision", "emulate:e4m4")
     assert "--precision tf32: " in refused(capsys, path, "--precision", "tf32")
     assert "Give --precision: fp32 or fp16 or bf16" in refused(capsys, saved(*overflowing(), precision="tf32"))
     assert r"unknown precision 'fp\x1b[2J'" in refused(capsys, saved(*overflowing(), precision="fp\x1b[2J"))

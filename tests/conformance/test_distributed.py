@@ -45,12 +45,14 @@ def collectives(answers):
     return {count for answer in answers for count in answer["collectives"]}
 
 
+@pytest.mark.half_by_day
 @every_overflow
 @pytest.mark.parametrize("optimizer", [*OPTIMIZERS, "sgd-fused"])
 def test_ddp_needs_no_collective(train, optimizer, overflow):
     assert collectives(train("ddp", optimizer, overflow, path="clip")) == {0}
 
 
+@pytest.mark.half_by_day
 @every_overflow
 @pytest.mark.parametrize("optimizer", [*OPTIMIZERS, "sgd-foreach"])  # torch has no fused SGD for DTensors
 def test_fsdp2_agrees_with_one_collective(train, optimizer, overflow):
@@ -68,6 +70,7 @@ def test_the_collective_is_small(train, path):
         assert max(answer["elements"]) <= SMALL
 
 
+@pytest.mark.half_by_day
 @pytest.mark.parametrize("optimizer", ["adamw-foreach", "adamw-fused"])
 @pytest.mark.parametrize(("path", "most"), list({"unscale": 1, "unscale, clip": 2, "unscale, torch's clip": 2}.items()))
 def test_fsdp2_after_unscale(train, optimizer, path, most):
@@ -78,6 +81,7 @@ def test_fsdp2_overflow_in_the_backward_pass(train):
     train("fsdp2-input", "adamw-fused", [0])
 
 
+@pytest.mark.half_by_day
 @pytest.mark.parametrize("overflow", [[0], [1]])
 @pytest.mark.parametrize("path", ["step", "clip"])
 def test_fsdp2_uneven_shards(train, overflow, path):
@@ -105,12 +109,14 @@ def test_tensor_parallel_shards_of_shards(train, overflow):
     assert collectives(train("fsdp2-tensor-parallel", "adamw-fused", overflow, path="clip", ranks=4)) == {1}
 
 
+@pytest.mark.half_by_day
 @pytest.mark.parametrize("hit", [0, 1, 2])
 @pytest.mark.parametrize("kinds", [KINDS, KINDS[::-1]], ids="+".join)
 def test_mixed_kinds_in_one_optimizer(train, kinds, hit):
     assert collectives(train("+".join(kinds), OPTIMIZERS[hit], [1], path="clip", hit=hit)) == {1}
 
 
+@pytest.mark.half_by_day
 @pytest.mark.parametrize("job", ["replicated+sharded", "sharded+plain", "uneven+plain+sharded"])
 @pytest.mark.parametrize(("path", "most"), list({"step": 1, "unscale": 1, "unscale, clip": 2}.items()))
 def test_mixed_kinds_on_other_paths(train, job, path, most):
@@ -130,6 +136,7 @@ def test_gradients_still_to_be_summed(train, path, hit):
     train("partial+sharded", "adamw-foreach", [1], path=path, hit=hit)
 
 
+@pytest.mark.half_by_day
 @pytest.mark.parametrize(("path", "overflow"), [("step", [0]), ("step", [1]), ("step", [0, 1]), ("unscale", [0, 1])])
 @pytest.mark.parametrize("optimizer", ["adamw-foreach", "adamw-fused", "sgd-fused"])
 def test_process_group_agrees_on_sharding_by_hand(train, optimizer, overflow, path):
@@ -149,12 +156,14 @@ def test_process_group_with_dtensors(train):
     assert collectives(train("half+sharded", "adamw-fused", [1], agree=True)) == {1}
 
 
+@pytest.mark.half_by_day
 @pytest.mark.parametrize("job", ["fsdp2", "fsdp2-bf16", "ddp-bf16"])
 @pytest.mark.parametrize("optimizer", ["adamw-loop", "adamw-foreach"])
 def test_the_guard_without_scaling(train, job, optimizer):
     assert collectives(train(job, optimizer, [1], enabled=False)) == {0 if "ddp" in job else 1}
 
 
+@pytest.mark.half_by_day
 @pytest.mark.parametrize("path", ["step", "clip"])
 @every_overflow
 def test_two_optimizers_one_of_them_sharded(ranks, overflow, path):

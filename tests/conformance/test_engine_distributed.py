@@ -92,6 +92,7 @@ def test_without_accumulation_every_batch_is_exchanged(train, wrapper):
     assert exchanges(train(wrapper, accumulate=1, micro_batches=3)) == [0, 1, 2]
 
 
+@pytest.mark.half_by_day
 @pytest.mark.parametrize("precision", ["fp32", "fp16", "bf16"])
 @pytest.mark.parametrize(("style", "micro_batches"), [("step", 6), ("pieces", 6), ("batches", 8)])
 def test_the_weights_are_those_of_ddp_by_hand(train, precision, style, micro_batches):
@@ -119,6 +120,7 @@ def test_fsdp2_needs_one_small_reduction_a_step(train, optimizer, clip):
 # Whichever rank overflows, in whichever place of a window
 
 
+@pytest.mark.half_by_day
 @every_wrapper
 @every_overflow
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
@@ -135,6 +137,7 @@ def test_ranks_skip_together(train, wrapper, optimizer, precision, overflow):
         assert exchanges(answers) == [2, 5, 8, 11, 14]
 
 
+@pytest.mark.half_by_day
 @pytest.mark.parametrize("wrapper", [FSDP2, MIXED])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("precision", ["fp16", "bf16"])
@@ -158,6 +161,7 @@ def test_shards_and_plain_parameters_in_one_optimizer(train, wrapper, style):
 # Tokens
 
 
+@pytest.mark.half_by_day
 @pytest.mark.parametrize(("wrapper", "of_the_step"), [("ddp", 0), pytest.param("fsdp2", 1, marks=needs_fsdp2)])
 @pytest.mark.parametrize("style", ["step", "pieces", "batches"])
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
@@ -261,6 +265,7 @@ def test_resumed_between_windows(ask, wrapper, precision):
         assert answer["lrs"][0] == answer["lrs"][1]
 
 
+@pytest.mark.half_by_day
 @pytest.mark.parametrize("precision", ["fp16", "bf16"])
 @pytest.mark.parametrize("after", [4, 5])
 @pytest.mark.parametrize("weighed", [False, True], ids=["", "tokens"])
@@ -283,6 +288,7 @@ def test_fsdp2_in_the_middle_of_a_window_is_not_saved():
 # A bad step is explained by all ranks together, and told by the first
 
 
+@pytest.mark.half_by_day
 @every_wrapper
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
 @pytest.mark.parametrize("fault", ["bad batch", "infinite derivative"])

@@ -1,7 +1,6 @@
 """The engine against loops written by hand in plain torch: bit for bit, step by step, also where steps are skipped."""
 
 import copy
-import os
 from dataclasses import replace
 from functools import cache
 from itertools import product
@@ -14,6 +13,7 @@ from torch.optim import SGD, AdamW
 
 from ampwise import Engine
 
+from ..night import NIGHTLY, chessboard
 from .engine_loops import (
     CLIPS,
     DTYPES,
@@ -41,9 +41,9 @@ pytestmark = [
 
 
 def arrangements():
-    """Everything with everything, but schedulers: none, and one of them in turn."""
+    """Everything with everything, of which the day has half; but schedulers: none, and one of them in turn."""
     kinds = [name for name in SCHEDULERS if name != "no-scheduler"]
-    crossed = product(DTYPES, OPTIMIZERS, (1, 3), CLIPS)
+    crossed = chessboard(DTYPES, OPTIMIZERS, (1, 3), CLIPS)
     for turn, (precision, optimizer, accumulate, clip) in enumerate(crossed):
         for scheduler in ("no-scheduler", kinds[turn % len(kinds)]):
             yield Arrangement(precision, accumulate, clip, scheduler, optimizer)
@@ -52,10 +52,7 @@ def arrangements():
 EVERY = list(arrangements())
 # By day each arrangement is driven in one of the two ways, in turn; a pair that differs in its scheduler has both.
 BOTH = (in_one_call, in_pieces)
-WAYS = {
-    each: BOTH if "AMPWISE_NIGHTLY" in os.environ else BOTH[(turn + turn // 2) % 2 :][:1]
-    for turn, each in enumerate(EVERY)
-}
+WAYS = {each: BOTH if NIGHTLY else BOTH[(turn + turn // 2) % 2 :][:1] for turn, each in enumerate(EVERY)}
 
 
 @pytest.mark.parametrize("arrangement", EVERY, ids=str)

@@ -3,7 +3,6 @@
 import gc
 import json
 import os
-import subprocess
 import sys
 import threading
 import time
@@ -313,16 +312,8 @@ sys.exit(6)
 """
 
 
-def test_the_end_of_the_program_is_the_end_of_sinks(tmp_path):
-    done = subprocess.run(
-        [sys.executable, "-c", AT_EXIT],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(ROOT / "src")},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+def test_the_end_of_the_program_is_the_end_of_sinks(warm, tmp_path):
+    done = warm.run("-c", AT_EXIT, cwd=tmp_path, timeout=60)
     assert (done.returncode, done.stdout, done.stderr) == (6, "", "")
     said = (tmp_path / "log").read_text().splitlines()
     assert said == ["row 1 False", "row 2 False", "row 3 False", "row 3 False", "package ended"]

@@ -8,7 +8,7 @@ import sys
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import (
     DataLoader,
@@ -161,7 +161,6 @@ SAMPLERS = {
     st.sampled_from(sorted(SAMPLERS)), st.booleans(), st.sampled_from([1, 2, 3]), st.integers(1, 4), st.data(),
     st.sampled_from([DataLoader, StatefulDataLoader]),
 )  # fmt: skip
-@settings(max_examples=60)
 def test_a_loader_goes_on_as_an_unbroken_one(sampler, owns_numbers, epochs, batch_size, choice, kind):
     def make():
         dataset, numbers = Numbers(), generator(owns_numbers)

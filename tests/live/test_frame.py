@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from rich.cells import cell_len
 
@@ -44,7 +44,6 @@ hostile = st.text(max_size=60) | st.sampled_from(
 )
 
 
-@settings(max_examples=60)
 @given(
     width=st.integers(1, 160),
     height=st.integers(1, 50),

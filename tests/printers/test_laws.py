@@ -70,7 +70,7 @@ def findings(draw):
 
 
 lists = st.lists(findings(), max_size=4)
-quick = settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+quick = settings(suppress_health_check=list(HealthCheck))
 
 
 def strict(text):

@@ -104,7 +104,7 @@ class Training:
 EVENTS = [name for name in vars(Training) if not name.startswith("_")]
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(events=st.lists(st.sampled_from([*EVENTS, *["one_step", "layers", "look"] * 4]), max_size=60))
 def test_a_follower_has_what_a_reader_has(tmp_path, events):
     followed = Followed(tmp_path / "run")

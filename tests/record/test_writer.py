@@ -23,6 +23,7 @@ from ampwise.record.rows import LayerSample
 from ampwise.record.thinning import Limits
 from ampwise.record.writer import Writer
 
+from ..night import NIGHTLY
 from .record_toys import manifest_of, row, sample, seen
 
 SMALL = Limits(rows=400, samples=16, buffer_bytes=2000)
@@ -467,7 +468,7 @@ def test_a_week_of_steps_stays_small(make, record_property):
     A million of them at night. By day enough to be thinned twice: from then on it only happens again.
     """
     writer = make()
-    last = 1_000_000 if "AMPWISE_NIGHTLY" in os.environ else 3 * Limits().rows
+    last = 1_000_000 if NIGHTLY else 2 * Limits().rows
     peak, spent = 0, 0.0
     for first in range(1, last + 1, 1000):
         rows = [row(step) for step in range(first, first + 1000)]

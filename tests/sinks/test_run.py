@@ -184,10 +184,10 @@ def test_what_cannot_be_had_is_refused_before_the_script_starts(sink, said, laun
     assert not (tmp_path / "first").exists()
 
 
-def test_of_several_ranks_the_first_sends(tmp_path):
+def test_of_several_ranks_the_first_sends(watched, tmp_path):
     (tmp_path / "train.py").write_text(TRAINING.replace("sys.exit(3)", ""))
     launcher = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "29631")
-    done = ampwise("run", "-q", "-o", "two", "--sink", "jsonl", *launcher, "train.py", folder=tmp_path)
+    done = watched("-q", "-o", "two", "--sink", "jsonl", *launcher, "train.py")
     assert done.returncode == 0, done.stderr
     rows = lines(tmp_path / "two.metrics.jsonl")
     assert len([row for row in rows if "ampwise/skipped" in row]) == 12

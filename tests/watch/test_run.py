@@ -178,10 +178,10 @@ def test_variables_set_before_torch_is_imported_count(write, tmp_path):
 # What is left of a run
 
 
-def test_a_finding_and_the_record_of_it(write, warm, tmp_path):
+def test_a_finding_and_the_record_of_it(write, warm, watched, tmp_path):
     path = write(TRAINING + "\nfor _ in range(5):\n    print(float(step().detach()))\n")
     plain = warm.run("train.py", cwd=tmp_path, env=ENVIRONMENT)
-    run = ampwise("run", "-o", "run", "train.py", folder=tmp_path)
+    run = watched("-o", "run", "train.py")
     assert (run.returncode, run.stdout) == (0, plain.stdout)  # to the last bit
     line = path.read_text().splitlines().index("    nn.utils.clip_grad_norm_(model.parameters(), 1.0)") + 1
     assert f"train.py:{line}" in run.stderr

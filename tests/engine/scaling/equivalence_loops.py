@@ -3,7 +3,6 @@
 import inspect
 import itertools
 import math
-import os
 import random
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -14,8 +13,10 @@ from torch import nn
 from torch.nn.functional import mse_loss
 from torch.nn.utils import clip_grad_norm_
 
+from ...night import NIGHTLY
+
 # Steps of a run, and those of them in which something overflows. Of the night, long enough to drift apart.
-STEPS, FAULTY = (200, 20) if "AMPWISE_NIGHTLY" in os.environ else (60, 8)
+STEPS, FAULTY = (200, 20) if NIGHTLY else (60, 8)
 MAX_NORM = 0.25  # the norms met lie between 0.01 and 1.1
 NOT_FINITE = ("inf", "-inf", "nan")
 FAULTS = (*NOT_FINITE, "huge loss")
@@ -90,14 +91,19 @@ def has_fused(kind, device):
 
 
 def arrangements(device):
-    """Every implementation plain, and clipped with accumulation; each of the two by itself for two optimizers."""
+    """Every implementation plain, and clipped with accumulation; each of the two by itself for two optimizers.
+
+    A for-loop and foreach are the same to a scaler: by day one of them is plain and the other clipped.
+    """
     return [
         Arrangement(name, implementation, tuple(options.items()), clipped, micro_batches, device)
         for name in optimizers()
         for clipped, micro_batches in itertools.product((False, True), (1, 2))
         for options in OPTIONS.get(name, [{}])
-        if clipped == (micro_batches > 1) or name == "AdamW" or (name == "SGD" and "momentum" in options)
+        for in_full in [name == "AdamW" or (name == "SGD" and "momentum" in options)]
+        if clipped == (micro_batches > 1) or in_full
         for implementation in implementations(name, device)
+        if NIGHTLY or in_full or implementation != ("for-loop" if clipped else "foreach")
     ]
 
 

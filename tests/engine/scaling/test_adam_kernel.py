@@ -53,6 +53,7 @@ def stepped_by_us(optimizer, numbers):
     return True
 
 
+@pytest.mark.half_by_day
 @pytest.mark.parametrize("optimizer_type", [torch.optim.Adam, torch.optim.AdamW])
 @pytest.mark.parametrize(
     "options",

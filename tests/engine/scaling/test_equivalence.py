@@ -23,6 +23,7 @@ from .equivalence_loops import (
     by_hand,
     distance,
     faults,
+    implementations,
     optimizers,
     scales,
     with_scaler,
@@ -242,6 +243,8 @@ def test_every_optimizer_of_torch_is_here_or_refused_with_a_reason():
     assert {"SGD", "Adam", "AdamW", "Adagrad"} == {
         i.optimizer for i in arrangements("cpu") if i.implementation == "fused"
     }
+    met = {(it.optimizer, it.implementation) for it in arrangements("cpu")}
+    assert met == {(name, each) for name in optimizers() for each in implementations(name, "cpu")}
     assert REFUSED.keys() <= vars(torch.optim).keys()
 
 

@@ -18,6 +18,8 @@ from ampwise.engine.scaling.reading import Launched
 from ampwise.engine.scaling.scale import LARGEST, Fact, Limits, advance_, new_tally
 from ampwise.engine.scaling.verdict import judge
 
+from ...night import NIGHTLY
+
 # Triton's interpreter computes with numpy, which warns where a GPU would not.
 pytestmark = [
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),
@@ -78,6 +80,7 @@ def test_more_tensors_and_chunks_than_one_block_are_all_added_up(monkeypatch):
     assert launch_totals(found, weights).tolist() == [4.0 * finite, 2.0, 1.0]
 
 
+@pytest.mark.half_by_day
 @pytest.mark.parametrize("bad", BAD, ids=str)
 @pytest.mark.parametrize("max_norm", [math.inf, 1e9, 1.0, 1e-3, 1e-37])
 @pytest.mark.parametrize("scale", [None, 65536.0, 1000.0])
@@ -156,7 +159,7 @@ def test_the_kernel_moves_the_scale_as_defined(name, optimizers, stepped, move):
     state = [torch.tensor(64.0), torch.tensor(0, dtype=torch.int32), new_tally(torch.device("cpu"), 0, 5, 7)]
     mirror = [tensor.clone() for tensor in state]
     stuck = 0
-    for turn in range(60):
+    for turn in range(60 if NIGHTLY else 40):
         often = 0.9 if turn % 20 < 10 else 0.05
         found = (torch.rand(optimizers, generator=generator) < often).float()
         outcomes = torch.stack([torch.rand(optimizers, generator=generator), found], dim=1)

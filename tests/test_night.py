@@ -1,0 +1,28 @@
+"""By day a marked test has half of its combinations, and no value of any axis is left out."""
+
+from itertools import product
+
+import pytest
+
+from .night import NIGHTLY, chessboard
+
+
+@pytest.mark.half_by_day
+@pytest.mark.parametrize("row", [0, 1, 2])
+@pytest.mark.parametrize(("column", "twice"), [(0, 0), (1, 2), (2, 4)])
+def test_white_fields_are_left_to_the_night(row, column, twice):
+    assert NIGHTLY or (row + column) % 2 == 0
+    assert twice == 2 * column
+
+
+def test_black_fields_are_all_there(request):
+    marked = [each for each in request.session.items if getattr(each, "originalname", "").startswith("test_white")]
+    found = {(each.callspec.params["row"], each.callspec.params["column"]) for each in marked}
+    assert not found or found == set(chessboard(range(3), range(3)))
+
+
+def test_with_three_axes_every_pair_meets():
+    fields = chessboard("abc", "de", (1, 2, 3, 4))
+    for one, other in ((0, 1), (0, 2), (1, 2)):
+        axes = ("abc", "de", (1, 2, 3, 4))
+        assert {(field[one], field[other]) for field in fields} == set(product(axes[one], axes[other]))
