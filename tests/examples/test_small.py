@@ -32,7 +32,16 @@ def test_a_nan_is_hunted_down_to_its_line(capfd, monkeypatch):
     assert "division-by-zero" in said.out + said.err
 
 
-@pytest.mark.parametrize("name", ["guarded.py", "nan_hunt.py"])
+def test_would_it_train_in_formats_that_are_not_here(capfd, monkeypatch):
+    said = run(capfd, monkeypatch, "would_it_train.py", "--steps", 2, "--keep", "head")
+    names = [line.split()[0] for line in said.out.splitlines()]
+    assert names == ["fp32", "emulate:mxfp8", "emulate:e4m3", "emulate:nvfp4"]
+    losses = [line.split()[2] for line in said.out.splitlines()]
+    assert len(set(losses)) > 1
+    assert all(abs(float(loss) / float(losses[0]) - 1) < 0.05 for loss in losses)
+
+
+@pytest.mark.parametrize("name", ["guarded.py", "nan_hunt.py", "would_it_train.py"])
 def test_help(capfd, monkeypatch, name):
     with pytest.raises(SystemExit) as ended:
         run(capfd, monkeypatch, name, "--help")

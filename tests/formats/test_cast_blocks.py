@@ -8,7 +8,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
@@ -128,14 +128,12 @@ def tensors(draw, dtype=np.float32):
 
 
 @each_format
-@settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_any_tensor_as_the_reference(name, data):
     assert_as_reference(data.draw(tensors()), name)
 
 
 @each_format
-@settings(max_examples=30, deadline=None)
 @given(data=st.data())
 def test_any_fp64_tensor_as_the_reference(name, data):
     assert_as_reference(data.draw(tensors(np.float64)), name)
@@ -202,7 +200,6 @@ def test_blocks_lie_along_the_last_dimension(name):
 
 
 @each_mx_format
-@settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_mx_twice_is_mx_once(name, data):
     once = cast(torch.from_numpy(data.draw(tensors())), name)
@@ -211,7 +208,6 @@ def test_mx_twice_is_mx_once(name, data):
 
 
 @each_mx_format
-@settings(max_examples=60, deadline=None)
 @given(seed=st.integers(0, 2**32), power=st.integers(-60, 60), width=st.integers(1, 80))
 def test_mx_follows_a_power_of_two(name, seed, power, width):
     random = np.random.default_rng(seed)

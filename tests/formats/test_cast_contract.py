@@ -5,6 +5,7 @@ import torch
 
 from ampwise import BadInput, UnknownName, UnsupportedTensor, cast
 from ampwise.formats import BLOCK_FORMATS, FORMATS
+from ampwise.formats.cast import has_room
 
 each_format = pytest.mark.parametrize("name", [*FORMATS, *BLOCK_FORMATS])
 each_rounding = pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
@@ -123,3 +124,37 @@ def test_a_rounding_it_does_not_know():
 def test_a_format_it_does_not_know():
     with pytest.raises(UnknownName, match=r"^unknown format 'fp17'\. Did you mean fp16 or "):
         cast(torch.ones(1), "fp17")
+
+
+@pytest.mark.parametrize("name", [*FORMATS, *BLOCK_FORMATS])
+@pytest.mark.parametrize("dim", [0, 1, -1])
+def test_a_dimension_is_as_if_it_were_the_last(name, dim):
+    values = torch.randn(5, 37, 40, generator=torch.Generator().manual_seed(0))
+    found = cast(values, name, dim=dim)
+    expected = cast(values.movedim(dim, -1).contiguous(), name).movedim(-1, dim)
+    assert found.shape == values.shape
+    assert torch.equal(found.nan_to_num(nan=7.0), expected.nan_to_num(nan=7.0))
+
+
+def test_a_dimension_that_is_not_there():
+    with pytest.raises(IndexError, match="Dimension out of range"):
+        cast(torch.ones(3), "mxfp8", dim=1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("name", [name for name, fmt in FORMATS.items() if has_room(fmt, torch.float32)])
+def test_adding_rounds_as_bits_do(name, dtype, monkeypatch):
+    integer = torch.int32 if dtype == torch.float32 else torch.int64
+    limits, generator = torch.iinfo(integer), torch.Generator().manual_seed(0)
+    anything = torch.randint(limits.min, limits.max, (20_000,), dtype=integer, generator=generator).view(dtype)
+    near = torch.randn(20_000, dtype=dtype, generator=generator) * FORMATS[name].max / 2
+    small = torch.randn(20_000, dtype=dtype, generator=generator) * FORMATS[name].smallest * 3
+    values = torch.cat([anything, near, small])
+    for saturate in (False, True):
+        by_adding = cast(values, name, saturate=saturate)
+        with monkeypatch.context() as patch:
+            patch.setattr("ampwise.formats.cast.has_room", lambda *_: False)
+            by_bits = cast(values, name, saturate=saturate)
+        assert torch.equal(by_adding.isnan(), by_bits.isnan())
+        known = ~by_bits.isnan()
+        assert torch.equal(by_adding.view(integer)[known], by_bits.view(integer)[known])

@@ -51,7 +51,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FUNCTION",
         help="what makes model and loss function: module:function or file.py:function (default: as the capsule says)",
     )
-    parser.add_argument("--precision", metavar="NAME", help="fp32, tf32, fp16 or bf16 (default: the step's own)")
+    parser.add_argument(
+        "--precision", metavar="NAME", help="fp32, tf32, fp16, bf16 or emulate:FORMAT (default: the step's own)"
+    )
     parser.add_argument("--device", metavar="NAME", help="such as cpu or cuda:1 (default: as the step's own, else cpu)")
     add_output_arguments(parser)
 

@@ -8,18 +8,23 @@ recipe of the forward product that it belongs to.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import sys
+import warnings
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
+import torch.utils.checkpoint
 from torch import Tensor
+from torch.autograd.function import BackwardCFunction
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import Module
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ampwise.emulation.recipe import Recipe
+from ampwise.emulation.surroundings import below_others, by_its_parts, eager
 
 __all__ = ["Emulation", "emulated"]
 
@@ -37,13 +42,22 @@ MATRICES: dict[Any, tuple[int, int]] = {
 }
 CHANNELS, OUTPUTS = 1, 0  # of a convolution's input and weight
 MOST_NOTED = 2**17  # forward products, or storages
+# What has products in it that are not seen: recurrent layers as one operation, and products in formats of their own.
+WHOLE = frozenset({
+    "_cudnn_rnn", "miopen_rnn", "mkldnn_rnn_layer", "_trilinear", "_scaled_mm", "_grouped_mm", "_sparse_mm",
+    "_scaled_dot_product_flash_attention", "_scaled_dot_product_efficient_attention",
+    "_scaled_dot_product_cudnn_attention", "_scaled_dot_product_flash_attention_for_cpu",
+})  # fmt: skip
+RECOMPUTING = torch.utils.checkpoint.__file__
 
 
 def emulated(model: Module, recipes: Mapping[Module, Recipe | None]) -> AbstractContextManager[None]:
     """While inside, the products in these modules, and in what they contain, are computed by their recipes.
 
     Of modules inside each other the inner one's recipe counts, and None is none. Products of the backward pass are
-    emulated if it runs inside too. Attention is computed by its definition, as two products and a softmax between them.
+    emulated if it runs inside too. Attention is computed by its definition, as two products and a softmax between them,
+    and what is compiled as it was written. A product that torch does not show, such as cuDNN's recurrent layers', is
+    computed as it is, and a warning says so.
     """
     return Emulation(model, recipes).on()
 
@@ -52,25 +66,45 @@ class Emulation:
     """The same, to be entered again and again: a backward pass may come in a later block than its forward pass."""
 
     def __init__(self, model: Module, recipes: Mapping[Module, Recipe | None]) -> None:
-        self._model, self._recipes, self._mode = model, recipes, _Products()
+        self._model, self._recipes = model, _inherited(model, recipes)
+        self._mode = _Products(set(recipes.values()))
 
     @contextmanager
     def on(self) -> Iterator[None]:
         mode = self._mode
         with ExitStack() as stack:
-            for module in self._model.modules():
-                if module in self._recipes:
-                    enters = mode.enters(self._recipes[module])
-                    stack.callback(module.register_forward_pre_hook(enters, prepend=True).remove)
-                    stack.callback(module.register_forward_hook(mode.leaves, always_call=True).remove)
+            for module, recipe in self._recipes.items():
+                stack.callback(module.register_forward_pre_hook(mode.enters(recipe), prepend=True).remove)
+                stack.callback(module.register_forward_hook(mode.leaves, always_call=True).remove)
             stack.enter_context(sdpa_kernel(SDPBackend.MATH))
-            stack.enter_context(mode)
+            stack.enter_context(by_its_parts())
+            stack.enter_context(eager())
+            stack.enter_context(below_others(mode))
             yield
 
 
+def _inherited(model: Module, recipes: Mapping[Module, Recipe | None]) -> dict[Module, Recipe | None]:
+    """Also of modules inside: a checkpoint calls one by itself, to compute it again."""
+    found: dict[Module, Recipe | None] = {}
+
+    def walk(module: Module, around: Recipe | None, is_inside: bool) -> None:
+        if module in found:
+            return
+        is_inside, recipe = is_inside or module in recipes, recipes.get(module, around)
+        if is_inside:
+            found[module] = recipe
+        for child in module.children():
+            walk(child, recipe, is_inside)
+
+    walk(model, None, False)
+    return found
+
+
 class _Products(TorchDispatchMode):
-    def __init__(self) -> None:
+    def __init__(self, recipes: Collection[Recipe | None]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._only = next(iter(recipes)) if len(recipes) == 1 else None
+        self._told: set[str] = set()
         self._inside: list[Recipe | None] = []
         self._recipes: dict[int, Recipe] = {}  # of forward products, by the number of the node that runs each backward
         # By which gradients are told: they are born in the backward pass, or are no operands of a forward product. To
@@ -86,6 +120,8 @@ class _Products(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         operands = _operands(func, args)
         recipe = None if operands is None else self._recipe(operands)
+        if operands is None and self._inside and self._inside[-1] is not None:
+            self._tell_if_whole(func)
         if recipe is None or operands is None:
             result = func(*args, **(kwargs or {}))
         elif func in MATRICES:
@@ -101,20 +137,33 @@ class _Products(TorchDispatchMode):
 
     def _recipe(self, operands: Sequence[Tensor]) -> Recipe | None:
         """That of the module we are in, or of the forward product that a backward one belongs to."""
-        node = torch._C._current_autograd_node()
-        found = self._recipes.get(node._sequence_nr()) if node is not None and not self._inside else None
-        recipe = self._inside[-1] if self._inside else found
-        # In the midst of a backward pass, with gradients on: a checkpointed part, which is computed again.
-        is_forward = bool(self._inside) or (found is not None and torch.is_grad_enabled())
-        if recipe is not None and is_forward and torch.is_grad_enabled():
-            self._note(recipe, operands)
+        node: Any = torch._C._current_autograd_node()
+        if self._inside:
+            recipe = self._inside[-1]
+        elif node is None:
+            recipe = None
+        else:
+            recipe = self._recipes.get(node._sequence_nr()) or (self._only if _recomputes(node) else None)
+        if recipe is not None and torch.is_grad_enabled():
+            self._note(recipe)
+            if not _in_backward():
+                self._operands.add(operands)
         return recipe
 
-    def _note(self, recipe: Recipe, operands: Sequence[Tensor]) -> None:
+    def _tell_if_whole(self, func: Any) -> None:
+        name = func.overloadpacket.__name__
+        if name in WHOLE and name not in self._told:
+            self._told.add(name)
+            warnings.warn(
+                f"ampwise: {name} is not emulated: torch runs it as one operation, whose products are not seen. It "
+                "computes as it is.",
+                stacklevel=2,
+            )
+
+    def _note(self, recipe: Recipe) -> None:
         if len(self._recipes) > MOST_NOTED:  # of steps long past
             self._recipes = dict(list(self._recipes.items())[MOST_NOTED // 2 :])
         self._recipes[torch._C._autograd._get_sequence_nr() - 1] = recipe
-        self._operands.add(operands)
 
     def _gradient_among(self, operands: Sequence[Tensor]) -> tuple[bool, ...]:
         """Which of the operands is a gradient."""
@@ -146,8 +195,19 @@ class _Storages:
 
 
 def _in_backward() -> bool:
-    """In a backward pass, and not where it computes a checkpointed part again, for which gradients are on."""
-    return torch._C._current_autograd_node() is not None and not torch.is_grad_enabled()
+    """In a backward pass, and not where it computes a checkpointed part again."""
+    node = torch._C._current_autograd_node()
+    return node is not None and not _recomputes(node)
+
+
+def _recomputes(node: Any) -> bool:
+    """Gradients are on, and not for a second backward pass: a checkpoint, or a function of the user's own, does it."""
+    if not torch.is_grad_enabled():
+        return False
+    frame = None if isinstance(node, BackwardCFunction) else sys._getframe()
+    while frame is not None and frame.f_code.co_filename != RECOMPUTING:
+        frame = frame.f_back
+    return isinstance(node, BackwardCFunction) or frame is not None
 
 
 def _tensors(values: Any) -> Iterator[Tensor]:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from ampwise.errors import BadInput
 from ampwise.formats import BlockFormat, Format, find_format
-from ampwise.formats.cast import Rounding, cast
+from ampwise.formats.cast import Rounding, cast, kernels_for
 
 __all__ = ["Recipe", "recipe_from", "recipe_named", "rounded"]
 
@@ -24,8 +23,8 @@ FOR_GRADIENTS = {"e4m3fn": "e5m2", "e4m3fnuz": "e5m2fnuz"}
 class Recipe:
     """The formats of a product's operands: of weights and activations, and of gradients.
 
-    ``scaled``: an operand is multiplied, before it is rounded, by the scale that puts its largest magnitude at the
-    format's largest value; block formats have scales of their own.
+    ``scaled``: an operand in a narrow format is multiplied, before it is rounded, by the scale that puts its largest
+    magnitude at the format's largest value; block formats have scales of their own.
     """
 
     name: str
@@ -37,7 +36,8 @@ class Recipe:
     def of(self, tensor: Tensor, dim: int, *, is_gradient: bool) -> Tensor:
         """An operand, rounded; ``dim`` is the one that the product sums over."""
         fmt = self.backward if is_gradient else self.forward
-        return rounded(tensor, fmt, dim, scaled=self.scaled, rounding=self.rounding if is_gradient else "nearest")
+        scaled = self.scaled and _is_narrow(fmt)
+        return rounded(tensor, fmt, dim, scaled=scaled, rounding=self.rounding if is_gradient else "nearest")
 
     @property
     def text(self) -> str:
@@ -49,7 +49,7 @@ class Recipe:
     @property
     def needs_loss_scale(self) -> bool:
         """Gradients are rounded as they are, to a format that does not hold small ones."""
-        return not self.scaled and self.backward.needs_loss_scale
+        return not (self.scaled and _is_narrow(self.backward)) and self.backward.needs_loss_scale
 
     @property
     def has_blocks(self) -> bool:
@@ -75,8 +75,12 @@ def recipe_named(
     for fmt in (forward, backward):
         if isinstance(fmt, Format) and not fmt.signed:
             raise BadInput(f"{fmt.name} has no sign: it is a format of scales, and no product is computed in it.")
-    narrow = all(isinstance(fmt, BlockFormat) or fmt.bits <= SCALED_UP_TO_BITS for fmt in (forward, backward))
-    return Recipe(name=forward.name, forward=forward, backward=backward, scaled=narrow, rounding=rounding)
+    scaled = _is_narrow(forward) or _is_narrow(backward)
+    return Recipe(name=forward.name, forward=forward, backward=backward, scaled=scaled, rounding=rounding)
+
+
+def _is_narrow(fmt: Format | BlockFormat) -> bool:
+    return isinstance(fmt, BlockFormat) or fmt.bits <= SCALED_UP_TO_BITS
 
 
 def recipe_from(text: str) -> Recipe:
@@ -92,7 +96,7 @@ def recipe_from(text: str) -> Recipe:
     if rounding.strip() not in ("", "nearest", "stochastic") or not forward or ("/" in formats and not backward):
         raise BadInput(
             f"emulate:{text}: expected is a format, one of its own for gradients if you like, and how these are "
-            "rounded: emulate:mxfp8, emulate:e4m3/e5m2 or emulate:nvfp4,stochastic. `ampwise formats` lists the formats."
+            "rounded: emulate:mxfp8, emulate:e4m3/e5m2 or emulate:nvfp4,stochastic. `ampwise formats` lists formats."
         )
     chosen: Rounding = "stochastic" if rounding.strip() == "stochastic" else "nearest"
     return recipe_named(forward.strip(), backward.strip() or None, chosen)
@@ -106,11 +110,12 @@ def rounded(
     >>> rounded(torch.tensor([0.3, 1.0]), find_format("e4m3"), -1, scaled=True)
     tensor([0.2857, 1.0000])
     """
-    wide: Any = tensor if tensor.dtype == torch.float64 else tensor.float()
-    if isinstance(fmt, BlockFormat):
-        return cast(wide.movedim(dim, -1).contiguous(), fmt, rounding).movedim(-1, dim)
-    if not scaled:
-        return cast(wide, fmt, rounding)
+    if (fused := kernels_for(tensor, fmt)) is not None:
+        by_chance, scaled = rounding == "stochastic", scaled and isinstance(fmt, Format)
+        return fused(tensor, fmt, dim=dim, stochastic=by_chance, scaled=scaled, dtype=torch.float32)
+    wide = tensor if tensor.dtype == torch.float64 else tensor.float()
+    if isinstance(fmt, BlockFormat) or not scaled:
+        return cast(wide, fmt, rounding, dim=dim)
     largest = wide.abs().amax() if wide.numel() else wide.new_zeros(())
     usable = largest.isfinite() & (largest > 0)
     scale = (

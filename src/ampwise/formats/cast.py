@@ -1,23 +1,26 @@
 """Rounding a tensor's values to any format, on any device, in the tensor's own dtype.
 
 The rounding works on the bits of FP32 (or FP64) as integers, so it gives the same result on every device and
-needs no hardware support for the format.
+needs no hardware support for the format. On a GPU, kernels do the same in one sweep where they can.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from functools import cache
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from ampwise.errors import BadInput, UnsupportedTensor
 from ampwise.formats.catalog import find_format
 from ampwise.formats.format import BlockFormat, Format
 
-__all__ = ["Rounding", "cast"]
+__all__ = ["Rounding", "beyond", "cast", "has_room", "kernels_for"]
 
 Rounding = Literal["nearest", "stochastic"]
 
@@ -28,6 +31,7 @@ def cast(
     rounding: Rounding = "nearest",
     *,
     saturate: bool = False,
+    dim: int = -1,
     generator: torch.Generator | None = None,
 ) -> Tensor:
     """The values ``tensor`` would have after a trip through ``fmt``, in its own dtype.
@@ -36,9 +40,9 @@ def cast(
     with the probability of the distance, so that the mean is kept; ``generator`` makes it repeatable. Beyond
     the format's largest value: infinity, or NaN where there is no infinity; with ``saturate`` the largest value
     (formats with neither always saturate). NaN stays NaN, so that it is never hidden, even in formats that
-    could not hold it. Block formats choose their scales from the values, block by block along the last
-    dimension, and always saturate. The result is detached, and is infinite where the tensor's own dtype cannot
-    hold a value of ``fmt`` (65536 of BF16 in an FP16 tensor).
+    could not hold it. Block formats choose their scales from the values, block by block along ``dim``, the last
+    one of which may be shorter, and always saturate. The result is detached, and is infinite where the tensor's own
+    dtype cannot hold a value of ``fmt`` (65536 of BF16 in an FP16 tensor).
 
     ml_dtypes agrees bit by bit, FP6 and FP4 NaNs aside, which it turns into zeros. torch's own casts agree but
     for E4M3, where torch 2.13 saturates as ``saturate=True`` does, and for zero and negatives in E8M0, which
@@ -53,12 +57,35 @@ def cast(
     if rounding not in ("nearest", "stochastic"):
         raise BadInput(f"cast(rounding={rounding!r}): choose 'nearest' or 'stochastic'.")
     _refuse_what_has_no_values(tensor)
+    if (fused := kernels_for(tensor, found)) is not None:
+        return fused(
+            tensor, found, dim=dim, stochastic=rounding == "stochastic", saturate=saturate, generator=generator
+        )
     wide = tensor.detach().to(_working_dtype(tensor, found)).resolve_neg()
     if isinstance(found, BlockFormat):
-        rounded = _cast_blocks(wide, found, rounding, generator)
+        rounded = _cast_blocks(wide.movedim(dim, -1), found, rounding, generator).movedim(-1, dim)
     else:
         rounded = _cast_scalar(wide, found, rounding, saturate, generator)
     return rounded.to(tensor.dtype)
+
+
+def kernels_for(tensor: Tensor, fmt: Format | BlockFormat) -> Callable[..., Tensor] | None:
+    """``launch_cast``, where there are kernels for this tensor and format; not in what is traced or mapped over."""
+    if tensor.device.type != "cuda" or type(tensor) not in (Tensor, Parameter):
+        return None
+    if torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is not None:
+        return None
+    launch = _launch()
+    return None if launch is None or not launch.can_round(tensor, fmt) else launch.launch_cast
+
+
+@cache
+def _launch() -> Any:
+    try:
+        from ampwise.formats import cast_launch
+    except ImportError:  # Triton is missing
+        return None
+    return cast_launch
 
 
 def _refuse_what_has_no_values(tensor: object) -> None:
@@ -114,6 +141,9 @@ def _cast_scalar(
     wide: Tensor, fmt: Format, rounding: Rounding, saturate: bool, generator: torch.Generator | None
 ) -> Tensor:
     layout = _LAYOUTS[wide.dtype]
+    # What is compiled may compute a product before it and this sum in one, rounded once.
+    if rounding == "nearest" and has_room(fmt, wide.dtype) and not torch.compiler.is_compiling():
+        return _nearest(wide, layout, fmt, saturate)
     bits = wide.view(layout.integer)
     magnitude_bits = bits & layout.magnitude_mask
     finite = torch.isfinite(wide)
@@ -123,12 +153,36 @@ def _cast_scalar(
     if not fmt.subnormals:
         rounded = rounded.clamp(min=fmt.smallest_normal)
     rounded = rounded.masked_fill(~finite, math.inf)
-    rounded = rounded.masked_fill(rounded > fmt.max, _beyond(fmt, saturate))
+    rounded = rounded.masked_fill(rounded > fmt.max, beyond(fmt, saturate))
     rounded = rounded.masked_fill(torch.isnan(wide), math.nan)
     return _with_sign(rounded, bits < 0, magnitude_bits == 0, fmt)
 
 
-def _beyond(fmt: Format, saturate: bool) -> float:
+def has_room(fmt: Format, dtype: torch.dtype) -> bool:
+    """Whether the values of a format, and what ``_nearest`` adds to them, are normal values of FP32 or FP64."""
+    layout = _LAYOUTS[dtype]
+    highest = math.frexp(2 * fmt.max)[1] - 1 + layout.mantissa_bits - fmt.mantissa_bits
+    lowest = fmt.lowest_exponent - fmt.mantissa_bits
+    return fmt.signed and fmt.subnormals and layout.lowest_exponent <= lowest and highest <= layout.bias
+
+
+def _nearest(wide: Tensor, layout: _Layout, fmt: Format, saturate: bool) -> Tensor:
+    """Add, and take away again, the power of two whose last bit is the distance of the format's values there.
+
+    So the sum is rounded by the processor, ties to even. In place where it can be: a sweep is what takes the time.
+    """
+    magnitude = wide.abs().clamp_(max=2 * fmt.max)
+    exponent = magnitude.view(layout.integer) & (layout.magnitude_mask ^ (layout.implicit_bit - 1))
+    exponent.clamp_(min=(fmt.lowest_exponent + layout.bias) << layout.mantissa_bits)
+    adder = exponent.add_((layout.mantissa_bits - fmt.mantissa_bits) << layout.mantissa_bits).view(wide.dtype)
+    rounded = magnitude.add_(adder).sub_(adder)
+    limit = beyond(fmt, saturate)
+    rounded = rounded.clamp_(max=limit) if limit == fmt.max else rounded.masked_fill_(rounded > fmt.max, limit)
+    signed = rounded.copysign_(wide)
+    return signed.add_(0.0) if fmt.nan_at_negative_zero else signed  # -0.0 + 0.0 is +0.0
+
+
+def beyond(fmt: Format, saturate: bool) -> float:
     """What a value too large for ``fmt`` becomes."""
     if saturate or not (fmt.infinities or fmt.nans):
         return fmt.max
@@ -203,28 +257,33 @@ def _cast_blocks(wide: Tensor, fmt: BlockFormat, rounding: Rounding, generator: 
     """
     if wide.numel() == 0:
         return wide.clone()
-    rows = wide.reshape(-1, wide.shape[-1] if wide.dim() else 1).double()
+    rows = wide.reshape(-1, wide.shape[-1] if wide.dim() else 1)
     padding = -rows.shape[1] % fmt.block_size
-    blocks = torch.nn.functional.pad(rows, (0, padding)).unflatten(1, (-1, fmt.block_size))
-    scales = _block_scales(blocks, fmt)
+    padded = torch.nn.functional.pad(rows, (0, padding)) if padding else rows
+    # A power of two changes no bits; a quotient by NVFP4's scales would be rounded twice.
+    blocks = padded.unflatten(1, (-1, fmt.block_size)).to(torch.float64 if fmt.tensor_scale else wide.dtype)
+    lowest, highest = torch.aminmax(blocks, dim=-1, keepdim=True)
+    scales = _block_scales(torch.maximum(-lowest, highest).double(), fmt).to(blocks.dtype)
     elements = _cast_scalar(blocks / scales, fmt.element, rounding, True, generator)
-    values = (elements * scales).masked_fill(~blocks.isfinite().all(-1, keepdim=True), math.nan)
+    values = elements.mul_(scales.masked_fill(~scales.isfinite(), math.nan))
     return values.flatten(1)[:, : rows.shape[1]].reshape(wide.shape).to(wide.dtype)
 
 
-def _block_scales(blocks: Tensor, fmt: BlockFormat) -> Tensor:
-    largest = blocks.abs().amax(-1, keepdim=True)
+def _block_scales(largest: Tensor, fmt: BlockFormat) -> Tensor:
+    """From blocks' largest magnitudes; not finite where these are not."""
+    finite = largest.masked_fill(~largest.isfinite(), 0.0)
     if fmt.tensor_scale:
         # NVFP4: an FP32 scale puts the largest block scale at the scale format's maximum; the block's own
         # scale is rounded to nearest.
-        finite = largest.masked_fill(~largest.isfinite(), 0.0)
         whole = (finite.amax() / (fmt.element.max * fmt.scale.max)).float().double()
         whole = torch.where(whole > 0, whole, 1.0).clamp(max=torch.finfo(torch.float32).max)
-        scales = _cast_scalar(largest / fmt.element.max / whole, fmt.scale, "nearest", True, None)
-        return torch.where(scales > 0, scales, fmt.scale.smallest) * whole
-    # OCP MX: the power of two that puts the largest magnitude into the element's top binade.
-    _, exponent = torch.frexp(largest)
-    _, top = math.frexp(fmt.element.max)
-    lowest, highest = (math.frexp(end)[1] - 1 for end in (fmt.scale.smallest, fmt.scale.max))
-    shared = torch.where(largest > 0, exponent - top, lowest).clamp(lowest, highest)
-    return torch.ldexp(torch.ones_like(largest), shared)
+        rounded = _cast_scalar(finite / fmt.element.max / whole, fmt.scale, "nearest", True, None)
+        scales = torch.where(rounded > 0, rounded, fmt.scale.smallest) * whole
+    else:
+        # OCP MX: the power of two that puts the largest magnitude into the element's top binade.
+        _, exponent = torch.frexp(finite)
+        _, top = math.frexp(fmt.element.max)
+        lowest, highest = (math.frexp(end)[1] - 1 for end in (fmt.scale.smallest, fmt.scale.max))
+        shared = torch.where(finite > 0, exponent - top, lowest).clamp(lowest, highest)
+        scales = torch.ldexp(torch.ones_like(finite), shared)
+    return scales.where(largest.isfinite(), math.nan)

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ampwise.engine.precision.policy import named_modules
-from ampwise.engine.precision.precision import PRECISIONS
+from ampwise.engine.precision.precision import precision_named
 from ampwise.engine.precision.region import forward_in
 from ampwise.randomness import captured, restore_random
 from ampwise.trace.kept import Attributes, silent
@@ -307,7 +307,7 @@ def in_precision(name: str | None, device: torch.device) -> Iterator[None]:
     if name is None:
         yield
         return
-    dtype = PRECISIONS[name].dtype
+    dtype = precision_named(name).dtype
     enter: Callable[[Any], Any] = autocast.__enter__
 
     def entered(self: Any) -> Any:

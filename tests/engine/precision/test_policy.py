@@ -391,7 +391,11 @@ def test_what_is_never_called_cannot_be_kept():
 @pytest.mark.parametrize(
     ("build", "text"),
     [
-        (lambda: Policy(16), "Policy(16): a precision is expected by name: 'auto', 'fp32', 'tf32', 'fp16', 'bf16'."),
+        (
+            lambda: Policy(16),
+            "Policy(16): a precision is expected by name: 'auto', 'fp32', 'tf32', 'fp16', 'bf16', 'fp8', 'bf16-pure'.",
+        ),
+        (lambda: Policy("emulate:e8m0"), "e8m0 has no sign"),
         (lambda: Policy("bf16", ["x"]), "Policy('bf16'): rules are added by keep(precision, name)."),
         (lambda: KEPT.keep("fp32"), "Policy.keep('fp32'): which modules? Give their names or globs"),
         (lambda: KEPT.keep("fp32", 3), "Policy.keep('fp32'): names of modules are expected, not 3."),
@@ -409,6 +413,8 @@ def test_arguments_that_make_no_sense(build, text):
 def test_names_that_nobody_has_heard_of():
     with pytest.raises(UnknownName, match=r"unknown precision 'bf61'\. Did you mean bf16"):
         Policy("bf61")
+    with pytest.raises(UnknownName, match=r"unknown format 'e4m4'\. Did you mean e4m3"):
+        Policy("emulate:e4m4")
     with pytest.raises(UnknownName, match="unknown precision 'auto'"):
         KEPT.keep("auto", "x")
 
@@ -548,3 +554,15 @@ def test_describe_names_every_module_once(kept):
     named = sorted(names_in(policy.describe(model)))
     own = {name for name, module in model.named_modules() if list(module.parameters(recurse=False))}
     assert named == sorted(own | kept)
+
+
+def test_a_base_that_is_emulated_is_described_and_comes_back_from_a_checkpoint():
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 2))
+    policy = Policy("emulate:mxfp8").keep("fp32", "1")
+    assert policy.describe(model).splitlines() == [
+        "emulate:mxfp8 base; parameters: 72 in emulate:mxfp8, 18 in fp32",
+        "module  class   params  runs in        why",
+        "0       Linear      72  emulate:mxfp8  base",
+        "1       Linear      18  fp32           kept by '1'",
+    ]
+    assert Policy.from_dict(policy.as_dict()) == policy

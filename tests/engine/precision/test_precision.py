@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ampwise.engine.precision.precision import (
+    BEYOND,
     PRECISIONS,
     Facts,
     choose,
@@ -16,6 +17,7 @@ from ampwise.engine.precision.precision import (
     facts_of,
     gpu_facts,
     other_facts,
+    precision_named,
 )
 from ampwise.errors import BadInput, PrecisionUnavailable, UnknownName
 from ampwise.hardware import Cpu, Device, find_gpu
@@ -135,8 +137,27 @@ def test_of_other_devices_only_what_autocast_takes_is_known():
             "Engine(precision='bf16'): torch's autocast does not take torch.bfloat16 on mps. "
             "It runs fp32, fp16. Use precision='auto' to let ampwise choose.",
         ),
+        (
+            gpu_facts(A100),
+            "fp8",
+            f"Engine(precision='fp8'): {A100.name} (compute capability 8.0) has no FP8 matrix units. It runs fp32, "
+            "tf32, fp16, bf16. What it lacks can be emulated: precision='emulate:e4m3'. Use precision='auto' to let "
+            "ampwise choose.",
+        ),
+        (
+            cpu_facts(XEON),
+            "fp8",
+            "Engine(precision='fp8'): Intel Xeon 8488C has no FP8 matrix units. It runs fp32, fp16, bf16. What it "
+            "lacks can be emulated: precision='emulate:e4m3'. Use precision='auto' to let ampwise choose.",
+        ),
+        (
+            gpu_facts(V100),
+            "bf16-pure",
+            "Engine(precision='bf16-pure'): Tesla V100-SXM2-16GB (compute capability 7.0) has no BF16 matrix units. "
+            "It runs fp32, fp16. Use precision='auto' to let ampwise choose.",
+        ),
     ],
-    ids=["none", "not known", "cpu", "mps"],
+    ids=["none", "not known", "cpu", "mps", "fp8", "fp8 on a cpu", "pure"],
 )
 def test_what_a_device_cannot_run_is_refused(facts, asked, text):
     with pytest.raises(PrecisionUnavailable) as refused:
@@ -146,7 +167,7 @@ def test_what_a_device_cannot_run_is_refused(facts, asked, text):
     assert str(pickle.loads(pickle.dumps(refused.value))) == text
 
 
-NAMES = "The precisions are auto, fp32, tf32, fp16, bf16."
+NAMES = "The precisions are auto, fp32, tf32, fp16, bf16, fp8, bf16-pure, emulate:mxfp8."
 
 
 @pytest.mark.parametrize(
@@ -160,8 +181,10 @@ NAMES = "The precisions are auto, fp32, tf32, fp16, bf16."
         ("bf16-mixed", f"unknown precision 'bf16-mixed'. Here that is called 'bf16'. {NAMES}"),
         ("no", f"unknown precision 'no'. Here that is called 'fp32'. {NAMES}"),
         ("32", f"unknown precision '32'. Here that is called 'fp32'. {NAMES}"),
-        ("fp8", f"unknown precision 'fp8'. FP8 training is not here yet. {NAMES}"),
-        ("BF16", f"unknown precision 'BF16'. Did you mean bf16 or fp16? {NAMES}"),
+        ("float8", f"unknown precision 'float8'. Here that is called 'fp8'. {NAMES}"),
+        ("bf16-true", f"unknown precision 'bf16-true'. Here that is called 'bf16-pure'. {NAMES}"),
+        ("emulated:mxfp8", f"unknown precision 'emulated:mxfp8'. {NAMES}"),
+        ("BF16", f"unknown precision 'BF16'. Did you mean bf16 or fp16 or bf16-pure? {NAMES}"),
         ("", f"unknown precision ''. {NAMES}"),
     ],
 )
@@ -231,7 +254,8 @@ SOME_FACTS = SOME_GPU.map(gpu_facts) | SOME_CPU.map(cpu_facts)
 def test_auto_is_never_refused_and_every_precision_is_run_or_lacking(facts: Facts):
     assert decide("auto", facts).precision.name in facts.runs
     assert "fp32" in facts.runs
-    assert {*facts.runs, *facts.lacks} == set(PRECISIONS)
+    assert {*facts.runs, *facts.lacks} & set(PRECISIONS) == set(PRECISIONS)
+    assert set(facts.lacks) <= {*PRECISIONS, *BEYOND}
     assert not {*facts.runs} & {*facts.lacks}
     assert "\n" not in facts.why
 
@@ -243,6 +267,45 @@ def test_a_precision_is_filed_under_its_name_and_scaled_if_its_range_is_short(na
     short = precision.dtype is not None and torch.finfo(precision.dtype).max < torch.finfo(torch.float32).max / 2
     assert precision.scaled is short
     assert precision.dtype is None or precision.tf32 is None
+
+
+@pytest.mark.parametrize(
+    ("asked", "name"),
+    [
+        ("emulate:mxfp8", "emulate:mxfp8_e4m3"),
+        ("emulate:e4m3", "emulate:e4m3fn"),
+        ("emulate:e4m3/e4m3", "emulate:e4m3fn/e4m3fn"),
+        ("emulate: nvfp4 , stochastic", "emulate:nvfp4,stochastic"),
+        ("emulate:mxfp6/mxfp8,nearest", "emulate:mxfp6_e3m2/mxfp8_e4m3"),
+        ("emulate:fp16", "emulate:fp16"),
+    ],
+)
+@pytest.mark.parametrize("facts", [gpu_facts(V100), cpu_facts(XEON), other_facts("mps", ())], ids=["gpu", "cpu", "mps"])
+def test_what_is_emulated_runs_everywhere_under_the_name_by_which_it_is_found_again(asked, name, facts):
+    precision = decide(asked, facts).precision
+    assert precision.name == name
+    assert precision_named(name) == precision
+    assert (precision.dtype, precision.tf32, precision.units) == (None, False, None)
+    assert precision.scaled is (asked == "emulate:fp16")
+
+
+@pytest.mark.parametrize(
+    ("asked", "text"),
+    [
+        (
+            "emulate:e4m4",
+            "unknown format 'e4m4'. Did you mean e4m3 or e4m3fn or fp8e4m3? `ampwise formats` lists them all.",
+        ),
+        ("emulate:e8m0", "e8m0 has no sign: it is a format of scales, and no product is computed in it."),
+        ("emulate:", "emulate:: expected is a format, one of its own for gradients if you like, and how these are "),
+        ("emulate:e4m3/", "emulate:e4m3/: expected is a format, one of its own for gradients if you like"),
+        ("emulate:e4m3,up", "emulate:e4m3,up: expected is a format, one of its own for gradients if you like"),
+    ],
+)
+def test_what_cannot_be_emulated(asked, text):
+    with pytest.raises((BadInput, UnknownName)) as refused:
+        choose(asked, torch.device("cpu"))
+    assert str(refused.value).startswith(text)
 
 
 @pytest.mark.gpu

@@ -12,9 +12,10 @@ from torch import Tensor
 from torch.nn import Module, ModuleList
 from torch.nn.parameter import is_lazy
 
+from ampwise.emulation.by_policy import emulation_by
 from ampwise.engine.precision.arithmetic import Arithmetic
 from ampwise.engine.precision.policy import Policy, named_modules
-from ampwise.engine.precision.precision import PRECISIONS, Precision, facts_of
+from ampwise.engine.precision.precision import BEYOND, EMULATE, PRECISIONS, Precision, facts_of, precision_named
 from ampwise.errors import AmpwiseError, BadInput, PrecisionUnavailable, UnknownName
 from ampwise.finding import Finding
 from ampwise.trace.capsule.building import Built
@@ -27,6 +28,8 @@ from ampwise.user_code import failure
 __all__ = ["Rerun", "device_named", "load_weights", "precision_for", "rerun"]
 
 SHOWN = 3  # names in an error
+STAND_IN = PRECISIONS["bf16"]  # for what has layers or weights of its own, which a model that is built anew has not
+NAMES = f"{', '.join(PRECISIONS)}, and {EMULATE}mxfp8 or another format"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,8 +52,9 @@ def rerun(contents: Contents, built: Built, device: torch.device, asked: Precisi
     asked: the precision, instead of its own, also wherever the model itself turns autocast on.
     """
     # A capsule without a precision is of a model that sees to its own, under no other autocast.
-    precision = asked or PRECISIONS[contents.precision or "fp32"]
-    other = asked is not None and asked.name != contents.precision
+    precision = asked or _own(contents)
+    stands_in = asked is None and _is_beyond(contents.precision)
+    other = stands_in or (asked is not None and asked.name != contents.precision)
     try:
         for model in built.models:
             model.to(device)
@@ -59,11 +63,29 @@ def rerun(contents: Contents, built: Built, device: torch.device, asked: Precisi
             subject = _subject(contents, built, precision, device, other)
             done = _rerun(subject, as_it_was=not other and device.type == contents.device)
             own = (_without_weights(built),) if not contents.weights else ()
-            return replace(done, summed=built.loss_fn in built.models, remarks=own)
+            stood_in = (_stood_in(contents),) if stands_in else ()
+            return replace(done, summed=built.loss_fn in built.models, remarks=(*own, *stood_in))
     except AmpwiseError:
         raise
     except Exception as error:
         raise BadInput(f"the step cannot be run again: {failure(error)}.") from error
+
+
+def _own(contents: Contents) -> Precision:
+    """That of the capsule, or what stands in for it."""
+    precision = precision_named(contents.precision or "fp32")
+    return STAND_IN if _is_beyond(precision.name) else precision
+
+
+def _is_beyond(name: str) -> bool:
+    return name.partition(",")[0] in BEYOND
+
+
+def _stood_in(contents: Contents) -> str:
+    return (
+        f"The step ran in {contents.precision}, with layers or weights of its own; this replay is in {STAND_IN.name}, "
+        "by autocast."
+    )
 
 
 def _set_modes(model: Module, evaluating: Sequence[str] | None) -> None:
@@ -89,7 +111,7 @@ def _rerun(subject: Subject, *, as_it_was: bool) -> Rerun:
 
 def _subject(contents: Contents, built: Built, precision: Precision, device: torch.device, other: bool) -> Subject:
     return Subject(
-        run=_run(contents, built, Arithmetic(precision, device.type), device if other else None),
+        run=_run(contents, built, _arithmetic(contents, precision, device, built.models), device if other else None),
         device=device,
         models=built.models,
         batch=named_tensors(built.loss_fn, contents.args, contents.kwargs),
@@ -100,6 +122,13 @@ def _subject(contents: Contents, built: Built, precision: Precision, device: tor
         step=contents.step,
         remarks=tuple(_remarks(contents, built, device)),
     )
+
+
+def _arithmetic(contents: Contents, precision: Precision, device: torch.device, models: Sequence[Module]) -> Arithmetic:
+    if precision.recipe is None:
+        return Arithmetic(precision, device.type)
+    policy = Policy(precision.name) if contents.policy is None else Policy.from_dict(contents.policy)
+    return Arithmetic(precision, device.type, around=emulation_by(policy, precision.recipe, models).on)
 
 
 def _run(
@@ -155,7 +184,7 @@ def _without_weights(built: Built) -> str:
 
 def _policy(contents: Contents, precision: Precision, models: Sequence[Module]) -> AbstractContextManager[Any]:
     """The exceptions by module; of FP32 throughout there are none."""
-    if contents.policy is None or precision.dtype is None:
+    if contents.policy is None or (precision.dtype is None and precision.recipe is None):
         return nullcontext()
     return Policy.from_dict(contents.policy).apply(models[0] if len(models) == 1 else ModuleList(models))
 
@@ -181,12 +210,25 @@ def precision_for(asked: str | None, contents: Contents, device: torch.device) -
     said, name = (
         ("--precision", asked) if asked is not None else ("the capsule's precision", contents.precision or "fp32")
     )
-    if name not in PRECISIONS:
-        raise UnknownName("precision", name[:40], PRECISIONS, listing=f"The precisions are {', '.join(PRECISIONS)}.")
+    precision = _named(name, f"A replay runs in {NAMES}.")
     facts = facts_of(device)
-    if name in facts.lacks:
-        raise PrecisionUnavailable(f"{said} {name}: {facts.lacks[name]} Give --precision: {' or '.join(facts.runs)}.")
-    return None if asked is None else PRECISIONS[name]
+    if _is_beyond(precision.name):
+        if asked is not None:
+            raise BadInput(f"{said} {name}: it has layers or weights of its own. A replay runs in {NAMES}.")
+        precision = STAND_IN
+    if precision.name in facts.lacks:
+        lacking = facts.lacks[precision.name]
+        raise PrecisionUnavailable(f"{said} {name}: {lacking} Give --precision: {' or '.join(facts.runs)}.")
+    return None if asked is None else precision
+
+
+def _named(name: str, listing: str) -> Precision:
+    try:
+        return precision_named(name)
+    except AmpwiseError as error:
+        if name.startswith(EMULATE):  # which says what is wrong with the format
+            raise
+        raise UnknownName("precision", name[:40], PRECISIONS, listing=listing) from error
 
 
 # --- weights -------------------------------------------------------------------------------------------------------
@@ -201,7 +243,7 @@ def load_weights(contents: Contents, models: Sequence[Module]) -> None:
     for here, saved, what in pairs:
         _refuse_other_names(here, saved, what)
         for name, tensor in saved.items():
-            _refuse_other_kind(here[name], tensor, f"the {what} {name!r}")
+            _refuse_other_kind(here[name], tensor, f"the {what} {name!r}", may_widen=_is_beyond(contents.precision))
     with torch.no_grad():
         for here, saved, _ in pairs:
             for name, tensor in saved.items():
@@ -219,10 +261,11 @@ def _refuse_other_names(here: Mapping[str, Tensor], saved: Mapping[str, Tensor],
         raise BadInput(f"the capsule's {what}s are not those of the model: {'; '.join(parts)}. Build the same model.")
 
 
-def _refuse_other_kind(here: Tensor, saved: Tensor, what: str) -> None:
+def _refuse_other_kind(here: Tensor, saved: Tensor, what: str, *, may_widen: bool) -> None:
     if is_lazy(here) or here.device.type == "meta":
         raise BadInput(f"{what} has no values yet in the model that was built. Make them: run it once, or to_empty().")
-    if (here.shape, here.dtype) != (saved.shape, saved.dtype):
+    holds = here.dtype == saved.dtype or (may_widen and torch.promote_types(here.dtype, saved.dtype) == here.dtype)
+    if here.shape != saved.shape or not holds:
         raise BadInput(f"{what} is {_kind(here)} in the model and {_kind(saved)} in the capsule. Build the same model.")
 
 

@@ -77,7 +77,7 @@ class Side:
     def is_scaled(self) -> bool:
         """Whether the loss needs a scale."""
         if self.recipe is not None:
-            return not self.recipe.scaled and self.recipe.backward.needs_loss_scale
+            return self.recipe.needs_loss_scale
         return self.arithmetic.scaled
 
     @property

@@ -1,0 +1,252 @@
+"""Rounding to a format in one read and one write: what ``cast`` defines in a dozen sweeps.
+
+To nearest, the result is that of the reference to the last bit; stochastically it has the same chances, of other random
+numbers. A magnitude is rounded by adding, and taking away again, the power of two whose last bit is the distance of
+the format's values there: the hardware's own rounding, ties to even. A format that has FP32's exponents only loses
+bits, always as many.
+
+Blocks are tiles that have one along their rows or along their columns, whichever way they lie in memory, so that
+nothing is transposed. The scales of MX are powers of two and change no bits; a quotient by NVFP4's two scales is
+rounded as if it were exact, which comparing with the exact tie decides.
+"""
+
+# Constants of a Triton kernel are arguments in capitals, and its branches are taken when it is compiled.
+# ruff: noqa: N803, N806, SIM108
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+__all__ = ["block_kernel", "largest_kernel", "scalar_kernel"]
+
+_SIGN = tl.constexpr(-(2**31))
+_MASK = tl.constexpr(2**31 - 1)
+_INFINITY = tl.constexpr(0x7F800000)  # and the mask of an exponent
+_NAN = tl.constexpr(0x7FC00000)
+_FP32_MAX = tl.constexpr((2 - 2.0**-23) * 2.0**127)
+_ROUNDS = tl.constexpr(7)  # of Philox: the fewest that pass every test of randomness (Salmon et al. 2011)
+_LOWEST_SHARED = tl.constexpr(-127)  # exponent of an E8M0
+_HIGH_HALF = tl.constexpr(-(2**12))  # of a significand: products of it with a few bits are exact
+
+
+@triton.jit
+def _wide_bits(values):
+    if values.dtype == tl.int16:  # BF16, in Triton's interpreter: the upper half of an FP32
+        bits = values.to(tl.int32) << 16
+    else:
+        bits = values.to(tl.float32).to(tl.int32, bitcast=True)
+    return bits
+
+
+@triton.jit
+def _narrow(bits, DTYPE: tl.constexpr):
+    if tl.int16 == DTYPE:  # BF16, rounded to nearest even on its bits: Triton's interpreter would truncate
+        rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+        narrow = tl.where((bits & _MASK) > _INFINITY, (bits >> 16) | 0x40, rounded).to(tl.int16)
+    else:
+        narrow = bits.to(tl.float32, bitcast=True).to(DTYPE)
+    return narrow
+
+
+@triton.jit
+def _random(seed, tile, SIZE: tl.constexpr):
+    """A random word for each value of a tile."""
+    places = tile.to(tl.int64) * (SIZE // 4) + tl.arange(0, SIZE // 4)
+    a, b, c, d = tl.randint4x(tl.load(seed), places, _ROUNDS)
+    return tl.reshape(tl.join(tl.join(a, b), tl.join(c, d)), [SIZE]).to(tl.uint32, bitcast=True)
+
+
+@triton.jit
+def _unit(bits, MANTISSA: tl.constexpr, LOWEST: tl.constexpr):
+    """The distance of the format's values around a magnitude, as the bits of an FP32."""
+    return tl.maximum(bits & _INFINITY, (LOWEST + 127) << 23) - (MANTISSA << 23)
+
+
+@triton.jit
+def _nearest(bits, MANTISSA: tl.constexpr, LOWEST: tl.constexpr, CEILING: tl.constexpr, WIDE: tl.constexpr):
+    """The bits of magnitudes, rounded as if there were no largest value; NaN becomes something beyond it."""
+    bits = tl.minimum(bits, CEILING)
+    if WIDE:
+        DROP: tl.constexpr = 23 - MANTISSA
+        rounded = (bits + ((1 << (DROP - 1)) - 1) + ((bits >> DROP) & 1)) & -(1 << DROP)
+    else:
+        adder = (_unit(bits, MANTISSA, LOWEST) + (23 << 23)).to(tl.float32, bitcast=True)
+        rounded = ((bits.to(tl.float32, bitcast=True) + adder) - adder).to(tl.int32, bitcast=True)
+    return rounded
+
+
+@triton.jit
+def _by_chance(bits, random, MANTISSA: tl.constexpr, LOWEST: tl.constexpr, CEILING: tl.constexpr, WIDE: tl.constexpr):
+    """The same, up with the probability of the distance."""
+    bits = tl.minimum(bits, CEILING)
+    if WIDE:
+        BELOW: tl.constexpr = (1 << (23 - MANTISSA)) - 1
+        rounded = (bits + (random.to(tl.int32, bitcast=True) & BELOW)) & -(BELOW + 1)
+    else:
+        unit = _unit(bits, MANTISSA, LOWEST)
+        inverse = ((254 << 23) - unit).to(tl.float32, bitcast=True)
+        units = bits.to(tl.float32, bitcast=True) * inverse
+        below = units.to(tl.int32)
+        share = ((units - below.to(tl.float32)) * 4294967296.0).to(tl.uint32)
+        made = (below + (random < share).to(tl.int32)).to(tl.float32) * unit.to(tl.float32, bitcast=True)
+        rounded = made.to(tl.int32, bitcast=True)
+    return rounded
+
+
+@triton.jit
+def _with_sign(magnitude, bits, SIGNED_ZERO: tl.constexpr):
+    signed = magnitude | (bits & _SIGN)
+    if not SIGNED_ZERO:
+        signed = tl.where(magnitude == 0, 0, signed)
+    return signed
+
+
+@triton.jit
+def scalar_kernel(
+    source, target, n, largest, seed,
+    MANTISSA: tl.constexpr, LOWEST: tl.constexpr, CEILING: tl.constexpr, WIDE: tl.constexpr,
+    MAX: tl.constexpr, MAX_BITS: tl.constexpr, BEYOND: tl.constexpr, SIGNED_ZERO: tl.constexpr,
+    SCALED: tl.constexpr, STOCHASTIC: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Round to a scalar format. SCALED: with the ``largest`` magnitude put at the largest value, and back."""
+    tile = tl.program_id(0)
+    offsets = tile.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    bits = _wide_bits(tl.load(source + offsets, mask=offsets < n, other=0))
+    magnitude = bits & _MASK
+    scale = 1.0
+    if SCALED:
+        amax = tl.load(largest)
+        usable = (amax > 0.0) & (amax < float("inf"))
+        of_format = amax * 0.0 + MAX  # a tensor, as a rounded division takes it
+        scale = tl.where(usable, tl.minimum(tl.div_rn(of_format, amax), _FP32_MAX), 1.0)
+        magnitude = (magnitude.to(tl.float32, bitcast=True) * scale).to(tl.int32, bitcast=True)
+    if STOCHASTIC:
+        rounded = _by_chance(magnitude, _random(seed, tile, BLOCK), MANTISSA, LOWEST, CEILING, WIDE)
+    else:
+        rounded = _nearest(magnitude, MANTISSA, LOWEST, CEILING, WIDE)
+    rounded = tl.where(rounded > MAX_BITS, BEYOND, rounded)
+    rounded = tl.where(magnitude > _INFINITY, _NAN, rounded)
+    rounded = _with_sign(rounded, bits, SIGNED_ZERO)
+    if SCALED:
+        rounded = tl.div_rn(rounded.to(tl.float32, bitcast=True), scale).to(tl.int32, bitcast=True)
+    tl.store(target + offsets, _narrow(rounded, target.dtype.element_ty), mask=offsets < n)
+
+
+@triton.jit
+def _tile(
+    tile, lines, length, inner,
+    SIZE: tl.constexpr, OTHERS: tl.constexpr, ACROSS: tl.constexpr, AXIS: tl.constexpr,
+):  # fmt: skip
+    """Where a tile begins, where its values are from there, and which of them there are.
+
+    Memory is [lines, length, inner], blocks lie along the length. AXIS 1: ``OTHERS`` of them, one a row of the tile,
+    ``ACROSS`` from each line, inner being 1. AXIS 0: one block each of so many neighbours.
+    """
+    if AXIS == 1:
+        tiles = tl.cdiv(length, SIZE * ACROSS)
+        line = (tile // tiles).to(tl.int64) * (OTHERS // ACROSS)
+        first = tile % tiles * (SIZE * ACROSS)
+        down = tl.arange(0, OTHERS) // ACROSS
+        place = (tl.arange(0, OTHERS) % ACROSS * SIZE)[:, None] + tl.arange(0, SIZE)[None, :]
+        start = line * length + first
+        offsets = down[:, None] * length + place
+        inside = (line + down < lines)[:, None] & (first + place < length)
+    else:
+        tiles = tl.cdiv(inner, OTHERS)
+        per_line = tl.cdiv(length, SIZE)
+        first = tile // tiles % per_line * SIZE
+        column = tile % tiles * OTHERS + tl.arange(0, OTHERS)
+        place = tl.arange(0, SIZE)
+        start = ((tile // tiles // per_line).to(tl.int64) * length + first) * inner
+        offsets = place[:, None] * inner + column[None, :]
+        inside = (first + place < length)[:, None] & (column < inner)[None, :]
+    return start, offsets, inside
+
+
+@triton.jit
+def largest_kernel(
+    source, largest, lines, length, inner,
+    SIZE: tl.constexpr, OTHERS: tl.constexpr, ACROSS: tl.constexpr, AXIS: tl.constexpr,
+):  # fmt: skip
+    """The bits of the largest magnitude in blocks that are finite; ``largest`` is 0 before."""
+    start, offsets, inside = _tile(tl.program_id(0), lines, length, inner, SIZE, OTHERS, ACROSS, AXIS)
+    of_blocks = tl.max(_wide_bits(tl.load(source + start + offsets, mask=inside, other=0)) & _MASK, axis=AXIS)
+    tl.atomic_max(largest, tl.max(tl.where(of_blocks < _INFINITY, of_blocks, 0), axis=0), sem="relaxed")
+
+
+@triton.jit
+def _quotient(values, factor, whole, MANTISSA: tl.constexpr, LOWEST: tl.constexpr, MAX: tl.constexpr):
+    """``values / (factor * whole)``, rounded to nearest and not beyond MAX; the factor has few bits.
+
+    An approximate quotient finds the place between two values of the format; where the exact one lies in it is told by
+    the exact tie. A quotient that is taken for one in the next place is near its end, and comes to the same value.
+    """
+    quotient = values * (1.0 / (factor * whole))
+    unit = _unit(quotient.to(tl.int32, bitcast=True), MANTISSA, LOWEST)
+    inverse = ((254 << 23) - unit).to(tl.float32, bitcast=True)
+    unit = unit.to(tl.float32, bitcast=True)
+    units = (quotient * inverse).to(tl.int32)
+    below = units.to(tl.float32) * unit
+    beyond = _beyond(values, below + 0.5 * unit, factor, whole)
+    up = (beyond > 0) | ((beyond == 0) & ((units & 1) == 1))
+    return tl.minimum(below + tl.where(up, unit, 0.0), MAX)
+
+
+@triton.jit
+def _beyond(values, others, factor, whole):
+    """``values - others * factor * whole``, of which the sign is exact.
+
+    Others and factor have few bits, so that with half of a significand their product is exact.
+    """
+    high = (whole.to(tl.int32, bitcast=True) & _HIGH_HALF).to(tl.float32, bitcast=True)
+    return (values - others * (factor * high)) - others * (factor * (whole - high))
+
+
+@triton.jit
+def block_kernel(
+    source, target, lines, length, inner, largest, seed,
+    MANTISSA: tl.constexpr, LOWEST: tl.constexpr, CEILING: tl.constexpr, MAX: tl.constexpr, MAX_BITS: tl.constexpr,
+    TOP: tl.constexpr, TENSOR_SCALE: tl.constexpr, SCALE_MANTISSA: tl.constexpr, SCALE_LOWEST: tl.constexpr,
+    SCALE_SMALLEST: tl.constexpr, SCALE_MAX: tl.constexpr, STOCHASTIC: tl.constexpr,
+    SIZE: tl.constexpr, OTHERS: tl.constexpr, ACROSS: tl.constexpr, AXIS: tl.constexpr,
+):  # fmt: skip
+    """Round to a block format: TOP is the exponent of its elements' largest value.
+
+    TENSOR_SCALE: ``largest`` is what ``largest_kernel`` found, of which the FP32 scale of the whole tensor is made.
+    """
+    tile = tl.program_id(0)
+    start, offsets, inside = _tile(tile, lines, length, inner, SIZE, OTHERS, ACROSS, AXIS)
+    bits = _wide_bits(tl.load(source + start + offsets, mask=inside, other=0))
+    of_block = tl.max(bits & _MASK, axis=AXIS, keep_dims=True)
+    finite = of_block < _INFINITY
+    magnitude = tl.where(finite, bits & _MASK, 0).to(tl.float32, bitcast=True)
+    if TENSOR_SCALE:
+        of_block = tl.where(finite, of_block, 0).to(tl.float32, bitcast=True)
+        amax = tl.load(largest).to(tl.float32, bitcast=True)
+        of_format = amax * 0.0 + MAX * SCALE_MAX  # a tensor, as a rounded division takes it
+        whole = tl.div_rn(amax, of_format)
+        whole = tl.where(whole > 0.0, whole, 1.0)
+        # Where products would fall below FP32's smallest, everything is compared 2**64 times larger.
+        lift = tl.where(whole < 2.0**-60, 2.0**64, 1.0)
+        scale = _quotient(of_block * lift, MAX, whole * lift, SCALE_MANTISSA, SCALE_LOWEST, SCALE_MAX)
+        scale = tl.where(scale > 0.0, scale, SCALE_SMALLEST)
+        elements = _quotient(magnitude * lift, scale, whole * lift, MANTISSA, LOWEST, MAX)
+        if STOCHASTIC:  # what is a value of the format stays what it is
+            exact = _beyond(magnitude * lift, elements, scale, whole * lift) == 0
+            elements = tl.where(exact, elements, magnitude * lift * (1.0 / (scale * (whole * lift))))
+    else:
+        whole = 1.0
+        shared = tl.maximum((of_block >> 23) - 127 - TOP, _LOWEST_SHARED)
+        scale = tl.where(shared == _LOWEST_SHARED, 1 << 22, (shared + 127) << 23).to(tl.float32, bitcast=True)
+        elements = magnitude * ((127 - shared) << 23).to(tl.float32, bitcast=True)
+    if STOCHASTIC:
+        random = tl.reshape(_random(seed, tile, SIZE * OTHERS), elements.shape)
+        rounded = _by_chance(elements.to(tl.int32, bitcast=True), random, MANTISSA, LOWEST, CEILING, False)
+        elements = tl.minimum(rounded, MAX_BITS).to(tl.float32, bitcast=True)
+    elif not TENSOR_SCALE:
+        rounded = _nearest(elements.to(tl.int32, bitcast=True), MANTISSA, LOWEST, CEILING, False)
+        elements = tl.minimum(rounded, MAX_BITS).to(tl.float32, bitcast=True)
+    made = (elements * scale * whole).to(tl.int32, bitcast=True)
+    made = tl.where(finite, _with_sign(made, bits, True), _NAN)
+    tl.store(target + start + offsets, _narrow(made, target.dtype.element_ty), mask=inside)

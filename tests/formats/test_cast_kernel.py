@@ -1,0 +1,116 @@
+"""The fused casts, in Triton's interpreter, against the reference; test_cast_cuda.py runs them for real."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+triton = pytest.importorskip("triton")
+
+from ampwise import cast  # noqa: E402
+from ampwise.emulation.recipe import rounded  # noqa: E402
+from ampwise.formats import BLOCK_FORMATS, FORMATS, Format  # noqa: E402
+from ampwise.formats.cast_launch import can_round, launch_cast  # noqa: E402
+
+from .kernel_cases import ALL, FUSED, SHAPES, WITHOUT_KERNEL, assert_same_bits, hard_values, nvfp4_ties, views  # noqa: E402
+
+# Triton's interpreter computes with numpy, which warns where a GPU would not.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),
+    pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU the kernel is compiled, not interpreted"),
+]
+
+
+def test_which_formats_there_is_a_kernel_for():
+    assert {name for name, fmt in ALL.items() if not can_round(torch.ones(1), fmt)} == WITHOUT_KERNEL
+    assert not can_round(torch.ones(1).double(), FORMATS["e4m3fn"]), "FP64 would lose bits before it is rounded"
+    assert not can_round(torch.ones(1), replace(BLOCK_FORMATS["mxfp4"], block_size=24))
+    eight_exponent_bits = replace(FORMATS["bf16"], mantissa_bits=3, bias=120, reserved_codes=2**3)
+    assert not can_round(torch.ones(1), eight_exponent_bits), "neither FP32's exponents nor well inside"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", FUSED)
+def test_to_nearest_as_the_reference(name, dtype):
+    for values in hard_values(dtype, 520).values():
+        for saturate in (False, True) if name in FORMATS else (False,):
+            ours = launch_cast(values, FUSED[name], saturate=saturate)
+            assert_same_bits(ours, cast(values, name, saturate=saturate))
+
+
+@pytest.mark.parametrize("largest", [2688.0, 6.1, 3e38, 1.7e-30, 3.3e-41])
+def test_quotients_that_are_ties_or_nearly(largest):
+    values = nvfp4_ties(largest)
+    assert_same_bits(launch_cast(values, BLOCK_FORMATS["nvfp4"]), cast(values, "nvfp4"))
+    assert_same_bits(launch_cast(values.T, BLOCK_FORMATS["nvfp4"], dim=0), cast(values, "nvfp4").T)
+
+
+@pytest.mark.parametrize("name", ["e4m3fn", "mxfp8_e5m2", "nvfp4"])
+@pytest.mark.parametrize("shape", [shape for shape in SHAPES if len(shape) < 4], ids=str)
+def test_along_any_dimension_of_any_layout(name, shape):
+    fmt = FUSED[name]
+    for values in views(shape, torch.bfloat16).values():
+        for dim in range(-1, max(len(shape) - 1, 0)) if name in BLOCK_FORMATS else (-1,):
+            ours = launch_cast(values, fmt, dim=dim, dtype=torch.float32)
+            assert_same_bits(ours, rounded(values, fmt, dim, scaled=False))
+
+
+@pytest.mark.parametrize("name", ["e4m3fn", "e5m2", "e5m2fnuz", "e2m1", "fp16", "bf16"])
+def test_scaled_by_the_largest(name):
+    for label, values in hard_values(torch.float32, 1100).items():
+        expected = rounded(values, FUSED[name], -1, scaled=True)
+        assert_same_bits(launch_cast(values, FUSED[name], scaled=True), expected)
+        if label != "any bits":
+            narrow = values.bfloat16()
+            expected = rounded(narrow, FUSED[name], -1, scaled=True)
+            assert_same_bits(launch_cast(narrow, FUSED[name], scaled=True, dtype=torch.float32), expected)
+
+
+@pytest.mark.parametrize("name", FUSED)
+def test_by_chance_the_mean_is_kept_and_values_of_the_format_stay(name):
+    fmt, samples = FUSED[name], 2**13
+    scalar = fmt if isinstance(fmt, Format) else fmt.element
+    pairs = ((1.0, 1.0 + scalar.epsilon), (0.0, scalar.smallest), (scalar.smallest, 2 * scalar.smallest))
+    for low, high in pairs if scalar.lowest_exponent > -126 else pairs[:1]:
+        values = torch.full((samples,), low + 0.25 * (high - low))
+        if scalar is not fmt:
+            values = values.reshape(-1, fmt.block_size)
+            values[:, 0] = scalar.max  # makes the block's scale a power of two
+        drawn = launch_cast(values, fmt, stochastic=True, generator=torch.Generator().manual_seed(3))
+        if scalar is not fmt:
+            torch.testing.assert_close(drawn[:, 0], values[:, 0], rtol=1e-6, atol=0)
+            drawn = drawn[:, 1:]
+        count = drawn.numel()
+        ups = torch.isclose(drawn, torch.tensor(high), rtol=1e-6, atol=0).sum().item()
+        downs = torch.isclose(drawn, torch.tensor(low), rtol=1e-6, atol=0).sum().item()
+        assert ups + downs == count
+        assert abs(ups - count / 4) < 5 * math.sqrt(count * 0.25 * 0.75)
+    on_grid = launch_cast(torch.linspace(-3, 3, 640), fmt)
+    assert torch.equal(launch_cast(on_grid, fmt, stochastic=True), on_grid)
+
+
+def test_chances_are_repeatable_and_differ_from_place_to_place():
+    values = torch.full((70, 70), 1.03)
+    torch.manual_seed(5)
+    first, second = (launch_cast(values, FORMATS["e4m3fn"], stochastic=True) for _ in range(2))
+    torch.manual_seed(5)
+    assert torch.equal(launch_cast(values, FORMATS["e4m3fn"], stochastic=True), first)
+    assert not torch.equal(first, second)
+    ups = (first > 1.03).double()
+    assert abs(torch.corrcoef(torch.stack([ups[:, :-1].flatten(), ups[:, 1:].flatten()]))[0, 1]) < 0.1
+    assert abs(torch.corrcoef(torch.stack([ups[:-1].flatten(), ups[1:].flatten()]))[0, 1]) < 0.1
+
+
+def test_what_is_not_finite_or_beyond_stays_so_by_chance():
+    values = torch.tensor([math.nan, math.inf, -math.inf, 1e6, -0.0])
+    e5m2, e4m3 = (launch_cast(values, FORMATS[name], stochastic=True) for name in ("e5m2", "e4m3fn"))
+    assert_same_bits(e5m2, cast(values, "e5m2"))
+    assert_same_bits(e4m3, cast(values, "e4m3fn"))
+    blocks = launch_cast(values[:4].repeat(8), BLOCK_FORMATS["mxfp4"], stochastic=True)
+    assert blocks.isnan().all()
+
+
+def test_a_dimension_that_is_not_there():
+    with pytest.raises(IndexError):
+        launch_cast(torch.ones(3), BLOCK_FORMATS["mxfp8_e4m3"], dim=1)
