@@ -19,6 +19,7 @@ Examples:
   ampwise memory --params 7B --gpu h200
   ampwise memory --params 7B --seq 4096 --checkpointing --fsdp 8 --precision bf16
   ampwise memory --layers 24 --hidden 2048 --heads 16 --optimizer adamw8bit
+  ampwise memory --params 7B --precision bf16,bf16-pure,kahan,bf16-pure,bf16-states
   ampwise memory train:make --json | jq '.estimates[] | {precision, batch, peak_bytes}'
 
 The exit code is 0; with --gpu it is 1 when the step fits that GPU in none of the precisions; and it is 2 when nothing
@@ -28,12 +29,14 @@ With --json, memory is in bytes, and what is not known is null:
   {name, parameters, trained_parameters, shape, optimizer, checkpointing, fsdp, ddp, gpu, context_bytes, estimates,
    largest_batch, notes}
     one of the estimates  {precision, batch, peak_bytes, reserved_bytes, needed_bytes, phase, peak_split_bytes,
-                           most_bytes, phase_peak_bytes, fits, fsdp_ranks, smallest_memory_bytes}
+                           most_bytes, phase_peak_bytes, fits, fsdp_ranks, smallest_memory_bytes,
+                           bytes_per_parameter}
     gpu                   {name, memory_bytes, usable_bytes, basis}
 peak_bytes is what torch.cuda.max_memory_allocated() would say and reserved_bytes what max_memory_reserved() would; with
 CUDA's context, an allowance, it is needed_bytes. peak_split_bytes is what the peak consists of, most_bytes the most of
-each kind at any time. fits is yes, tight (the allocator has to give memory back at every step) or no; fsdp_ranks how
-many ranks it would take then. largest_batch is by precision, on that GPU.
+each kind at any time, bytes_per_parameter those of weights, gradients and optimizer state together. fits is yes, tight
+(the allocator has to give memory back at every step) or no; fsdp_ranks how many ranks it would take then. largest_batch
+is by precision, on that GPU.
 """
 
 from __future__ import annotations
@@ -75,7 +78,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--batch", metavar="ROWS", help="sizes of the batch, with commas (default: what MAKER makes, or 1)"
     )
-    parser.add_argument("--precision", metavar="LIST", help="of fp32, tf32, fp16 and bf16, with commas (default: all)")
+    parser.add_argument(
+        "--precision",
+        metavar="LIST",
+        help="of fp32, tf32, fp16, bf16 and bf16-pure, with commas (default: the first four)",
+    )
     parser.add_argument(
         "--optimizer", metavar="NAME", help="such as adamw, sgd or adamw8bit (default: MAKER's, or adamw)"
     )
@@ -104,6 +111,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _estimated(args: argparse.Namespace) -> MemoryEstimate:
     _need_torch()
+    from ampwise.low_bit.pure import names_in
     from ampwise.tune.memory.estimate import memory
 
     sizes = {name: getattr(args, name) for name in SIZES if getattr(args, name) is not None}
@@ -112,7 +120,7 @@ def _estimated(args: argparse.Namespace) -> MemoryEstimate:
         return memory(
             args.maker,
             params=args.params,
-            precisions=None if args.precision is None else [name.strip() for name in args.precision.split(",")],
+            precisions=None if args.precision is None else names_in(args.precision),
             batch=_batches(args.batch),
             optimizer=args.optimizer,
             checkpointing=args.checkpointing,

@@ -12,6 +12,7 @@ from torch.nn import Module
 from torch.optim import LBFGS, Optimizer
 
 from ampwise.errors import BadInput
+from ampwise.low_bit.optimizers import make_optimizer
 
 __all__ = [
     "checked_length",
@@ -36,8 +37,12 @@ def checked_models(given: Any) -> list[Module]:
     return models
 
 
-def checked_optimizers(given: Any, models: Sequence[Module]) -> list[Optimizer]:
+def checked_optimizers(given: Any, models: Sequence[Module], options: Any = None) -> list[Optimizer]:
     """One optimizer, or several that step together; they hold parameters of the models and no others."""
+    if isinstance(given, str):
+        given = _named(given, models, options)
+    elif options is not None:
+        raise BadInput("Engine(optimizer_options=...): they are for an optimizer by name: Engine(model, 'adamw8bit').")
     optimizers = list(given) if isinstance(given, Iterable) else [given]
     if not optimizers:
         raise BadInput("Engine(optimizer=[]): at least one optimizer is expected.")
@@ -51,6 +56,13 @@ def checked_optimizers(given: Any, models: Sequence[Module]) -> list[Optimizer]:
             raise BadInput(f"Engine(optimizer=...): an optimizer is expected, not {type(optimizer).__name__}.")
     _refuse_strangers(optimizers, models)
     return optimizers
+
+
+def _named(name: str, models: Sequence[Module], options: Any) -> Optimizer:
+    if not isinstance(options, Mapping | None):
+        raise BadInput(f'Engine(optimizer_options={options!r}): options of {name} by name: {{"lr": 3e-4}}.')
+    trained = [each for model in models for each in model.parameters() if each.requires_grad]
+    return make_optimizer(name, dict.fromkeys(trained), **(options or {}))
 
 
 def _refuse_strangers(optimizers: Sequence[Optimizer], models: Sequence[Module]) -> None:

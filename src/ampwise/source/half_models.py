@@ -34,7 +34,7 @@ FROZEN_NAME = Pattern(
 TRAINED_OTHERWISE = Pattern(
     r"peft|lora|adapter|requires_grad|load_in_[48]bit|bitsandbytes|\bbnb\b|prepare_model_for|cast_training_params|"
     r"master|fp32_(param|weight|copy)|float_params|param_copy|stochastic|kahan|\boptimi\b|torchao|adamw_?bf16|"
-    r"grad_dtype|keep_fp32|upcast",
+    r"grad_dtype|keep_fp32|upcast|bf16-pure|adamw?(8bit|4bit|fp8)",
     re.IGNORECASE,
 )
 

@@ -34,6 +34,7 @@ from ampwise.evidence.conduct import (
     Unscale,
     Update,
 )
+from ampwise.low_bit.care import small_updates_count
 from ampwise.site import caller
 from ampwise.watch.asking import (
     autocast_precision,
@@ -268,7 +269,7 @@ class Tracker:
                 parameters=precisions_of(optimizer),
                 eps=eps_of(optimizer),
                 backward=None if first is None else first.site,
-                plain=state.plain,
+                plain=state.plain and not small_updates_count(optimizer),
             ),
             self._step([state]),
         )

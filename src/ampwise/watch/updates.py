@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ampwise.engine.scaling.facts import Posted
 from ampwise.evidence.health import UpdateShare
+from ampwise.low_bit.care import small_updates_count
 from ampwise.watch.asking import parameters_of
 
 __all__ = ["Compared", "before_step"]
@@ -50,7 +51,9 @@ class Compared:
 
 
 def before_step(optimizer: Any, names: Sequence[str]) -> Compared | None:
-    """Remember some of an optimizer's BF16 weights; None if it has none with a gradient."""
+    """Remember some of an optimizer's BF16 weights; None if it has none with a gradient, or sees to small updates."""
+    if small_updates_count(optimizer):  # only now and then do they change a weight, and none is lost
+        return None
     every = parameters_of(optimizer)
     found = [(name, each) for name, each in zip(names, every, strict=True) if _is_plain_bf16(each)]
     chosen = found[:: max(len(found) // TENSORS, 1)][:TENSORS]

@@ -119,7 +119,7 @@ def test_the_optimizer_that_a_function_returns_is_used():
     asked = memory(with_own, precisions=["fp32"], optimizer="adamw", largest=False)
     assert asked.at("fp32").most[STATE] > 0
     modelled = memory(with_own, precisions=["fp32"], optimizer="adamw8bit", largest=False)
-    assert any("two moments of 1 byte" in note for note in modelled.notes)
+    assert any("two moments of 8 bits" in note for note in modelled.notes)
 
 
 def test_frozen_weights_have_no_gradients_and_no_state():
@@ -203,7 +203,7 @@ def test_code_that_asks_for_values_is_told_where(function, operation):
         ({"what": make, "kv_heads": 2}, BadInput, "leave out --kv-heads."),
         ({"what": make, "batch": 0}, BadInput, "--batch 0: a batch has at least 1 row."),
         ({"what": make, "batch": [4, -1]}, BadInput, "--batch 4,-1: a batch has at least 1 row."),
-        ({"what": make, "precisions": ["fp8"]}, UnknownName, "The precisions are fp32, tf32, fp16, bf16."),
+        ({"what": make, "precisions": ["fp8"]}, UnknownName, "The precisions are fp32, tf32, fp16, bf16, bf16-pure."),
         ({"what": make, "optimizer": "adam8bit"}, UnknownName, "Did you mean adamw8bit"),
         ({"what": make, "gpu": "h300"}, UnknownName, "unknown device 'h300'"),
         ({"what": make, "fsdp": 0}, BadInput, "--fsdp 0: a number of ranks is expected, at least 1."),

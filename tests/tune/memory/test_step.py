@@ -107,6 +107,8 @@ def test_checkpointing_keeps_less_and_the_same_gradients(precision, small, case_
         ("sgd-momentum", 4),
         ("lion", 4),
         ("adamw8bit", 2 + 2 * 4 / 256),
+        ("adamw4bit", 1 + 2 * 4 / 128),
+        ("adamwfp8", 2 + 2 * 4 / 256),
         ("adafactor", 0),  # a row and a column for each matrix
     ],
 )

@@ -22,7 +22,7 @@ def check(choice: Choice) -> Iterator[Finding]:
             costs={
                 "model.bfloat16()": "2 bytes a weight, and training that stands still without an error",
                 "autocast over FP32 weights": "4 bytes a weight; the products run as fast",
-                "stochastic rounding": "an optimizer that has it (torchao's, for one) makes BF16 weights possible",
+                "stochastic rounding": "ampwise.Engine(precision='bf16-pure'), or torchao's, make BF16 weights work",
             },
             know=ToKnow("ampwise run train.py", "the share of updates that change no weight (AMP611)"),
         )

@@ -21,8 +21,9 @@ RULE = Rule(
         "learning rates most updates are that small: as training goes on, more and more weights stand still."
     ),
     fix=(
-        "Keep FP32 parameters and run the forward under `torch.autocast('cuda', dtype=torch.bfloat16)`, or use an "
-        "optimizer with stochastic rounding, Kahan summation or FP32 master weights."
+        "Keep FP32 weights and run the forward under `torch.autocast('cuda', dtype=torch.bfloat16)`; or keep them BF16 "
+        "and train with `ampwise.Engine(model, optimizer, 'bf16-pure')`, or by an optimizer with stochastic rounding, "
+        "Kahan summation or FP32 master weights."
     ),
     bad="model = Net().to(torch.bfloat16)\noptimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)",
     good=(

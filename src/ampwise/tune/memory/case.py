@@ -119,11 +119,12 @@ class Case:
         return Step(log=fsdp.share(log), extra=extra | fsdp.extra(facts.units, element_bytes))
 
     def _run(self, precision: Precision, batch: int | None) -> tuple[Log, Facts]:
-        key = (precision.dtype, batch)  # TF32 is FP32 in memory
+        form = (precision.dtype, precision.pure)  # TF32 is FP32 in memory
+        key = (form, batch)
         if key not in self._runs:
             self._tell(f"{precision.name}{'' if batch is None else f', batch {batch}'}")
             found = self._tracked(precision, batch)
-            self._runs[key] = self._runs[precision.dtype, found[1].rows] = found
+            self._runs[key] = self._runs[form, found[1].rows] = found
         return self._runs[key]
 
     def _tracked(self, precision: Precision, batch: int | None) -> tuple[Log, Facts]:

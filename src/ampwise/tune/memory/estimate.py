@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from ampwise.engine.precision.precision import PRECISIONS, Precision
+from ampwise.engine.precision.precision import PRECISIONS, Precision, precision_named
 from ampwise.errors import BadInput, UnknownName
+from ampwise.low_bit.pure import PURE
 from ampwise.tune.memory.case import Case, Facts, Tell
 from ampwise.tune.memory.decoder import decoder_maker
 from ampwise.tune.memory.fitting import fewest_ranks, largest_batch
@@ -56,6 +57,7 @@ def memory(
     Without it, a decoder transformer is asked about by its sizes: ``params="7B"``, or ``layers``, ``hidden``,
     ``heads``, ``kv_heads``, ``ffn``, ``vocab`` and ``seq``; what is not given is as it usually is.
 
+    ``precisions`` are by name, "bf16-pure" and its options among them; without any, FP32, TF32, FP16 and BF16.
     ``optimizer`` is a name; without one, it is what the function returns, or AdamW. With ``checkpointing`` the repeated
     blocks of the model are computed again in the backward pass. ``fsdp`` is a number of ranks; ``ddp`` counts DDP's
     buckets. ``gpu`` is a device of the catalog, else this machine's: whether the step fits it, on how many ranks it
@@ -95,7 +97,7 @@ def memory(
         gpu=room,
         estimates=estimates,
         largest_batch=_largest(case, chosen, facts.rows, room) if largest else None,
-        notes=tuple(_notes(shape, params, case, facts, [precision.name for precision in chosen], room)),
+        notes=tuple(_notes(shape, params, case, facts, chosen, room)),
     )
 
 
@@ -117,8 +119,11 @@ def _asked(
 
 
 def _precision(name: str) -> Precision:
+    if name.partition(",")[0] == PURE:
+        return precision_named(name)
     if name not in PRECISIONS:
-        raise UnknownName("precision", name, PRECISIONS, listing=f"The precisions are {', '.join(PRECISIONS)}.")
+        known = (*PRECISIONS, PURE)
+        raise UnknownName("precision", name, known, listing=f"The precisions are {', '.join(known)}.")
     return PRECISIONS[name]
 
 
@@ -161,7 +166,12 @@ def _largest(case: Case, chosen: Sequence[Precision], rows: int | None, room: Ro
 
 
 def _notes(
-    shape: Shape | None, params: str | float | None, case: Case, facts: Facts, precisions: list[str], room: Room | None
+    shape: Shape | None,
+    params: str | float | None,
+    case: Case,
+    facts: Facts,
+    precisions: Sequence[Precision],
+    room: Room | None,
 ) -> Iterator[str]:
     """What was assumed, and what is not in the numbers."""
     if shape is not None:
@@ -178,7 +188,7 @@ def _notes(
         yield RECURRENT
     if case.fsdp is not None:
         yield FSDP
-    missing = [name for name in precisions if room is not None and PRECISIONS[name].units in room.lacks]
+    missing = [each.name for each in precisions if room is not None and each.units in room.lacks]
     if room is not None and missing:
         yield f"{room.name} has no matrix units for {', '.join(missing)}: there that is no faster than FP32, or slower."
     if room is not None and room.capability is None:

@@ -6,15 +6,30 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
-__all__ = ["ACTIVATIONS", "CASTS", "GRADIENTS", "INPUTS", "PARAMETERS", "STATE", "TEMPORARY", "Log", "Phase", "rounded"]
+__all__ = [
+    "ACTIVATIONS",
+    "CASTS",
+    "COMPENSATION",
+    "GRADIENTS",
+    "INPUTS",
+    "PARAMETERS",
+    "PER_PARAMETER",
+    "STATE",
+    "TEMPORARY",
+    "Log",
+    "Phase",
+    "rounded",
+]
 
 PARAMETERS = "parameters"
 GRADIENTS = "gradients"
 STATE = "optimizer state"
+COMPENSATION = "compensation"  # with bf16-pure,kahan: what BF16 does not hold of a weight
 CASTS = "cast cache"  # autocast's copies of weights, in 16 bits
 ACTIVATIONS = "activations"  # what the forward pass leaves for the backward pass
 INPUTS = "inputs"  # the batch, and the model's buffers
 TEMPORARY = "temporary"
+PER_PARAMETER = (PARAMETERS, GRADIENTS, STATE, COMPENSATION)  # what there is of, whatever the batch
 
 SMALLEST = 512  # bytes: torch's caching allocator hands out multiples of it
 

@@ -6,16 +6,17 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from ampwise.errors import UnknownName
+from ampwise.low_bit.kept import CODED, Coded
 from ampwise.tune import step
 
 __all__ = ["MODELLED", "NAMES", "checked_optimizer", "make_optimizer"]
 
-QUANTISED_FROM = 4096  # elements: bitsandbytes keeps the state of smaller tensors in FP32
-SCALE_BLOCK = 256  # elements that share a scale
+MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class Kept(Optimizer):
@@ -32,14 +33,23 @@ class Kept(Optimizer):
                     self.state[parameter] = self.keep(parameter)
 
 
-def _two_moments_in_8_bits(parameter: Parameter) -> dict[str, Any]:
-    if parameter.numel() < QUANTISED_FROM:
-        return {name: torch.empty_like(parameter, dtype=torch.float32) for name in ("exp_avg", "exp_avg_sq")}
-    blocks = -(-parameter.numel() // SCALE_BLOCK)
-    return {
-        name: (torch.empty_like(parameter, dtype=torch.uint8), parameter.new_empty(blocks, dtype=torch.float32))
-        for name in ("exp_avg", "exp_avg_sq")
-    }
+class CodedMoments(Kept):
+    """One of torchao's: two moments in codes. It may be told to round BF16 weights by chance."""
+
+    def __init__(self, parameters: Iterable[Parameter], coded: Coded) -> None:
+        super().__init__(parameters, lambda parameter: {name: _moment(parameter, coded) for name in MOMENTS})
+        self.bf16_stochastic_round = False
+
+
+def _moment(parameter: Parameter, coded: Coded) -> Tensor:
+    """As many bytes."""
+    if not coded.codes(parameter.numel()):
+        return torch.empty_like(parameter)
+    return parameter.new_empty(coded.moment_bytes(parameter.numel(), parameter.element_size()), dtype=torch.uint8)
+
+
+def _coded(name: str) -> Callable[[list[Parameter]], Optimizer]:
+    return lambda parameters: CodedMoments(parameters, CODED[name])
 
 
 def _one_moment(parameter: Parameter) -> dict[str, Any]:
@@ -52,17 +62,13 @@ def _fused(name: str) -> Callable[[list[Parameter]], Optimizer]:
 
 MAKERS: dict[str, Callable[[list[Parameter]], Optimizer]] = {
     **{name: _fused(name) for name in step.OPTIMIZERS},
-    "adamw8bit": lambda parameters: Kept(parameters, _two_moments_in_8_bits),
+    **{name: _coded(name) for name in CODED},
     "lion": lambda parameters: Kept(parameters, _one_moment),
     "adafactor": torch.optim.Adafactor,
 }
 NAMES = tuple(MAKERS)
 # Those that torch does not have, and what they are taken to keep.
-MODELLED = {
-    "adamw8bit": f"two moments of 1 byte, and a scale for every {SCALE_BLOCK} of them; "
-    f"in FP32 for tensors of fewer than {QUANTISED_FROM} elements",
-    "lion": "one moment in FP32",
-}
+MODELLED = {**{name: f"torchao's, {coded.text}" for name, coded in CODED.items()}, "lion": "one moment in FP32"}
 
 
 def checked_optimizer(name: str) -> str:

@@ -13,14 +13,14 @@ from torch import nn
 
 from ampwise.errors import BadInput
 from ampwise.tune.memory.blocks import repeated_blocks
-from ampwise.tune.memory.log import CASTS, GRADIENTS, PARAMETERS, STATE, Log
+from ampwise.tune.memory.log import CASTS, PER_PARAMETER, Log
 
 __all__ = ["BUCKETS", "GATHERED", "REDUCED", "Fsdp", "Units", "buckets", "units_of"]
 
 GATHERED = "gathered weights"
 REDUCED = "gradient reduction"
 BUCKETS = "DDP buckets"
-SHARDED = frozenset({PARAMETERS, GRADIENTS, STATE})
+SHARDED = frozenset(PER_PARAMETER)
 
 # Blocks that are there in full at the same time: the one that computes, and of the next one what comes in from the
 # other ranks and the weights it is copied to.

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from ampwise.tune.memory.log import PER_PARAMETER
 from ampwise.tune.memory.peak import Fit
 from ampwise.tune.memory.room import CONTEXT, Room
 from ampwise.tune.memory.shapes import Shape
@@ -28,6 +29,11 @@ class Estimate:
     fits: Fit | None  # whether the GPU has room; None without one
     ranks: int | None  # the fewest ranks with FSDP on which it fits that GPU; None if it fits, or nothing helps
     smallest: Room | None = None  # of the sizes GPUs have, the smallest that has room
+
+    @property
+    def per_parameter(self) -> int:
+        """What there is of, whatever the batch: weights, gradients, what the optimizer keeps; of one rank."""
+        return sum(self.most.get(kind, 0) for kind in PER_PARAMETER)
 
     @property
     def needed(self) -> int:
@@ -95,7 +101,10 @@ class MemoryEstimate:
             "ddp": self.ddp,
             "gpu": None if self.gpu is None else self.gpu.as_dict(),
             "context_bytes": CONTEXT,
-            "estimates": [estimate.as_dict() for estimate in self.estimates],
+            "estimates": [
+                estimate.as_dict() | {"bytes_per_parameter": round(estimate.per_parameter / self.parameters, 4)}
+                for estimate in self.estimates
+            ],
             "largest_batch": None if self.largest_batch is None else dict(self.largest_batch),
             "notes": list(self.notes),
         }

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from ampwise.tune.memory.log import ACTIVATIONS, CASTS, GRADIENTS, INPUTS, PARAMETERS, STATE, TEMPORARY
+from ampwise.tune.memory.log import ACTIVATIONS, CASTS, INPUTS, PER_PARAMETER, TEMPORARY
 from ampwise.tune.memory.peak import WORKSPACES, Fit
 from ampwise.tune.memory.ranks import BUCKETS, GATHERED, REDUCED
 from ampwise.tune.memory.result import Estimate, MemoryEstimate
@@ -20,9 +20,7 @@ CAPTION = (
     "Each kind at its most, whenever that is: the peak is below their sum, since activations go as gradients come."
 )
 KINDS = (
-    PARAMETERS,
-    GRADIENTS,
-    STATE,
+    *PER_PARAMETER,
     CASTS,
     ACTIVATIONS,
     INPUTS,
@@ -65,6 +63,9 @@ def lines(result: MemoryEstimate, batch: int | None) -> Iterator[Line]:
     for kind in KINDS:
         if any(kind in column.most for column in columns):
             yield _row(kind, columns, unit, lambda column, kind=kind: column.most.get(kind, 0))  # type: ignore[misc]
+    if result.fsdp is None:
+        each = tuple(f"{column.per_parameter / result.parameters:.2f}" for column in columns)
+        yield Line("bytes a parameter", each, DERIVED)
     yield _row("peak", columns, unit, lambda column: column.peak, strong=True)
     yield Line("peak in", tuple(column.phase for column in columns), "")
     yield _row("reserved", columns, unit, lambda column: column.reserved)
