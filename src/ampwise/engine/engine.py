@@ -54,7 +54,9 @@ from ampwise.engine.telling import telling
 from ampwise.engine.trained import Trained
 from ampwise.engine.window import Weight, Window, shared
 from ampwise.errors import BadInput
+from ampwise.evidence.narrow import NarrowLayers
 from ampwise.finding import Finding
+from ampwise.float8.recipe import Fp8
 from ampwise.sinks.metrics import Row
 from ampwise.trace.replay import Settings
 
@@ -66,8 +68,11 @@ T = TypeVar("T")
 class Engine:
     """The training step, done right: autocast, loss scaling, accumulation, clipping, schedulers, ranks.
 
+    optimizer: one, or several that step together; or one by name, as ``make_optimizer`` takes it, with
+        ``optimizer_options``: ``Engine(model, "adamw8bit", optimizer_options={"lr": 3e-4})``.
     precision: "fp32", "tf32", "fp16", "bf16", or "auto", which goes by what the device runs fast and says why; or a
-        Policy, which has exceptions by module. What the device cannot do is refused.
+        Policy, which has exceptions by module. "bf16-pure" has weights in BF16 too, and updates that are not lost in
+        them: "bf16-pure,kahan", "bf16-pure,bf16-states". What the device cannot do is refused.
     clip_norm, clip_value: clip gradients, in true units, by the norm of all of them or by the value of each.
     accumulate: how many micro-batches make a step. Their losses are averaged, or weighed by ``weight``: a function of
         what the loss function is given, such as ``lambda x, y: (y != padding).sum()``.
@@ -83,6 +88,8 @@ class Engine:
         ``engine.findings``. Until then it costs nothing but that the host is no more than a step ahead of the device.
     capsules: a folder in which such steps are saved, for ``ampwise replay``; or ``Capsules``, which say how to build
         the model there.
+    fp8: with precision "fp8", how its layers are scaled: a recipe by name, "current", "delayed", "tensorwise",
+        "rowwise", "rowwise+hp-weight-grad"; "measured", which takes for each layer what is fastest; or ``Fp8(...)``.
 
     A step whose gradients are not finite changes nothing, in any precision: neither weights nor the state of
     optimizer, scheduler and BatchNorm. With a fused optimizer nothing waits for the GPU.
@@ -98,9 +105,10 @@ class Engine:
     def __init__(
         self,
         model: Module | Sequence[Module],
-        optimizer: Optimizer | Iterable[Optimizer],
+        optimizer: Optimizer | Iterable[Optimizer] | str,
         precision: str | Policy = "auto",
         *,
+        optimizer_options: Mapping[str, Any] | None = None,
         clip_norm: float | None = None,
         clip_value: float | None = None,
         accumulate: int = 1,
@@ -114,11 +122,12 @@ class Engine:
         sinks: Iterable[str | Callable[[Row], None]] | None = None,
         trace: bool = True,
         capsules: Capsules | str | os.PathLike[str] | None = None,
+        fp8: str | Fp8 | None = None,
     ) -> None:
         self._models = checked_models(model)
         # The one by whose names parameters and modules are known.
         self._model = self._models[0] if len(self._models) == 1 else ModuleList(self._models)
-        self._trained = Trained(checked_optimizers(optimizer, self._models), self._models)
+        self._trained = Trained(checked_optimizers(optimizer, self._models, optimizer_options), self._models)
         self._schedules = Schedules(scheduler, self._trained.optimizers)
         self._clipping = Clipping.checked(clip_norm, clip_value)
         self._window = Window(checked_size(accumulate))
@@ -128,7 +137,8 @@ class Engine:
         self._graphs = Graphs(self.device) if graph else None
         chosen, self.why = choose(precision.base if isinstance(precision, Policy) else precision, self.device)
         self.policy = precision if isinstance(precision, Policy) else Policy(precision)
-        self._fitting = self._fitting_for(chosen)
+        self._fp8 = fp8
+        self._fitting = self._fitting_for(chosen, self.policy, fp8)
         self._arithmetic = self._arithmetic_of(chosen)
         self._ranks = Ranks(self._models, process_group)
         if graph and self._ranks.several:
@@ -171,11 +181,12 @@ class Engine:
             capsules,
         )
 
-    def _fitting_for(self, chosen: Precision, policy: Policy | None = None) -> Fitting:
-        return fitting_for(chosen, policy or self.policy, self._models, self._trained.optimizers, self.device)
+    def _fitting_for(self, chosen: Precision, policy: Policy, fp8: str | Fp8 | None) -> Fitting:
+        return fitting_for(chosen, policy, self._models, self._trained.optimizers, self.device, fp8)
 
     def _arithmetic_of(self, chosen: Precision) -> Arithmetic:
-        around = self._fitting.products if chosen.recipe is not None else None
+        bare = type(self._fitting).products is Fitting.products
+        around = None if bare else self._fitting.products
         return Arithmetic(chosen, self.device.type, cached=self._graphs is None, around=around)
 
     def _announce(self) -> None:
@@ -287,7 +298,8 @@ class Engine:
             if factor is not None:  # a number would become a constant of the graph
                 factor = _on_device(factor, self.device)
             given, parameters = (args, kwargs, factor), self._trained.all_parameters
-            share, extra = self._graphs.run(one_pass, loss_fn, self._window.divisor, given, parameters)
+            fixed = (self._window.divisor, self._fitting.phase)
+            share, extra = self._graphs.run(one_pass, loss_fn, fixed, given, parameters)
         if kept is not None and self._bad_steps is not None:
             self._bad_steps.pass_ended(kept, share)
         return share, extra
@@ -460,7 +472,7 @@ class Engine:
         policy = precision if isinstance(precision, Policy) else Policy(precision)
         chosen, why = choose(policy.base, self.device)
         policy.modules(self._model)  # which refuses what matches nothing
-        fitting = self._fitting_for(chosen, policy)
+        fitting = self._fitting_for(chosen, policy, self._fp8 if chosen.name == "fp8" else None)
         self._settle_bad_steps()
         self._fitting.take_off()
         self.policy.apply(self._model).remove()
@@ -530,12 +542,37 @@ class Engine:
     def findings(self) -> list[Finding]:
         """What steps with a bad loss or bad gradients came from; waits for the last step.
 
-        An overflow of gradients that goes away with a lower loss scale is none.
+        An overflow of gradients that goes away with a lower loss scale is none. In FP8, also what layers lose.
         """
-        if self._bad_steps is None:
-            return []
-        self._bad_steps.settle()
-        return list(self._bad_steps.findings)
+        self._settle_bad_steps()
+        explained = [] if self._bad_steps is None else self._bad_steps.findings
+        return [*explained, *self._fitting.findings()]
+
+    def sample_fp8(self) -> None:
+        """Count, in the next step, what FP8 layers are given: ``fp8_report`` and ``findings`` then say what is lost.
+
+        That step runs without torch.compile, and waits for the device.
+        """
+        self._in_fp8("sample_fp8").sample()
+
+    def fp8_report(self) -> NarrowLayers:
+        """Of each FP8 layer's input, weight and gradient: the scale, past magnitudes, what was cut off, what vanishes.
+
+        What delayed scaling counts is there after every step, what vanishes after one that was sampled. Waits for the
+        last step.
+        """
+        report: NarrowLayers = self._in_fp8("fp8_report").report()
+        return report
+
+    @property
+    def fp8_layers(self) -> list[str]:
+        """The names of the layers that run in FP8; none in other precisions."""
+        return getattr(self._fitting, "layers", [])
+
+    def _in_fp8(self, name: str) -> Any:
+        if self.precision != "fp8":
+            raise BadInput(f"engine.{name}(): this engine trains in {self.precision}. It is for precision='fp8'.")
+        return self._fitting
 
     @property
     def explained(self) -> list[Finding]:

@@ -8,6 +8,8 @@ from typing import Any
 
 from torch.optim import Optimizer
 
+from ampwise.finding import Finding
+
 __all__ = ["Fitting"]
 
 AS_IT_IS: AbstractContextManager[Any] = nullcontext()
@@ -18,6 +20,8 @@ class Fitting:
 
     One that was made has changed nothing yet: ``put_on`` does, and comes last, when nothing is refused any more.
     """
+
+    phase = 0  # it goes up when what passes do is another than before: graphs of them are captured anew
 
     def put_on(self) -> None:
         """Change model and optimizers as the precision needs them."""
@@ -35,6 +39,10 @@ class Fitting:
 
     def step_ended(self) -> None:
         """A window is over, whether its step was taken or skipped. Nothing here may wait for the device."""
+
+    def findings(self) -> list[Finding]:
+        """What training in it has lost; may wait for the device."""
+        return []
 
     def state(self) -> dict[str, Any]:
         """For a checkpoint: plain data and tensors."""

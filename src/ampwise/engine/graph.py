@@ -7,6 +7,7 @@ clipping and skips are what they are without graphs.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -101,6 +102,9 @@ class Graphs:
             before = parameter.grad  # of micro-batches of this window
             self._gradients[parameter] = torch.zeros_like(parameter) if before is None else before.clone()
         self._put_gradients_back()
+        # A backward graph that is still somewhere in a cycle holds on to the node that adds up each gradient, which
+        # waits for the stream that it was made on: no capture bears that.
+        gc.collect()
         graph = torch.cuda.CUDAGraph()
         try:
             with torch.cuda.graph(graph, pool=self._pool):

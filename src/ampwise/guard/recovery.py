@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple
 from ampwise.engine.capsules import Capsules
 from ampwise.engine.engine import Engine
 from ampwise.engine.precision.policy import Policy
-from ampwise.engine.precision.precision import facts_of
+from ampwise.engine.precision.precision import EMULATE, facts_of
 from ampwise.evidence.faults import (
     ClimbedBack,
     LossSpike,
@@ -37,6 +37,7 @@ from ampwise.trace.ranges import local
 __all__ = ["Diagnosis", "Recovery", "diagnosis"]
 
 WIDER = ("fp16", "bf16", "tf32", "fp32")  # each has more range or more bits than the one before
+EXACT = ("tf32", "fp32")  # in which no module gains anything from FP32
 SAVED_FROM = 2  # bad steps in a row: one alone is not worth the weights of a model on disk
 
 
@@ -47,6 +48,7 @@ class Diagnosis(NamedTuple):
     words: str = ""
     patterns: tuple[str, ...] = ()  # modules that help if they are kept in FP32: it was tried
     capsule: str = ""
+    narrow: tuple[str, ...] = ()  # layers whose values FP8 does not hold
 
 
 def diagnosis(found: Sequence[Finding]) -> Diagnosis:
@@ -160,10 +162,11 @@ class Recovery:
     # The rungs
 
     def _next_rung(self, facts: Facts) -> bool:
-        found = self._agreement.first_says(diagnosis(self._engine.explained))
+        seen = diagnosis(self._engine.explained)._replace(narrow=_too_narrow(self._engine))
+        found = self._agreement.first_says(seen)
         self._capsule = found.capsule or self._capsule
         goes_back = facts.spike or self._would_change()
-        policy = self._wider(found.patterns)
+        policy = self._wider(found.patterns, found.narrow)
         spike = facts.spike and not facts.bad
         rung = self.standing.rung(goes_back=goes_back, cause=found.kind, wider=policy is not None, spike=spike)
         cause = _cause(facts, len(self.standing.streak), found)
@@ -226,17 +229,23 @@ class Recovery:
         self._last_applied = step
         self._spikes.forget(step + 1)
 
-    def _wider(self, patterns: Sequence[str]) -> Policy | None:
-        """The policy to go on with: modules that are flagged in FP32; else the next precision that the device runs."""
+    def _wider(self, patterns: Sequence[str], narrow: Sequence[str] = ()) -> Policy | None:
+        """The policy to go on with: modules that are flagged in FP32; else the next precision that the device runs.
+
+        Layers that FP8 does not hold go to BF16 first, and all of them next.
+        """
         policy, precision = self._engine.policy, self._engine.precision
         if self._engine.is_graphed:  # the precision is in its graphs
             return None
         known = {rule.pattern for rule in policy.rules}
+        flagged = [name for name in narrow if name not in known]
+        if flagged and len(flagged) < len(self._engine.fp8_layers):
+            return Policy(precision, policy.rules).keep("bf16", *flagged)
         new = [pattern for pattern in patterns if pattern not in known]
-        if new and precision in ("fp16", "bf16"):
+        if new and precision not in EXACT:
             return Policy(precision, policy.rules).keep("fp32", new[0])
         runs = facts_of(self._engine.device).runs
-        wider = next((name for name in WIDER[WIDER.index(precision) + 1 :] if name in runs), None)
+        wider = next((name for name in _wider_than(precision) if name in runs), None)
         return None if wider is None else Policy(wider, policy.rules)
 
     def _widen(self, facts: Facts, cause: str, policy: Policy, goes_back: bool) -> None:
@@ -246,8 +255,9 @@ class Recovery:
             to_step, _ = self._restore(older=False)
             self._engine_is_anew(to_step)
         self._engine.change_precision(policy)
-        modules = tuple(rule.pattern for rule in policy.rules if rule not in rules)
-        kept = f" with {', '.join(modules)} in FP32" if modules else ""
+        new = [rule for rule in policy.rules if rule not in rules]
+        modules = tuple(rule.pattern for rule in new)
+        kept = f" with {', '.join(modules)} in {new[0].precision.upper()}" if new else ""
         self.standing.taken(Move.WIDEN, f"{self._engine.precision.upper()}{kept}")
         self._telling.tell(
             PrecisionChanged(step=facts.number, before=was, after=self._engine.precision, modules=modules, cause=cause),
@@ -277,6 +287,20 @@ class Recovery:
             facts.number,
         )
         raise Stopped(STOPPED, finding.message)
+
+
+def _too_narrow(engine: Engine) -> tuple[str, ...]:
+    """Layers in FP8 that a finding is about."""
+    layers = engine.fp8_layers
+    places = (finding.place.module for finding in (engine.findings if layers else ()))
+    return tuple(dict.fromkeys(name for name in places if name in layers))
+
+
+def _wider_than(precision: str) -> Sequence[str]:
+    """The precisions to try next; of what runs in 16 bits with narrower layers or weights, 16 bits by themselves."""
+    if precision in WIDER:
+        return WIDER[WIDER.index(precision) + 1 :]
+    return WIDER[-1:] if precision.startswith(EMULATE) else WIDER[1:]
 
 
 def _cause(facts: Facts, streak: int, found: Diagnosis) -> str:

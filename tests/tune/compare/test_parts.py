@@ -1,9 +1,5 @@
 """The smaller parts: what is planned, counted, kept, swapped in, and asked of the driver."""
 
-import importlib.util
-import sys
-from types import SimpleNamespace
-
 import pytest
 import torch
 from torch import nn
@@ -11,6 +7,7 @@ from torch import nn
 from ampwise.engine.precision.precision import cpu_facts, gpu_facts
 from ampwise.errors import BadInput, PrecisionUnavailable, UnknownName
 from ampwise.evidence.timing import MatrixProduct
+from ampwise.float8.layer import is_fitted
 from ampwise.hardware import Cpu, Device, find_gpu
 from ampwise.tune.compare import float8, gpu_clocks
 from ampwise.tune.compare.contender import kept_patterns
@@ -102,62 +99,53 @@ def test_why_there_is_no_fp8(monkeypatch):
     monkeypatch.setattr(float8, "read_device", lambda *_: device("NVIDIA A100-SXM4-80GB", "8.0"))
     assert why_no_float8(CUDA) == "NVIDIA A100-SXM4-80GB has no FP8 matrix units."
     monkeypatch.setattr(float8, "read_device", lambda *_: device("NVIDIA H200", "9.0"))
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    assert why_no_float8(CUDA) == "FP8 layers are torchao's, which is not installed: pip install torchao."
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
     assert why_no_float8(CUDA) is None
 
 
-class NarrowLinear(nn.Linear):
-    """As torchao's: made of a linear layer, whose parameters it has."""
-
-    def forward(self, x):
-        return super().forward(x) * 2
+def wide_mlp(batch=8):
+    model = nn.Sequential(nn.Linear(64, 512), nn.Linear(512, 512), nn.Linear(512, 10))
+    return model, (torch.randn(batch, 64),), lambda x: model(x).square().mean()
 
 
-def convert(model, module_filter_fn):
-    for parent in list(model.modules()):
-        for name, child in parent.named_children():
-            if module_filter_fn(child, name):
-                with torch.device("meta"):
-                    narrow = NarrowLinear(child.in_features, child.out_features)
-                narrow.weight, narrow.bias = child.weight, child.bias
-                setattr(parent, name, narrow)
-    return model
+def narrow(model):
+    return [name for name, module in model.named_modules() if is_fitted(module)]
 
 
-@pytest.fixture
-def torchao(monkeypatch):
-    monkeypatch.setitem(sys.modules, "torchao", SimpleNamespace(__path__=[]))
-    monkeypatch.setitem(sys.modules, "torchao.float8", SimpleNamespace(convert_to_float8_training=convert))
-
-
-def test_fp8_layers_are_there_for_a_while_and_share_their_parameters(torchao):
-    model = nn.Sequential(nn.Linear(16, 32), nn.Sequential(nn.Linear(32, 16)), nn.Linear(16, 10))
-    before, parameters = list(model.modules()), list(model.parameters())
+def test_fp8_layers_are_there_for_a_while_in_the_modules_that_are_there():
+    model, (x,), _ = wide_mlp()
+    before, parameters, plain = list(model.modules()), list(model.parameters()), model(x)
     layers = Float8Layers(model)
-    assert len(layers) == 2, "10 is no multiple of 16"
-    assert list(model.modules()) == before
-    with layers.on():
-        assert [type(model[0]), type(model[1][0]), type(model[2])] == [NarrowLinear, NarrowLinear, nn.Linear]
-        assert all(one is other for one, other in zip(model.parameters(), parameters, strict=True))
-    assert list(model.modules()) == before
+    assert len(layers) == 1, "the first and the last stay wide"
+    made = []
+    for _ in range(2):
+        with layers.on():
+            assert narrow(model) == ["1"]
+            assert all(one is other for one, other in zip(model.parameters(), parameters, strict=True))
+            assert not torch.equal(model(x), plain)
+            made.append(model[1].fp8_layer)
+        assert list(model.modules()) == before
+        assert torch.equal(model(x), plain)
+    assert made[0] is made[1], "or torch.compile would compile anew"
 
 
-def test_fp8_layers_are_taken_out_after_a_failure(torchao):
-    model = nn.Sequential(nn.Linear(16, 16))
-    layers = Float8Layers(model)
-    with pytest.raises(ZeroDivisionError), layers.on():
+def test_fp8_layers_are_taken_off_after_a_failure():
+    model, _, _ = wide_mlp()
+    with pytest.raises(ZeroDivisionError), Float8Layers(model).on():
         1 / 0  # noqa: B018
-    assert type(model[0]) is nn.Linear
+    assert not narrow(model)
 
 
-def test_an_fp8_contender_runs_with_them(torchao):
-    _, (fp8,) = fielded(mlp, "fp8")
+def test_a_model_without_fp8_layers_is_told_so():
+    with pytest.raises(BadInput, match="no linear layer of this model becomes FP8: 0: first layer: it sees the data"):
+        Float8Layers(nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16)))
+
+
+def test_an_fp8_contender_runs_with_them():
+    _, (fp8,) = fielded(wide_mlp, "fp8")
     with fp8.turn():
-        assert type(fp8.step.subject.model[0]) is NarrowLinear
+        assert narrow(fp8.step.subject.model) == ["1"]
         assert torch.isfinite(fp8())
-    assert type(fp8.step.subject.model[0]) is nn.Linear
+    assert not narrow(fp8.step.subject.model)
 
 
 # What is kept in FP32

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
-from ampwise.engine.precision.precision import AUTO, BEYOND, EMULATE, PRECISIONS, precision_named
+from ampwise.engine.precision.precision import AUTO, BEYOND, PRECISIONS, WITH_OPTIONS, precision_named
 from ampwise.engine.precision.region import checked, forward_in, is_forward_in
 from ampwise.engine.precision.table import Line, table
 from ampwise.errors import AmpwiseError, BadInput, UnknownName
@@ -65,8 +65,8 @@ class Policy:
     def __post_init__(self) -> None:
         if not isinstance(self.base, str):
             raise BadInput(f"Policy({self.base!r}): a precision is expected by name: {_listed(BASES)}.")
-        if self.base.startswith(EMULATE):
-            precision_named(self.base)  # which refuses what is no format
+        if self.base.startswith(WITH_OPTIONS):
+            precision_named(self.base)  # which refuses what is no format, or no option
         elif self.base not in BASES:
             raise UnknownName("precision", self.base, BASES, listing=f"Policy() takes {_listed(BASES)}.")
         if not isinstance(self.rules, tuple) or not all(isinstance(rule, Kept) for rule in self.rules):
@@ -146,6 +146,10 @@ class Policy:
             raise BadInput(f"Policy.from_dict(): {error}") from error
         return policy
 
+    def patterns(self, model: nn.Module) -> dict[nn.Module, str]:
+        """The modules that a rule is for, and the pattern of that rule."""
+        return {module: rule.pattern for module, rule in self._decided(model).items()}
+
     def _decided(self, model: nn.Module) -> dict[nn.Module, Kept]:
         """The rule for each module that has one."""
         if not isinstance(model, nn.Module):
@@ -165,6 +169,7 @@ class Policy:
     def _lines(self, model: nn.Module) -> tuple[Counter[str], list[Line]]:
         """How many parameters run how, one shared by modules counted once for each precision, and the table's lines."""
         decided, named = self._decided(model), named_modules(model)
+        by_layer = _fp8_layers(model, self.patterns(model)) if self.base == "fp8" else {}
         lines: list[Line] = []
         running: dict[str, dict[nn.Parameter, int]] = {}
         shown: set[nn.Module] = set()
@@ -174,12 +179,13 @@ class Policy:
                 continue
             above = next((part for part in _upwards(name) if named.get(part) in decided), None)
             rule = Kept("", self.base) if above is None else decided[named[above]]
+            precision, why = by_layer.get(module, (self.base, "base")) if above is None else (rule.precision, "")
             line = Line(
                 path=tuple(name.split(".")) if name else (),
                 kind=type(module).__name__,
                 parameters=sum(own.values()),
-                precision=rule.precision,
-                why=f"kept by {rule.pattern!r}" if rule.pattern else "base",
+                precision=precision,
+                why=f"kept by {rule.pattern!r}" if rule.pattern else why,
                 inside=0 if above in (None, name) else above.count(".") + 1,
             )
             lines.append(line)
@@ -258,6 +264,12 @@ def _called(module: nn.Module) -> Iterator[nn.Module]:
     for name, child in named_modules(module).items():
         if name and "." not in name:  # what is wrapped rather than its wrapper
             yield from _called(child)
+
+
+def _fp8_layers(model: nn.Module, kept: dict[nn.Module, str]) -> dict[nn.Module, tuple[str, str]]:
+    from ampwise.float8.decided import described  # which few need, and which asks for names here
+
+    return described(model, kept)
 
 
 def _count(parameter: nn.Parameter) -> int:

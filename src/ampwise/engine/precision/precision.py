@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -18,12 +18,14 @@ from ampwise.errors import BadInput, PrecisionUnavailable, UnknownName
 from ampwise.hardware.cpu import BF16_FEATURES, FEATURES, Cpu, describe_cpu
 from ampwise.hardware.device import Device
 from ampwise.hardware.torch_facts import read_device
+from ampwise.low_bit.pure import PURE, Pure, pure_from
 
 __all__ = [
     "AUTO",
     "BEYOND",
     "EMULATE",
     "PRECISIONS",
+    "WITH_OPTIONS",
     "Chosen",
     "Facts",
     "Precision",
@@ -48,6 +50,7 @@ class Precision:
     # The format of the matrix units without which a GPU is refused: torch would emulate it, or ignore the wish.
     units: str | None = None
     recipe: Recipe | None = None  # of products that are emulated
+    pure: Pure | None = None  # weights in BF16, and how
 
 
 # What torch does by itself: autocast, and switches.
@@ -65,13 +68,14 @@ BEYOND: dict[str, Precision] = {
     precision.name: precision
     for precision in (
         Precision(name="fp8", dtype=torch.bfloat16, scaled=False, tf32=None, units="fp8"),
-        Precision(name="bf16-pure", dtype=torch.bfloat16, scaled=False, tf32=None, units="bf16"),
+        Precision(name=PURE, dtype=torch.bfloat16, scaled=False, tf32=None, units="bf16", pure=Pure()),
     )
 }
 ALL = {**PRECISIONS, **BEYOND}
 AUTO = "auto"
 EMULATE = "emulate:"  # and a format: products on values rounded to it, on any device
 EXAMPLE = f"{EMULATE}mxfp8"
+WITH_OPTIONS = (EMULATE, f"{PURE},")  # what names begin with that are more than a name
 
 # What others call them. Only to say the right name: one name for each thing is enough.
 OTHER_NAMES = {
@@ -117,10 +121,11 @@ def decide(asked: str, facts: Facts) -> Chosen:
     """The same, from facts alone. ``asked`` is "auto" or a precision by its name."""
     if asked == AUTO:
         return Chosen(PRECISIONS[facts.best], facts.why)
-    if asked in facts.lacks:
+    plain = asked.partition(",")[0]
+    if plain in facts.lacks:
         emulated = f"What it lacks can be emulated: precision='{EMULATE}e4m3'. " if asked == "fp8" else ""
         raise PrecisionUnavailable(
-            f"Engine(precision={asked!r}): {facts.lacks[asked]} It runs {', '.join(facts.runs)}. "
+            f"Engine(precision={asked!r}): {facts.lacks[plain]} It runs {', '.join(facts.runs)}. "
             f"{emulated}Use precision='auto' to let ampwise choose."
         )
     return Chosen(precision_named(asked), "asked for")
@@ -132,8 +137,11 @@ def precision_named(name: str) -> Precision:
     >>> precision_named("emulate:mxfp8").recipe.forward.name
     'mxfp8_e4m3'
     """
-    if not name.startswith(EMULATE):
+    if not name.startswith(WITH_OPTIONS):
         return ALL[_checked(name)]
+    if name.startswith(PURE):
+        pure = pure_from(name)
+        return replace(BEYOND[PURE], name=pure.text, pure=pure)
     recipe = recipe_from(name.removeprefix(EMULATE))
     return Precision(
         name=f"{EMULATE}{recipe.text}", dtype=None, scaled=recipe.needs_loss_scale, tf32=False, recipe=recipe
@@ -246,7 +254,7 @@ def _checked(asked: Any) -> str:
         raise BadInput(f"Engine(precision={asked!r}): a name is expected. {hint}The precisions are {names}.")
     if asked == AUTO or asked in ALL:
         return asked
-    if asked.startswith(EMULATE):
+    if asked.startswith(WITH_OPTIONS):
         return precision_named(asked).name
     # "float16" looks as much like bf16 as like fp16: where the right name is known, there is no guess.
     guesses = () if hint else (AUTO, *ALL)

@@ -1,24 +1,26 @@
-"""FP8 linear layers by torchao, put into a model for a while: they have the same parameters."""
+"""FP8 linear layers, on a model for a while: those of ``Engine(precision="fp8")``, with its default recipe."""
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
 
 import torch
 from torch import nn
 
+from ampwise.errors import BadInput
+from ampwise.float8.checking import refuse_wrong_kernels
+from ampwise.float8.choosing import choices
+from ampwise.float8.layer import fit, unfit
+from ampwise.float8.layers import made
+from ampwise.float8.recipe import Fp8
 from ampwise.hardware.torch_facts import read_device
 
 __all__ = ["AROUND", "FP8", "Float8Layers", "why_no_float8"]
 
 FP8 = "fp8"
 AROUND = "bf16"  # what the other layers run in
-LIBRARY = "torchao"
-MULTIPLE = 16  # of both sizes of a layer, without which the matrix units take no FP8
+RECIPE = Fp8()
 
 
 def why_no_float8(device: torch.device) -> str | None:
@@ -28,50 +30,35 @@ def why_no_float8(device: torch.device) -> str | None:
     found = read_device(torch, torch.cuda.current_device() if device.index is None else device.index)
     if not found.has_matrix_units(FP8):
         return f"{found.name} has no FP8 matrix units."
-    if importlib.util.find_spec(LIBRARY) is None:
-        return f"FP8 layers are {LIBRARY}'s, which is not installed: pip install {LIBRARY}."
     return None
 
 
 class Float8Layers:
-    """The model's linear layers in FP8, each beside the one whose parameters it has."""
+    """The linear layers of a model that become FP8 by default."""
 
     def __init__(self, model: nn.Module, around: Callable[[], AbstractContextManager[object]] = nullcontext) -> None:
         self._around = around  # entered with them in the model
-        before = _children(model)
-        convert: Any = importlib.import_module(f"{LIBRARY}.float8").convert_to_float8_training
-        convert(model, module_filter_fn=_takes_float8)
-        after = _children(model)
-        self._pairs = [(*place, before[place], after[place]) for place in before if after[place] is not before[place]]
-        self._put(fp8=False)
+        found = choices(model, {}, RECIPE)
+        for device in {module.weight.device for module in found}:
+            refuse_wrong_kernels(RECIPE, device)
+        self._layers = {
+            module: made(module, RECIPE) for module, choice in found.items() if choice.recipe == RECIPE.recipe
+        }
+        if not self._layers:
+            why = next((f": {choice.name or 'the model itself'}: {choice.why}" for choice in found.values()), "")
+            raise BadInput(f"fp8: no linear layer of this model becomes FP8{why}. Leave it out of the comparison.")
 
     def __len__(self) -> int:
-        return len(self._pairs)
+        return len(self._layers)
 
     @contextmanager
     def on(self) -> Iterator[None]:
-        """While inside, the model has them."""
-        self._put(fp8=True)
+        """While inside, they run in FP8."""
+        for module, how in self._layers.items():
+            fit(module, how)
         try:
             with self._around():
                 yield
         finally:
-            self._put(fp8=False)
-
-    def _put(self, *, fp8: bool) -> None:
-        for parent, name, plain, narrow in self._pairs:
-            parent._modules[name] = narrow if fp8 else plain
-
-
-def _children(model: nn.Module) -> dict[tuple[nn.Module, str], nn.Module]:
-    """Where each module stands."""
-    return {
-        (parent, name): child
-        for parent in model.modules()
-        for name, child in parent._modules.items()
-        if child is not None
-    }
-
-
-def _takes_float8(module: nn.Module, _: str) -> bool:
-    return isinstance(module, nn.Linear) and not (module.in_features % MULTIPLE or module.out_features % MULTIPLE)
+            for module in self._layers:
+                unfit(module)

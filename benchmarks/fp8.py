@@ -1,0 +1,188 @@
+"""What FP8 gains over BF16: whole training steps, compiled, of models by ampwise's recipes and by torchao's own.
+
+    python -m benchmarks.fp8
+    python -m benchmarks.fp8 --part d4096
+
+gpt1300m, d4096   a GPT of 1.3 B parameters, and one of 8 layers and width 4096: BF16 against every recipe.
+never_slower      fp8="measured" against BF16 on the four models of benchmarks/subjects.py, eager and compiled.
+
+Each contender takes turns with BF16, and a ratio is the median of those within a round.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import statistics
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from ampwise import Engine
+from ampwise.tune.subject import Subject, maker_of
+from benchmarks import subjects
+from benchmarks.gpt import Shape
+from benchmarks.harness import Contender, Result, Times, alternate, note, publish_parts
+from benchmarks.subjects import GPT_1_3B
+
+__all__ = ["main"]
+
+D4096 = Shape(name="GPT d=4096 8 layers", layers=8, width=4096, heads=32, vocabulary=50304, length=1024, batch=8)
+COLUMNS = ["contender", "step ms", "× over BF16", "low", "high", "loss", "peak GiB", "layers in FP8"]
+CLAIM = (
+    "Whole training steps (forward, backward, clip to 1.0, fused AdamW), compiled, each in turns with BF16; × is the "
+    "median of ratios within a round, low and high the least and the most."
+)
+OURS = ("current", "delayed", "measured")
+TORCHAO = ("tensorwise", "rowwise")
+BF16 = "BF16"
+ROUNDS, CALLS = 7, 3
+
+
+class Trained:
+    """A model in training: a contender, and what is to be said of it."""
+
+    def __init__(
+        self, name: str, make: Callable[..., Any], fp8: str | None, *, converted: str = "", compiled: bool
+    ) -> None:
+        torch.manual_seed(0)
+        self.name = name
+        self.subject: Subject = maker_of(make, name).make(torch.device("cuda"))
+        if converted:
+            _convert(self.subject.model, converted)
+        optimizer = torch.optim.AdamW(self.subject.parameters, lr=1e-5, fused=True)
+        model = self.subject.model
+        self.engine = Engine(model, optimizer, "bf16" if fp8 is None else "fp8", fp8=fp8, clip_norm=1.0)
+        if compiled:
+            model.compile(dynamic=False)
+
+    def __call__(self) -> None:
+        self.last = self.engine.step(self.subject.loss_fn, *self.subject.args, **self.subject.kwargs)
+
+    @property
+    def layers(self) -> int:
+        """In FP8."""
+        modules = self.subject.model.modules()
+        return sum("forward" in each.__dict__ or type(each).__name__ == "Float8Linear" for each in modules)
+
+
+def _convert(model: nn.Module, recipe: str) -> None:
+    float8: Any = importlib.import_module("torchao.float8")
+    float8.convert_to_float8_training(model, config=float8.Float8LinearConfig.from_recipe_name(recipe))
+
+
+def raced(wide: Trained, other: Trained) -> tuple[Times, Times, float]:
+    """Both in turns; the peak is the other's."""
+    for _ in range(4):
+        other()
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    for _ in range(2):
+        other()
+    torch.cuda.synchronize()
+    peak = torch.cuda.max_memory_allocated() - before + _held(other)
+    mine, its = alternate(
+        [Contender(name=wide.name, work=wide), Contender(name=other.name, work=other)], rounds=ROUNDS, calls=CALLS
+    )
+    return mine, its, peak / 2**30
+
+
+def _held(trained: Trained) -> int:
+    """Weights and the optimizer's state."""
+    states = [each for state in trained.engine.optimizers[0].state.values() for each in state.values()]
+    tensors = [*trained.subject.model.parameters(), *(each for each in states if isinstance(each, torch.Tensor))]
+    return sum(each.numel() * each.element_size() for each in tensors)
+
+
+def row(wide: Trained, other: Trained) -> list[str | float]:
+    mine, its, peak = raced(wide, other)
+    ratios = [a / b for a, b in zip(mine.ms, its.ms, strict=True)]
+    found: list[str | float] = [
+        other.name, its.median_ms, statistics.median(ratios), min(ratios), max(ratios), other.last.loss, peak,
+        other.layers,
+    ]  # fmt: skip
+    note(f"{other.name}: {its.median_ms:.4g} ms, ×{statistics.median(ratios):.3f}, loss {other.last.loss:.4f}")
+    return found
+
+
+def speed(name: str, shape: Shape, wanted: float) -> Result:
+    def make(batch: int = shape.batch) -> Any:
+        return subjects._gpt(shape)
+
+    torch._dynamo.reset()
+    result = Result(
+        name=f"fp8_{name}_gpu", title=f"FP8, {shape.name}, {shape.tokens} tokens", claim=CLAIM, columns=COLUMNS
+    )
+    wide = Trained(BF16, make, None, compiled=True)
+    for _ in range(3):
+        wide()
+    result.rows.append(row(wide, wide))
+    for recipe in OURS:
+        result.rows.append(tried(wide, f"ampwise {recipe}", make, recipe, ""))
+    for recipe in TORCHAO:
+        result.rows.append(tried(wide, f"torchao {recipe}, converted by itself", make, None, recipe))
+    result.notes.append(f"Wanted: ≥ {wanted} over BF16.")
+    return result
+
+
+def tried(wide: Trained, name: str, make: Callable[..., Any], fp8: str | None, converted: str) -> list[str | float]:
+    try:
+        return row(wide, Trained(name, make, fp8, converted=converted, compiled=True))
+    except Exception as error:  # one that fails is a row too
+        note(f"{name}: {type(error).__name__}: {error}"[:500])
+        return [name, *["-"] * (len(COLUMNS) - 2), f"{type(error).__name__}: {error}"[:80].partition("\n")[0]]
+    finally:
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
+def never_slower() -> Result:
+    result = Result(
+        name="fp8_measured_gpu",
+        title='fp8="measured" against BF16',
+        claim="Whole training steps in turns; noise is BF16 against itself, the most that a round is off.",
+        columns=["model", "BF16 ms", "FP8 ms", "× over BF16", "low", "high", "noise ±%", "layers in FP8"],
+    )
+    makers = (subjects.gpt2, subjects.resnet50, subjects.gpt_1_3b, subjects.relevance)
+    for make in makers:
+        for compiled in (False, True):
+            torch._dynamo.reset()
+            result.rows.append(_against(make, compiled))
+            gc.collect()
+            torch.cuda.empty_cache()
+    return result
+
+
+def _against(make: Callable[..., Any], compiled: bool) -> list[str | float]:
+    name = f"{make.__name__}, {'compiled' if compiled else 'eager'}"
+    note(name)
+    wide = Trained(BF16, make, None, compiled=compiled)
+    narrow = Trained(name, make, "measured", compiled=compiled)
+    for _ in range(3):
+        wide()
+    first, second, _ = raced(wide, wide)
+    noise = max(abs(a / b - 1) for a, b in zip(first.ms, second.ms, strict=True))
+    mine, its, _ = raced(wide, narrow)
+    ratios = [a / b for a, b in zip(mine.ms, its.ms, strict=True)]
+    note(f"{name}: ×{statistics.median(ratios):.3f}")
+    return [
+        name, mine.median_ms, its.median_ms, statistics.median(ratios), min(ratios), max(ratios), 100 * noise,
+        narrow.layers,
+    ]  # fmt: skip
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parts: dict[str, Callable[[], Result]] = {
+        "d4096": lambda: speed("d4096", D4096, 1.30),
+        "gpt1300m": lambda: speed("gpt1300m", GPT_1_3B, 1.15),
+        "never_slower": never_slower,
+    }
+    assert __doc__ is not None
+    publish_parts("fp8", __doc__.partition("\n")[0], parts, tuple(parts), arguments)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,46 @@
+"""The largest magnitude of a tensor, in one read: reductions that torch.compile makes of it take several times as long.
+
+``casting.amax_of`` defines it by torch's norm.
+"""
+
+# Constants of a Triton kernel are arguments in capitals.
+# ruff: noqa: N803
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ampwise.census.launch import launching_on
+
+__all__ = ["amax_kernel", "launch_amax"]
+
+BLOCK = 4096  # values at a time: four 16-byte loads of BF16 for each thread
+WARPS = 8
+PROGRAMS = 132 * 8  # enough to fill a Hopper; each adds one atomic operation
+
+
+@triton.jit
+def amax_kernel(source, target, size, BLOCK: tl.constexpr, PROGRAMS: tl.constexpr):
+    """One share of the values. As integers magnitudes keep their order, and NaN is the largest."""
+    first = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    largest = tl.zeros([BLOCK], tl.int32)
+    for start in range(0, size, BLOCK * PROGRAMS):
+        place = first + start
+        x = tl.load(source + place, mask=place < size, other=0.0).to(tl.float32)
+        bits = tl.abs(x).to(tl.int32, bitcast=True)
+        largest = tl.where(bits > largest, bits, largest)
+    tl.atomic_max(target, tl.max(largest, 0))
+
+
+def launch_amax(x: Tensor) -> Tensor:
+    """On the device, in FP32."""
+    x = x.contiguous()
+    found = torch.zeros((), dtype=torch.int32, device=x.device)
+    programs = min(triton.cdiv(x.numel(), BLOCK), PROGRAMS)
+    if programs:
+        with launching_on(x.device):
+            amax_kernel[(programs,)](x, found, x.numel(), BLOCK=BLOCK, PROGRAMS=programs, num_warps=WARPS)
+    return found.view(torch.float32)

@@ -1,0 +1,100 @@
+"""FP8 layers by torchao: its recipes, on the layers as they are; and its all-gather in FP8 under FSDP2."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import re
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor, nn
+
+from ampwise.errors import BadInput, MissingDependency
+from ampwise.float8.choosing import choices
+from ampwise.float8.product import out_dtype
+from ampwise.float8.recipe import RECIPES, TORCHAO, fp8_from
+
+__all__ = ["ByTorchao", "float8_of_torchao", "prepare"]
+
+LOWEST, BELOW = (0, 12), (1, 0)  # versions: recipes by name, as they are called here
+SETTINGS = ("config", "linear_mm_config")  # attributes that its forward reads besides parameters
+GET_IT = "pip install 'ampwise[fp8]'"
+
+# What torchao calls them.
+NAMES = {"tensorwise": "tensorwise", "rowwise": "rowwise", "rowwise+hp-weight-grad": "rowwise_with_gw_hp"}
+
+
+class ByTorchao:
+    """A layer that computes as torchao's does, with the module's own parameters."""
+
+    def __init__(self, recipe: str, *, emulate: bool = False) -> None:
+        float8 = float8_of_torchao(recipe)
+        config = _config(float8, recipe, emulate=emulate)
+        # One of torchao's, for what its forward goes by; parameters are the module's, which FSDP may replace.
+        made: Any = float8.convert_to_float8_training(nn.Linear(16, 16, device="meta"), config=config)
+        self._forward = type(made).forward
+        self._settings = {name: getattr(made, name) for name in SETTINGS}
+
+    def put_on(self, module: nn.Linear) -> None:
+        """What torchao's forward looks for on a layer."""
+        module.__dict__.update(self._settings)
+
+    def take_off(self, module: nn.Linear) -> None:
+        for name in SETTINGS:
+            module.__dict__.pop(name, None)
+
+    def __call__(self, module: nn.Linear, x: Tensor) -> Tensor:
+        out: Tensor = self._forward(module, x.to(out_dtype(x)))  # torchao asks for CUDA's autocast alone
+        return out
+
+
+def prepare(model: nn.Module, fp8: Any = "tensorwise", *, all_gather: bool = True, emulate: bool = False) -> nn.Module:
+    """Put torchao's FP8 layers into a model before ``fully_shard``, so that FSDP2 gathers weights in FP8.
+
+    ``Engine(model, optimizer, precision="fp8")`` finds them there. Which layers: as in the engine; returns the model,
+    changed. The optimizer is made after ``fully_shard``, as always.
+    """
+    asked = fp8_from(fp8)
+    if asked.made_by != TORCHAO or (all_gather and asked.recipe != "tensorwise"):
+        has = "tensorwise" if all_gather else ", ".join(NAMES)
+        raise BadInput(f"prepare(fp8={asked.recipe!r}): torchao gathers weights in FP8 with its recipe {has!r} only.")
+    float8 = float8_of_torchao(asked.recipe)
+    config = _config(float8, asked.recipe, emulate=emulate, enable_fsdp_float8_all_gather=all_gather)
+    chosen = {module for module, choice in choices(model, {}, asked).items() if choice.fp8}
+    converted: nn.Module = float8.convert_to_float8_training(
+        model, module_filter_fn=lambda module, _: module in chosen, config=config
+    )
+    return converted
+
+
+def float8_of_torchao(recipe: str) -> Any:
+    """``torchao.float8``; an error that says how to get it where it is missing, or of another version."""
+    asked = f"Fp8({recipe!r})"
+    others = ", ".join(repr(name) for name, backends in RECIPES.items() if backends[0] != TORCHAO)
+    try:
+        found = importlib.metadata.version(TORCHAO)
+        float8 = importlib.import_module(f"{TORCHAO}.float8")
+    except (ImportError, importlib.metadata.PackageNotFoundError) as error:
+        raise MissingDependency(
+            f"{asked}: its layers are torchao's, which is not installed or does not load ({_line(error)}). "
+            f"Get it: {GET_IT}; or use {others}, which need nothing."
+        ) from error
+    numbers = tuple(int(number) for number in re.findall(r"\d+", found)[:2])
+    if not LOWEST <= numbers < BELOW:
+        low, high = (".".join(map(str, each)) for each in (LOWEST, BELOW))
+        raise MissingDependency(
+            f"{asked}: torchao {found} is installed, and {low} or later is needed, below {high}. Get it: {GET_IT}; or "
+            f"use {others}, which need nothing."
+        )
+    return float8
+
+
+def _config(float8: Any, recipe: str, **changes: Any) -> Any:
+    config = float8.Float8LinearConfig.from_recipe_name(NAMES[recipe])
+    changes = {key: value for key, value in changes.items() if value}
+    return replace(config, **changes) if changes else config
+
+
+def _line(error: BaseException) -> str:
+    return str(error).strip().partition("\n")[0]

@@ -1,0 +1,139 @@
+"""From a matrix to FP8: scaled by a power of two, as it lies and transposed, in one read.
+
+The scale is a power of two, so that scaling rounds nothing, and what is lost is what the format loses: the census of a
+tensor, shifted, tells it. ``reference`` defines what the kernel must do, and does it where there is no GPU.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+__all__ = [
+    "ALIGNMENT",
+    "AMAX",
+    "E4M3",
+    "E5M2",
+    "INVERSE",
+    "SATURATED",
+    "Cast",
+    "amax_of",
+    "cast",
+    "reference",
+    "scales_of",
+]
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+LIMITS = {E4M3: 448.0, E5M2: 57344.0}
+TOPS = {E4M3: 8, E5M2: 15}  # both limits are 1.75 · 2**top
+ALIGNMENT = 16  # of the sizes of an FP8 product
+
+# What is known of a cast: what to multiply by to undo the scale, the largest magnitude, how many values were cut off.
+INVERSE, AMAX, SATURATED = range(3)
+
+MANTISSA_BITS, BIAS = 23, 127  # of FP32
+MANTISSA_OF_1_75 = 0x600000
+LARGEST_EXPONENT = 126  # so that a scale and its inverse are both normal numbers
+
+
+class Cast(NamedTuple):
+    """A matrix in FP8."""
+
+    rows: Tensor  # as it lies; nothing where it is not wanted
+    columns: Tensor  # transposed, filled up with zeros to a multiple of 16; nothing where it is not wanted
+    facts: Tensor  # INVERSE, AMAX, SATURATED, in FP32
+
+
+def cast(x: Tensor, number: Tensor, *, current: bool, e5m2: bool, rows: bool, columns: bool) -> Cast:
+    """A matrix in FP8. ``number`` is its largest magnitude, from which the scale follows (``current``), or the scale.
+
+    Values beyond the format's largest are cut off there. What is not finite becomes NaN; with ``current`` all of it
+    does, by way of INVERSE.
+    """
+    return Cast(*cast_fp8(x, number, current, e5m2, rows, columns))
+
+
+@torch.library.custom_op("ampwise::amax_fp8", mutates_args=())
+def amax_of(x: Tensor) -> Tensor:
+    """The largest magnitude, in FP32, on the device; NaN where there is one."""
+    if x.device.type != "cuda":
+        found: Tensor = torch.linalg.vector_norm(x, torch.inf, dtype=torch.float32)
+        return found
+    from ampwise.float8.amax_kernel import launch_amax  # Triton, which only a GPU needs
+
+    return launch_amax(x)
+
+
+@amax_of.register_fake
+def _(x: Tensor) -> Tensor:
+    return x.new_empty((), dtype=torch.float32)
+
+
+def scales_of(amax: Tensor, top: int | Tensor, margin: int = 0) -> Tensor:
+    """The largest powers of two that take magnitudes to no more than 1.75 · 2**(top - margin)."""
+    bits = amax.contiguous().view(torch.int32)
+    over = (bits & ((1 << MANTISSA_BITS) - 1)) > MANTISSA_OF_1_75
+    exponents = top - margin - ((bits >> MANTISSA_BITS) - BIAS) - over.int()
+    exponents = exponents.clamp(-LARGEST_EXPONENT, LARGEST_EXPONENT)
+    return ((exponents + BIAS) << MANTISSA_BITS).to(torch.int32).view(torch.float32)
+
+
+@torch.library.custom_op("ampwise::cast_fp8", mutates_args=())
+def cast_fp8(
+    x: Tensor, number: Tensor, current: bool, e5m2: bool, rows: bool, columns: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """One operation, so that torch.compile leaves it whole."""
+    if x.device.type != "cuda":
+        return reference(x, number, current, e5m2, rows, columns)
+    from ampwise.float8.kernel import launch_cast  # Triton, which only a GPU needs
+
+    return launch_cast(x, number, current, e5m2, rows, columns)
+
+
+@cast_fp8.register_fake
+def _(x: Tensor, number: Tensor, current: bool, e5m2: bool, rows: bool, columns: bool) -> tuple[Tensor, Tensor, Tensor]:
+    return empty(x, e5m2, rows, columns)
+
+
+def empty(x: Tensor, e5m2: bool, rows: bool, columns: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Room for the results."""
+    height, width = x.shape
+    dtype = E5M2 if e5m2 else E4M3
+    return (
+        x.new_empty((height, width) if rows else (0, 0), dtype=dtype),
+        x.new_empty((width, filled(height)) if columns else (0, 0), dtype=dtype),
+        x.new_empty(3, dtype=torch.float32),
+    )
+
+
+def filled(size: int) -> int:
+    """Up to a multiple of 16."""
+    return (size + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT
+
+
+def reference(
+    x: Tensor, number: Tensor, current: bool, e5m2: bool, rows: bool, columns: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The same by torch's operations."""
+    dtype = E5M2 if e5m2 else E4M3
+    limit = LIMITS[dtype]
+    wide = x.float()
+    finite = wide.isfinite()
+    scale = scales_of(number, TOPS[dtype]) if current else number
+    scaled = wide * scale
+    values = torch.where(finite, scaled.clamp(-limit, limit), torch.nan).to(dtype)
+    by_rows, by_columns, facts = empty(x, e5m2, rows, columns)
+    if rows:
+        by_rows = values
+    if columns:
+        by_columns = torch.zeros_like(by_columns.view(torch.uint8)).view(dtype)
+        by_columns[:, : x.shape[0]] = values.t()
+    if current:
+        facts[INVERSE] = torch.where(number.isfinite(), 1 / scale, torch.nan)
+        facts[AMAX], facts[SATURATED] = number, 0
+    else:
+        facts[INVERSE], facts[AMAX] = 1 / scale, amax_of(x) if x.numel() else 0
+        facts[SATURATED] = (finite & (scaled.abs() > limit)).sum()
+    return by_rows, by_columns, facts

@@ -1,0 +1,136 @@
+"""A linear layer as three products of FP8 matrices: the output, the input's gradient and the weight's.
+
+What is kept for the backward pass is the FP8 copy of the input, transposed as the weight's gradient needs it: half of
+what BF16 keeps. Formats: E4M3 forward; gradients in E5M2, or E4M3 by recipe. Sums are FP32's.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ampwise.errors import BadInput
+from ampwise.float8.casting import AMAX, INVERSE, Cast, amax_of, cast
+
+__all__ = ["linear", "multiplied", "out_dtype"]
+
+NOTHING = (None,) * 4  # for what has no gradient: the scales and settings
+
+
+def linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, scales: Tensor | None, slot: Tensor | None, e5m2: bool
+) -> Tensor:
+    """``F.linear`` with products in FP8.
+
+    scales: of input, weight and gradient; None where they follow from what the tensors hold now.
+    slot: whose gradient will be what was seen of the three, a line each: the largest magnitude, and how many values
+        were cut off. A backward pass has no other way out that torch.compile knows.
+    """
+    dtype = out_dtype(x)
+    if not x.numel():
+        return F.linear(x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
+    # As autocast does: what computes x writes half the bytes then, in a compiled model.
+    matrix = x.to(dtype).reshape(-1, x.shape[-1])
+    apply: Any = _Linear.apply
+    out: Tensor = apply(matrix, weight, bias, slot, scales, e5m2, dtype, torch.is_grad_enabled())
+    return out.reshape(*x.shape[:-1], weight.shape[0])
+
+
+def out_dtype(x: Tensor) -> torch.dtype:
+    """What autocast makes of it, or what it has."""
+    kind = x.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        slot: Tensor | None,
+        scales: Tensor | None,
+        e5m2: bool,
+        dtype: torch.dtype,
+        keeps: bool,
+    ) -> Tensor:
+        by_x, by_weight = (keeps and needed for needed in ctx.needs_input_grad[:2])
+        x8 = _cast(x, scales, 0, e5m2=False, rows=True, columns=by_weight)
+        weight8 = _cast(weight, scales, 1, e5m2=False, rows=True, columns=by_x)
+        ctx.save_for_backward(x8.columns, weight8.columns, x8.facts, weight8.facts, scales)
+        ctx.e5m2, ctx.x_dtype, ctx.weight_dtype = e5m2, x.dtype, weight.dtype
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        return multiplied(x8.rows, weight8.rows, x8.facts, weight8.facts, dtype, bias=bias, fast=True)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        _refuse_second_derivative()
+        x, weight, x_facts, weight_facts, scales = ctx.saved_tensors
+        by_x, by_weight, by_bias, by_slot = ctx.needs_input_grad[:4]
+        of_x = of_weight = of_bias = of_slot = None
+        if by_x or by_weight or by_slot:
+            g = _cast(gradient, scales, 2, e5m2=ctx.e5m2, rows=by_x, columns=by_weight)
+            if by_x:
+                of_x = multiplied(g.rows, weight, g.facts, weight_facts, ctx.x_dtype)
+            if by_weight:
+                of_weight = multiplied(g.columns, x, g.facts, x_facts, ctx.weight_dtype)
+            if by_slot:
+                of_slot = torch.stack([x_facts[AMAX:], weight_facts[AMAX:], g.facts[AMAX:]])
+        if by_bias:
+            of_bias = gradient.sum(0, dtype=ctx.bias_dtype)
+        return of_x, of_weight, of_bias, of_slot, *NOTHING
+
+
+def _cast(x: Tensor, scales: Tensor | None, place: int, *, e5m2: bool, rows: bool, columns: bool) -> Cast:
+    number = amax_of(x) if scales is None else scales[place]
+    return cast(x, number, current=scales is None, e5m2=e5m2, rows=rows, columns=columns)
+
+
+def multiplied(
+    a: Tensor,
+    b: Tensor,
+    a_facts: Tensor,
+    b_facts: Tensor,
+    dtype: torch.dtype,
+    *,
+    bias: Tensor | None = None,
+    fast: bool = False,
+) -> Tensor:
+    """``a @ b.T`` of FP8 matrices, their scales undone. fast: sums with fewer bits, as is usual forward."""
+    # The kernels add a bias of 16 bits to a result of 16 bits.
+    within = bias is not None and dtype in (torch.bfloat16, torch.float16)
+    inside = bias.to(dtype) if bias is not None and within else None
+    out: Tensor = multiply_fp8(a, b, a_facts, b_facts, inside, dtype, fast)
+    return out if bias is None or within else out + bias.to(dtype)
+
+
+@torch.library.custom_op("ampwise::multiply_fp8", mutates_args=())
+def multiply_fp8(
+    a: Tensor, b: Tensor, a_facts: Tensor, b_facts: Tensor, bias: Tensor | None, dtype: torch.dtype, fast: bool
+) -> Tensor:
+    """One operation, as torch.compile's own way with ``_scaled_mm`` fails on scales that are views (torch 2.11)."""
+    inverses = a_facts[INVERSE], b_facts[INVERSE]
+    if a.device.type == "cuda":
+        return torch._scaled_mm(a, b.t(), *inverses, bias=bias, out_dtype=dtype, use_fast_accum=fast)
+    with torch.autocast(a.device.type, enabled=False):  # the same values, multiplied in FP32
+        out = (a.float() @ b.float().t()) * inverses[0] * inverses[1]
+        return (out if bias is None else out + bias.float()).to(dtype)
+
+
+@multiply_fp8.register_fake
+def _(
+    a: Tensor, b: Tensor, a_facts: Tensor, b_facts: Tensor, bias: Tensor | None, dtype: torch.dtype, fast: bool
+) -> Tensor:
+    return a.new_empty((a.shape[0], b.shape[0]), dtype=dtype)
+
+
+def _refuse_second_derivative() -> None:
+    if not torch.compiler.is_compiling() and torch.is_grad_enabled():
+        raise BadInput(
+            "a backward pass with create_graph=True through an FP8 layer: its gradient has no derivative. Keep the "
+            'layers that a penalty on gradients goes through wide: Policy("fp8").keep("bf16", name).'
+        )

@@ -1,0 +1,1 @@
+"""Layers that run in FP8: what their scales lose."""

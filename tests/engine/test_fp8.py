@@ -1,0 +1,388 @@
+"""An engine in FP8, on a CPU that is taken for a device that has it: the products are then those of the same values."""
+
+import copy
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+import ampwise
+from ampwise import Engine, Fp8, Policy
+from ampwise.engine import engine as engines
+from ampwise.engine.precision.precision import BEYOND, Chosen
+from ampwise.errors import BadInput, PrecisionUnavailable
+from ampwise.float8 import measuring
+from ampwise.float8.by_torchao import prepare
+from ampwise.float8.layer import is_fitted
+from ampwise.float8.measuring import Measured
+
+pytestmark = pytest.mark.usefixtures("small_operations_are_cheap")
+
+BLOCKS = ("blocks.*",)
+NAMES = [f"blocks.{place}.{name}" for place in range(2) for name in ("up", "down")]
+
+
+@pytest.fixture(autouse=True)
+def has_fp8(monkeypatch):
+    real = engines.choose
+    fp8 = Chosen(BEYOND["fp8"], "in a test")
+    monkeypatch.setattr(engines, "choose", lambda asked, device: fp8 if asked == "fp8" else real(asked, device))
+
+
+class Block(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+
+    def forward(self, x):
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+class Net(nn.Module):
+    def __init__(self, width=32, checkpointed=False):
+        super().__init__()
+        self.inside, self.head = nn.Embedding(16, width), nn.Linear(width, 16)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(2))
+        self.checkpointed = checkpointed
+
+    def forward(self, x):
+        x = self.inside(x)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False) if self.checkpointed else block(x)
+        return self.head(x)
+
+
+def training(fp8=None, precision="fp8", *, seed=0, checkpointed=False, **settings):
+    torch.manual_seed(seed)
+    model = Net(checkpointed=checkpointed)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+    engine = Engine(model, optimizer, precision, fp8=fp8, **settings)
+    return SimpleNamespace(model=model, optimizer=optimizer, engine=engine)
+
+
+def train(run, steps, model=None):
+    generator = torch.Generator().manual_seed(1)
+    called = run.model if model is None else model
+
+    def loss(x, y):
+        return F.cross_entropy(called(x).flatten(0, 1).float(), y.flatten())
+
+    losses = []
+    for _ in range(steps):
+        x = torch.randint(16, (4, 6), generator=generator)
+        losses.append(run.engine.step(loss, x, (3 * x + 1) % 16).loss)
+    return losses
+
+
+def fitted(model):
+    return [name for name, module in model.named_modules() if is_fitted(module)]
+
+
+@pytest.mark.parametrize("recipe", ["current", "delayed"])
+def test_it_trains_as_bf16_does(recipe):
+    narrow, wide = training(Fp8(recipe, narrow=BLOCKS)), training(precision="bf16")
+    assert sorted(fitted(narrow.model)) == sorted(narrow.engine.fp8_layers) == sorted(NAMES)
+    ours, theirs = train(narrow, 30), train(wide, 30)
+    assert ours != theirs
+    assert ours[0] == pytest.approx(theirs[0], rel=0.02)
+    assert ours[-1] == pytest.approx(theirs[-1], abs=0.05 * theirs[0])
+    assert narrow.engine.skipped_steps == 0
+    assert wide.engine.fp8_layers == []
+
+
+@pytest.mark.parametrize("recipe", ["current", "delayed"])
+def test_checkpointed_it_is_the_same(recipe):
+    runs = [training(Fp8(recipe, narrow=BLOCKS), checkpointed=each) for each in (False, True)]
+    assert train(runs[0], 6) == train(runs[1], 6)
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated")  # what dynamo does itself
+def test_compiled_it_is_the_same_and_is_compiled_once():
+    runs = [training(Fp8("delayed", narrow=BLOCKS)) for _ in range(2)]
+    graphs = []
+
+    def backend(graph, _):
+        graphs.append(graph)
+        return graph
+
+    compiled = torch.compile(runs[1].model, backend=backend, fullgraph=True)
+    assert train(runs[0], 5) == pytest.approx(train(runs[1], 5, compiled), rel=1e-5)
+    assert len(graphs) == 1  # not in the first step, from which magnitudes are learned
+    torch._dynamo.reset()
+
+
+def test_delayed_scales_follow_the_magnitudes_of_the_steps_before():
+    run = training(Fp8("delayed", narrow=BLOCKS, history=3))
+    train(run, 1)
+    report = {(each.layer, each.operand): each for each in run.engine.fp8_report().operands}
+    weight = report["blocks.0.up", "weight"]
+    assert (len(weight.amaxes), weight.fmt, weight.steps) == (1, "e4m3", 1)
+    assert 224 < weight.amaxes[0] * weight.scale <= 448
+    gradient = report["blocks.1.down", "gradient"]
+    assert gradient.fmt == "e5m2"
+    assert 28672 < gradient.amaxes[0] * gradient.scale <= 57344
+    train(run, 4)
+    assert {len(each.amaxes) for each in run.engine.fp8_report().operands} == {3}
+
+
+@pytest.mark.parametrize("recipe", ["current", "delayed"])
+def test_a_step_that_is_not_finite_is_skipped_and_leaves_no_trace(recipe):
+    run = training(Fp8(recipe, narrow=BLOCKS), trace=False)
+    train(run, 3)
+    before = copy.deepcopy([run.model.state_dict(), run.engine.state_dict()["fitting"]])
+    step = run.engine.step(lambda: run.model(torch.zeros(1, 2, dtype=torch.long)).sum() * torch.inf)
+    assert step.skipped
+    assert all(torch.equal(value, before[0][name]) for name, value in run.model.state_dict().items())
+    if recipe == "delayed":
+        after = run.engine.state_dict()["fitting"]["delayed"]
+        assert torch.equal(after["scales"][:, 2], before[1]["delayed"]["scales"][:, 2])
+    assert all(loss < 10 for loss in train(run, 3))
+    assert run.engine.skipped_steps == 1
+
+
+def test_accumulated_micro_batches_have_one_scale():
+    run = training(Fp8("delayed", narrow=BLOCKS), accumulate=3)
+    train(run, 6)
+    state = run.engine.state_dict()["fitting"]["delayed"]
+    assert state["steps"] == 2
+    assert (state["history"][..., :2] > 0).all()
+    assert not state["history"][..., 2:].any()
+
+
+def test_a_state_goes_on_where_it_was():
+    whole, first = training(Fp8("delayed", narrow=BLOCKS)), training(Fp8("delayed", narrow=BLOCKS))
+    train(whole, 4)
+    train(first, 4)
+    states = copy.deepcopy([first.model.state_dict(), first.optimizer.state_dict(), first.engine.state_dict()])
+    second = training(Fp8("delayed", narrow=BLOCKS), seed=5)
+    for part, state in zip((second.model, second.optimizer, second.engine), states, strict=True):
+        part.load_state_dict(state)
+    assert train(second, 4) == train(whole, 4)
+
+
+def test_it_can_be_left_for_another_precision_and_come_back_to():
+    run = training(Fp8("delayed", narrow=BLOCKS))
+    train(run, 2)
+    run.engine.change_precision("bf16")
+    assert not fitted(run.model)
+    train(run, 2)
+    run.engine.change_precision(Policy("fp8").keep("bf16", "blocks.0"))
+    assert run.engine.fp8_layers == ["blocks.1.up", "blocks.1.down"]
+    train(run, 2)
+    run.engine.change_precision("fp8")
+    assert sorted(fitted(run.model)) == sorted(NAMES)
+
+
+def test_describe_says_what_runs_how():
+    run = training(Fp8("delayed", narrow=BLOCKS, wide=("*.down",)))
+    text = run.engine.policy.describe(run.model)
+    assert "fp8      delayed scaling" in text
+    assert "bf16     wide by '*.down'" in text
+    run.engine.change_precision("bf16")
+    assert "small: 2048 weights" in Policy("fp8").describe(run.model)
+
+
+# Measured
+
+
+def test_measured_layers_are_those_that_win(monkeypatch):
+    asked = []
+
+    def timer(works, device):
+        asked.append(list(works))
+        wins = len(asked) == 1
+        return {name: [1e-3] if name == "bf16" else [5e-4 if wins else 2e-3] for name in works}
+
+    monkeypatch.setattr(measuring, "in_turns", timer)
+    run = training(Fp8("measured", narrow=BLOCKS, backend="ampwise"))
+    first, wide = train(run, 1), train(training(precision="bf16"), 1)
+    assert first == wide  # before it is measured, all is as it was
+    assert fitted(run.model) == run.engine.fp8_layers == ["blocks.0.up", "blocks.1.up"]
+    assert asked == [["bf16", "current", "delayed"]] * 2
+    text = run.engine.policy.describe(run.model)
+    assert "fp8      measured: 1000 µs in bf16, 500 µs current, 24×32→64" in text
+    assert "bf16     measured: 1000 µs in bf16, 2000 µs current, 24×64→32" in text
+    train(run, 2)
+    assert len(asked) == 2
+    resumed = training(Fp8("measured", narrow=BLOCKS, backend="ampwise"))
+    resumed.engine.load_state_dict(run.engine.state_dict())
+    assert resumed.engine.fp8_layers == ["blocks.0.up", "blocks.1.up"]
+    train(resumed, 1)
+    assert len(asked) == 2
+
+
+def test_measured_with_delayed_scaling(monkeypatch):
+    monkeypatch.setattr(
+        "ampwise.engine.fp8_fitting.measured",
+        lambda shapes, fp8, device, compiled: {each: Measured(recipe="delayed", why="it is") for each in shapes},
+    )
+    run = training(Fp8("measured", narrow=BLOCKS))
+    train(run, 6)
+    assert run.engine.state_dict()["fitting"]["delayed"]["steps"] == 5
+    again = training(Fp8("measured", narrow=BLOCKS))
+    again.engine.load_state_dict(run.engine.state_dict())
+    train(again, 1)
+    assert again.engine.state_dict()["fitting"]["delayed"]["steps"] == 6
+
+
+@pytest.mark.parametrize("way", ["eager", "wrapped", "in place"])
+def test_a_compiled_model_is_measured_compiled(monkeypatch, way):
+    asked = []
+
+    def noted(shapes, fp8, device, compiled):
+        asked.append(compiled)
+        return {each: Measured(recipe=None, why="no") for each in shapes}
+
+    monkeypatch.setattr("ampwise.engine.fp8_fitting.measured", noted)
+    run = training(Fp8("measured", narrow=BLOCKS))
+    model = run.model
+    if way == "wrapped":
+        model = torch.compile(model, backend="eager")
+    elif way == "in place":
+        model.compile(backend="eager")
+    train(run, 1, model)
+    assert asked == [way != "eager"]
+
+
+# Ranks
+
+
+@pytest.fixture
+def one_rank(tmp_path):
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/ranks", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view")  # as a linear layer does
+@pytest.mark.parametrize("recipe", ["current", "delayed"])
+@pytest.mark.parametrize("wrapper", ["ddp", "fsdp2"])
+def test_wrapped_models_train_as_they_do_by_themselves(one_rank, recipe, wrapper):
+    if wrapper == "fsdp2" and torch.__version__ < "2.7":
+        pytest.skip("FSDP2 needs a GPU before")
+    plain = train(training(Fp8(recipe, narrow=BLOCKS)), 4)
+    torch.manual_seed(0)
+    model = Net()
+    if wrapper == "ddp":
+        model = DistributedDataParallel(model)
+    else:
+        for block in model.blocks:
+            fully_shard(block)
+        fully_shard(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    engine = Engine(model, optimizer, "fp8", fp8=Fp8(recipe, narrow=BLOCKS))
+    assert sorted(engine.fp8_layers) == sorted(NAMES)
+    assert train(SimpleNamespace(model=model, engine=engine), 4) == pytest.approx(plain, rel=1e-3)
+
+
+def test_ranks_have_the_same_scales(one_rank, monkeypatch):
+    def with_another(table, op, group=None):
+        assert op is dist.ReduceOp.MAX
+        table[0, 0, 0] = torch.maximum(table[0, 0, 0], torch.tensor(4096.0))
+
+    model = DistributedDataParallel(training(precision="bf16").model)
+    engine = Engine(model, torch.optim.SGD(model.parameters(), lr=0.0), "fp8", fp8=Fp8("delayed", narrow=BLOCKS))
+    monkeypatch.setattr("ampwise.float8.scales.dist.all_reduce", with_another)
+    train(SimpleNamespace(model=model, engine=engine), 1)
+    first = engine.fp8_report().operands[0]
+    assert (first.amaxes, first.scale) == ((4096.0,), 0.0625)
+
+
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view")
+def test_torchaos_layers_for_fsdp2_are_found(one_rank):
+    pytest.importorskip("torchao")
+    if torch.__version__ < "2.7":
+        pytest.skip("FSDP2 needs a GPU before")
+    torch.manual_seed(0)
+    model = prepare(Net(), Fp8("tensorwise", narrow=BLOCKS), emulate=True)
+    for block in model.blocks:
+        fully_shard(block)
+    fully_shard(model)
+    engine = Engine(model, torch.optim.AdamW(model.parameters(), lr=1e-2), "fp8")
+    assert sorted(engine.fp8_layers) == sorted(NAMES)
+    losses = train(SimpleNamespace(model=model, engine=engine), 20)
+    assert losses[-1] < 0.5 * losses[0]
+    assert "by torchao, put there before" in engine.policy.describe(model)
+
+
+# What is lost
+
+
+def test_a_sampled_step_counts_what_vanishes():
+    run = training(Fp8(narrow=BLOCKS))
+    train(run, 2)
+    assert {each.flushed_share for each in run.engine.fp8_report().operands} == {None}
+    assert run.engine.findings == []
+    with torch.no_grad():
+        weight = run.model.blocks[0].up.weight
+        weight.mul_(2.0**-30)
+        weight[0, 0] = 1.0  # beside which all others are nothing
+    run.engine.sample_fp8()
+    train(run, 1)
+    (found,) = [each for each in run.engine.findings if each.rule.name == "fp8-underflows"]
+    assert found.place.module == "blocks.0.up"
+    assert found.message == "100% of the values of its weight that are not zero become zero in E4M3 at its scale"
+    table = str(run.engine.fp8_report()).splitlines()
+    assert table[0].split() == ["layer", "operand", "format", "scale", "largest", "cut", "off", "in", "to", "zero"]
+    assert table[2].split()[:5] == ["blocks.0.up", "weight", "e4m3", "256", "1"]
+    assert sorted(fitted(run.model)) == sorted(NAMES)
+
+
+def test_values_cut_off_again_and_again_are_a_finding():
+    run = training(Fp8("delayed", narrow=BLOCKS))
+    train(run, 2)
+    for _ in range(6):
+        with torch.no_grad():
+            run.model.blocks[1].down.weight.mul_(4.0)  # faster than past steps can know
+        train(run, 1)
+    names = {each.place.module for each in run.engine.findings if each.rule.name == "fp8-saturates"}
+    assert "blocks.1.down" in names
+    assert "blocks.0.up" not in names
+
+
+# Refused
+
+
+def test_a_device_without_fp8_is_told_what_it_can_do(monkeypatch):
+    monkeypatch.undo()
+    with pytest.raises(PrecisionUnavailable, match=r"has no FP8 matrix units. It runs .*precision='emulate:e4m3'"):
+        training()
+
+
+def test_fp8_is_for_the_precision_fp8():
+    with pytest.raises(
+        BadInput, match=r"Engine\(precision='bf16', fp8='delayed'\): fp8 is for precision='fp8', or Pol"
+    ):
+        training("delayed", "bf16")
+    assert isinstance(ampwise.Fp8(), Fp8)
+
+
+def test_a_model_none_of_whose_layers_become_fp8_is_refused():
+    with pytest.raises(
+        BadInput, match=r"no linear layer of this model becomes FP8 \(.*small: 2048 weights .*; and 2 m"
+    ):
+        training()
+    model = nn.Conv1d(16, 16, 3)
+    with pytest.raises(BadInput, match=r"the model has no linear layer, which is what FP8 is for\. Use 'bf16'"):
+        Engine(model, torch.optim.SGD(model.parameters()), "fp8")
+
+
+def test_nothing_is_left_of_an_engine_that_was_refused():
+    torch.manual_seed(0)
+    model = Net()
+    with pytest.raises(BadInput):
+        Engine(model, torch.optim.SGD(model.parameters()), "fp8", fp8=Fp8(narrow=BLOCKS), history=-1)
+    assert not fitted(model)
+
+
+def test_reports_are_for_fp8():
+    run = training(precision="bf16")
+    for call in (run.engine.sample_fp8, run.engine.fp8_report):
+        with pytest.raises(BadInput, match=r"this engine trains in bf16. It is for precision='fp8'"):
+            call()

@@ -1,0 +1,88 @@
+"""Kernels that compute something else than they should are found before a model is trained with them."""
+
+import builtins
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from ampwise.errors import MissingDependency, PrecisionUnavailable
+from ampwise.float8 import checking
+from ampwise.float8.casting import Cast, cast
+from ampwise.float8.checking import refuse_wrong_kernels, wrong_results
+from ampwise.float8.recipe import Fp8
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
+
+
+@pytest.fixture(autouse=True)
+def anew():
+    wrong_results.cache_clear()
+    yield
+    wrong_results.cache_clear()
+
+
+@pytest.mark.parametrize("current", [True, False])
+@pytest.mark.parametrize("e5m2", [True, False])
+def test_what_is_right_is_found_right_and_no_random_numbers_are_drawn(current, e5m2):
+    state = torch.get_rng_state()
+    assert wrong_results(CPU, current, e5m2) == ""
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def spoiled(part, dtype):
+    def wrong(x, number, **kwargs):
+        found = cast(x, number, **kwargs)
+        if x.dtype != dtype:
+            return found
+        tensor = found[part].clone()
+        tensor.view(torch.uint8).view(-1)[5] ^= 1  # one bit
+        return Cast(*(tensor if place == part else each for place, each in enumerate(found)))
+
+    return wrong
+
+
+@pytest.mark.parametrize("part", [0, 1, 2])
+@pytest.mark.parametrize(("dtype", "name"), [(torch.float32, "a weight"), (torch.bfloat16, "an input")])
+def test_one_wrong_bit_is_found(monkeypatch, part, dtype, name):
+    monkeypatch.setattr(checking, "cast", spoiled(part, dtype))
+    assert wrong_results(CPU, True, True) == name
+
+
+def test_wrong_magnitudes_are_found(monkeypatch):
+    monkeypatch.setattr(checking, "amax_of", lambda x: x.abs().max().float() + 1)
+    assert wrong_results(CPU, True, True) == "an input"
+
+
+def test_a_device_whose_kernels_are_wrong_is_refused(monkeypatch):
+    asked = []
+
+    def answer(device, current, e5m2):
+        asked.append((current, e5m2))
+        return "a weight"
+
+    pytest.importorskip("triton")
+    monkeypatch.setattr(checking, "wrong_results", answer)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
+    text = r"the cast of a weight that Triton \S+ makes for NVIDIA H200 is wrong, so it is not used. Use torchao's"
+    with pytest.raises(PrecisionUnavailable, match=text):
+        refuse_wrong_kernels(Fp8("delayed", gradients="e4m3"), CUDA)
+    assert asked == [(False, False)]
+    refuse_wrong_kernels(Fp8(), CPU)  # whose way is the reference
+    monkeypatch.setattr(checking, "wrong_results", lambda *_: "")
+    refuse_wrong_kernels(Fp8(), CUDA)
+
+
+def test_triton_that_is_missing(monkeypatch):
+    real = builtins.__import__
+
+    def without(name, *args, **kwargs):
+        if name == "triton":
+            raise ImportError
+        return real(name, *args, **kwargs)
+
+    monkeypatch.setattr(builtins, "__import__", without)
+    with pytest.raises(
+        MissingDependency, match=r"need Triton, which is not installed. Get it: pip install triton; or use"
+    ):
+        refuse_wrong_kernels(SimpleNamespace(recipe="current"), CUDA)

@@ -1,0 +1,99 @@
+"""What is faster is taken, on times that are given; and that everything can be timed."""
+
+import pytest
+import torch
+from torch import nn
+
+from ampwise.errors import MissingDependency, PrecisionUnavailable
+from ampwise.float8 import measuring
+from ampwise.float8.measuring import candidates, measured, verdict
+from ampwise.float8.recipe import Fp8
+
+CPU = torch.device("cpu")
+OURS = Fp8("measured", backend="ampwise")
+
+
+@pytest.mark.parametrize(
+    ("times", "recipe"),
+    [
+        ({"current": 80, "delayed": 90}, "current"),
+        ({"current": 80, "delayed": 60}, "delayed"),
+        ({"current": 80, "delayed": 79}, "current"),  # as good as the same: the first
+        ({"current": 98, "delayed": 98}, None),  # within noise
+        ({"current": 120, "delayed": 150}, None),
+        ({}, None),
+    ],
+)
+def test_only_what_wins_beyond_noise_is_taken(times, recipe):
+    found = verdict({"bf16": [1e-4] * 3, **{name: [each * 1e-6] * 3 for name, each in times.items()}}, "8×16→32")
+    assert found.recipe == recipe
+    if times:
+        assert found.why.startswith("measured: 100 µs in bf16, ")
+    assert "8×16→32" in found.why
+
+
+def test_a_gain_that_drowns_in_noise_is_none():
+    noisy = {"bf16": [0.8e-4, 1e-4, 1.2e-4], "current": [0.9e-4] * 3}
+    assert verdict(noisy, "").recipe is None
+    assert verdict({**noisy, "bf16": [1e-4] * 3}, "").recipe == "current"
+
+
+def test_each_shape_is_timed_once_by_work_that_runs():
+    layers = [nn.Linear(64, 32), nn.Linear(64, 32), nn.Linear(32, 64, bias=False).requires_grad_(False)]
+    asked = []
+
+    def timer(works, device):
+        asked.append(list(works))
+        for work in works.values():
+            work()
+        return {name: [1e-3] if name == "bf16" else [2e-4] for name in works}
+
+    state = torch.random.get_rng_state()
+    found = measured(dict.fromkeys(layers, (8, torch.float32)), OURS, CPU, compiled=False, timer=timer)
+    assert asked == [["bf16", "current", "delayed"]] * 2
+    assert [each.recipe for each in found.values()] == ["current"] * 3
+    assert found[layers[0]].why == "measured: 1000 µs in bf16, 200 µs current, 8×64→32"
+    assert all(parameter.grad is None for layer in layers for parameter in layer.parameters())
+    assert torch.equal(torch.random.get_rng_state(), state)
+
+
+def test_works_take_turns():
+    order = []
+    times = measuring.in_turns({"a": lambda: order.append("a"), "b": lambda: order.append("b")}, CPU)
+    assert [len(each) for each in times.values()] == [measuring.ROUNDS] * 2
+    turn = ["a"] * measuring.CALLS + ["b"] * measuring.CALLS
+    assert order[2 * measuring.WARM_UP :] == turn * measuring.ROUNDS
+
+
+def test_no_memory_left_is_an_answer():
+    def timer(works, device):
+        raise torch.OutOfMemoryError
+
+    layer = nn.Linear(64, 32)
+    found = measured({layer: (8, torch.float32)}, OURS, CPU, compiled=False, timer=timer)[layer]
+    assert (found.recipe, found.why) == (None, "no memory left to measure 8×64→32")
+
+
+def test_candidates_are_those_of_backends_that_are_there(monkeypatch):
+    def missing(recipe):
+        raise MissingDependency("no torchao")
+
+    monkeypatch.setattr(measuring, "float8_of_torchao", missing)
+    assert [each.recipe for each in candidates(Fp8("measured"), CPU)] == ["current", "delayed"]
+    with pytest.raises(MissingDependency):
+        candidates(Fp8("measured", backend="torchao"), CPU)
+    monkeypatch.setattr(measuring, "float8_of_torchao", lambda recipe: None)
+    assert candidates(Fp8("measured"), CPU)[0].made_by == "ampwise"
+    assert len(candidates(Fp8("measured"), CPU)) == 5
+    assert {each.backend for each in candidates(Fp8("measured", backend="torchao"), CPU)} == {"torchao"}
+
+
+def test_kernels_that_are_wrong_are_no_candidates(monkeypatch):
+    def wrong(fp8, device):
+        raise PrecisionUnavailable("wrong")
+
+    monkeypatch.setattr(measuring, "refuse_wrong_kernels", wrong)
+    monkeypatch.setattr(measuring, "float8_of_torchao", lambda recipe: None)
+    assert {each.made_by for each in candidates(Fp8("measured"), CPU)} == {"torchao"}
+    with pytest.raises(PrecisionUnavailable):
+        candidates(OURS, CPU)

@@ -1,0 +1,57 @@
+"""What can be asked of FP8, and what is said where it cannot be had."""
+
+import pytest
+
+from ampwise.errors import BadInput, UnknownName
+from ampwise.float8.recipe import RECIPES, Fp8, fp8_from
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_each_recipe_has_a_backend_by_itself(recipe):
+    assert Fp8(recipe).made_by == RECIPES[recipe][0]
+    for backend in RECIPES[recipe]:
+        assert Fp8(recipe, backend).made_by == backend
+
+
+def test_measured_is_by_whoever_is_there():
+    assert Fp8("measured").made_by is None
+    assert Fp8("measured", history=4).by("delayed") == Fp8("delayed", "ampwise", history=4)
+    assert Fp8("measured", gradients="e4m3").by("rowwise") == Fp8("rowwise", "torchao")
+
+
+@pytest.mark.parametrize(
+    ("asked", "error", "text"),
+    [
+        ({"recipe": "curent"}, UnknownName, "unknown FP8 recipe 'curent'. Did you mean current. The recipes are"),
+        ({"recipe": 8}, BadInput, r"Fp8\(8\): a recipe is expected by name: 'current', 'delayed'"),
+        (
+            {"backend": "te"},
+            UnknownName,
+            "unknown FP8 backend 'te'.*The backends are ampwise, transformer-engine, torchao",
+        ),
+        (
+            {"recipe": "delayed", "backend": "torchao"},
+            BadInput,
+            "torchao has 'tensorwise', .*'delayed' is there by amp",
+        ),
+        ({"gradients": "fp16"}, BadInput, "gradients='fp16'.: it is 'e5m2' or 'e4m3'"),
+        ({"recipe": "rowwise", "gradients": "e4m3"}, BadInput, "the recipes of torchao have their own format"),
+        ({"update": "mean"}, BadInput, "update='mean'.: it is 'max' or 'last'"),
+        ({"history": 0}, BadInput, r"history=0\): a whole number from 1 to 1024 is expected, of steps"),
+        ({"history": True}, BadInput, "history=True"),
+        ({"margin": -1}, BadInput, "margin=-1"),
+        ({"wide": "head"}, BadInput, "wide='head'.: a tuple of names or globs"),
+        ({"narrow": ("",)}, BadInput, "narrow="),
+    ],
+)
+def test_what_makes_no_sense_is_refused(asked, error, text):
+    with pytest.raises(error, match=text):
+        Fp8(**asked)
+
+
+def test_an_engine_takes_a_name_or_an_fp8():
+    assert fp8_from(None) == Fp8()
+    assert fp8_from("rowwise") == Fp8("rowwise")
+    assert fp8_from(Fp8(margin=1)) == Fp8(margin=1)
+    with pytest.raises(BadInput, match=r"Engine\(fp8=8\): a recipe by name, 'current', .* or ampwise.Fp8\(...\)"):
+        fp8_from(8)

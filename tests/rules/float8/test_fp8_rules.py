@@ -1,0 +1,48 @@
+"""What FP8 layers lose: found where it is much, silent where it is little."""
+
+import pytest
+
+from ampwise.evidence.narrow import NarrowLayers, NarrowOperand
+from ampwise.rules.float8 import fp8_saturates, fp8_underflows
+
+
+def layers(**known):
+    operand = NarrowOperand(**{"layer": "blocks.0.up", "operand": "gradient", "fmt": "e5m2", **known})
+    return NarrowLayers(step=100, operands=(operand,))
+
+
+@pytest.mark.parametrize(("cut_off", "found"), [(0, False), (4, False), (9, False), (10, True), (100, True)])
+def test_values_cut_off_in_a_tenth_of_the_steps(cut_off, found):
+    evidence = layers(steps=100, cut_off_steps=cut_off, cut_off_values=7 * cut_off)
+    assert bool(list(fp8_saturates.check(evidence))) is found
+
+
+def test_a_few_steps_are_not_again_and_again():
+    assert not list(fp8_saturates.check(layers(steps=8, cut_off_steps=4, cut_off_values=4)))
+    assert not list(fp8_saturates.check(layers()))
+
+
+def test_what_is_said_of_values_cut_off():
+    (found,) = fp8_saturates.check(layers(steps=20, cut_off_steps=5, cut_off_values=17, scale=2.0, amaxes=(3.0,)))
+    assert (found.place.module, found.place.step) == ("blocks.0.up", 100)
+    assert found.message == (
+        "values of its gradient were cut off in 5 of 20 steps, 17 in all: its scale in E5M2 comes too late"
+    )
+    assert found.evidence["amaxes"] == (3.0,)
+
+
+@pytest.mark.parametrize(("share", "found"), [(None, False), (0.0, False), (0.49, False), (0.5, True), (1.0, True)])
+def test_half_of_the_values_gone(share, found):
+    assert bool(list(fp8_underflows.check(layers(flushed_share=share)))) is found
+
+
+def test_what_is_said_of_values_gone():
+    (found,) = fp8_underflows.check(layers(flushed_share=0.62))
+    assert found.message == "62% of the values of its gradient that are not zero become zero in E5M2 at its scale"
+
+
+def test_the_table_says_what_is_not_known():
+    lines = str(layers()).splitlines()
+    assert lines[1].split() == ["blocks.0.up", "gradient", "e5m2", "-", "-", "-", "-"]
+    lines = str(layers(scale=0.5, amaxes=(1.0, 2.0), steps=4, cut_off_steps=1, flushed_share=0.25)).splitlines()
+    assert lines[1].split() == ["blocks.0.up", "gradient", "e5m2", "0.5", "1", "1", "of", "4", "steps", "25.0%"]
