@@ -2,6 +2,7 @@
 
 import math
 from bisect import bisect_right
+from dataclasses import replace
 from fractions import Fraction
 from itertools import pairwise
 
@@ -241,3 +242,26 @@ def test_stochastic_rounding_keeps_the_mean_of_a_block(name):
     sigma = (high - low) * math.sqrt(0.25 * 0.75 / drawn.numel())
     assert abs(drawn.mean().item() - value) < 5 * sigma
     assert (rounded[:, 0] == top).all()
+
+
+@each_mx_format
+def test_scales_that_are_rounded_up_cut_nothing_off(name):
+    """OCP's rule, where it cuts off nothing; twice its scale, where it would."""
+    fmt, (low, high) = BLOCK_FORMATS[name], torch.tensor([-20.0, 20.0])
+    size, largest = fmt.block_size, GRIDS[fmt.element.name][-1]
+    generator = torch.Generator().manual_seed(0)
+    exponents = (high - low) * torch.rand(200, 1, generator=generator) + low
+    values = torch.randn(200, size, generator=generator) * torch.exp2(exponents)
+    plain, up = cast(values, fmt), cast(values, replace(fmt, scales_up=True))
+    for block, by_ocp, wider in zip(values.double(), plain, up, strict=True):
+        amax = float(block.abs().max())
+        scale = 2.0 ** (floor_log2(amax) - floor_log2(largest))
+        if amax / scale <= largest:
+            assert torch.equal(by_ocp, wider)
+        else:
+            expected = [nearest(float(value) / (2 * scale), fmt.element.name) * 2 * scale for value in block]
+            assert wider.tolist() == expected
+    cut_off = (plain.abs() < values.abs().amax(1, keepdim=True) * 0.95) & (
+        values.abs() == values.abs().amax(1, keepdim=True)
+    )
+    assert cut_off.any() or fmt.element.name == "e2m3", "OCP's rule does cut off"

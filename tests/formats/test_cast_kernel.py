@@ -30,6 +30,7 @@ def test_which_formats_there_is_a_kernel_for():
     assert not can_round(torch.ones(1), eight_exponent_bits), "neither FP32's exponents nor well inside"
 
 
+@pytest.mark.half_by_day
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("name", FUSED)
 def test_to_nearest_as_the_reference(name, dtype):
@@ -39,6 +40,13 @@ def test_to_nearest_as_the_reference(name, dtype):
             assert_same_bits(ours, cast(values, name, saturate=saturate))
 
 
+@pytest.mark.parametrize("name", ["mxfp8_e4m3", "mxfp4"])
+def test_scales_that_are_rounded_up(name):
+    fmt = replace(BLOCK_FORMATS[name], scales_up=True)
+    for values in hard_values(torch.float32, 520).values():
+        assert_same_bits(launch_cast(values, fmt), cast(values, fmt))
+
+
 @pytest.mark.parametrize("largest", [2688.0, 6.1, 3e38, 1.7e-30, 3.3e-41])
 def test_quotients_that_are_ties_or_nearly(largest):
     values = nvfp4_ties(largest)
@@ -46,6 +54,7 @@ def test_quotients_that_are_ties_or_nearly(largest):
     assert_same_bits(launch_cast(values.T, BLOCK_FORMATS["nvfp4"], dim=0), cast(values, "nvfp4").T)
 
 
+@pytest.mark.half_by_day
 @pytest.mark.parametrize("name", ["e4m3fn", "mxfp8_e5m2", "nvfp4"])
 @pytest.mark.parametrize("shape", [shape for shape in SHAPES if len(shape) < 4], ids=str)
 def test_along_any_dimension_of_any_layout(name, shape):
@@ -67,6 +76,7 @@ def test_scaled_by_the_largest(name):
             assert_same_bits(launch_cast(narrow, FUSED[name], scaled=True, dtype=torch.float32), expected)
 
 
+@pytest.mark.half_by_day
 @pytest.mark.parametrize("name", FUSED)
 def test_by_chance_the_mean_is_kept_and_values_of_the_format_stay(name):
     fmt, samples = FUSED[name], 2**13

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -13,6 +13,7 @@ from ampwise.formats.cast import Rounding, cast, kernels_for
 
 __all__ = ["Recipe", "recipe_from", "recipe_named", "rounded"]
 
+STOCHASTIC, UP = "stochastic", "up"  # after the formats
 # A format that has no more bits than this holds no tensor as it is: each gets a scale.
 SCALED_UP_TO_BITS = 8
 # What gradients are kept in where the format itself has too little range for them: NVIDIA's hybrid.
@@ -44,7 +45,10 @@ class Recipe:
         """As ``recipe_from`` reads it."""
         usual = recipe_named(self.forward).backward == self.backward
         formats = self.forward.name if usual else f"{self.forward.name}/{self.backward.name}"
-        return formats if self.rounding == "nearest" else f"{formats},{self.rounding}"
+        words = [STOCHASTIC] * (self.rounding == STOCHASTIC) + [UP] * any(
+            map(_scales_up, (self.forward, self.backward))
+        )
+        return ",".join([formats, *words])
 
     @property
     def needs_loss_scale(self) -> bool:
@@ -84,22 +88,41 @@ def _is_narrow(fmt: Format | BlockFormat) -> bool:
 
 
 def recipe_from(text: str) -> Recipe:
-    """A recipe by its text: ``FORMAT[/FORMAT OF GRADIENTS][,stochastic]``.
+    """A recipe by its text: ``FORMAT[/FORMAT OF GRADIENTS][,stochastic][,up]``.
+
+    up: the scales of MX formats are rounded up, so that the largest value of a block is not cut off.
 
     >>> recipe_from("e4m3/e5m2") == recipe_named("e4m3")
     True
     >>> recipe_from("nvfp4,stochastic").rounding
     'stochastic'
+    >>> recipe_from("mxfp8,up").text
+    'mxfp8_e4m3,up'
     """
-    formats, _, rounding = text.partition(",")
-    forward, _, backward = formats.partition("/")
-    if rounding.strip() not in ("", "nearest", "stochastic") or not forward or ("/" in formats and not backward):
+    formats, *words = (part.strip() for part in text.split(","))
+    forward, slash, backward = (part.strip() for part in formats.partition("/"))
+    if not set(words) <= {"nearest", STOCHASTIC, UP} or not forward or (slash and not backward):
         raise BadInput(
-            f"emulate:{text}: expected is a format, one of its own for gradients if you like, and how these are "
-            "rounded: emulate:mxfp8, emulate:e4m3/e5m2 or emulate:nvfp4,stochastic. `ampwise formats` lists formats."
+            f"emulate:{text}: expected is a format, one of its own for gradients if you like, how these are rounded, "
+            "and for MX whether scales are rounded up: emulate:mxfp8, emulate:e4m3/e5m2, emulate:nvfp4,stochastic or "
+            "emulate:mxfp8,up. `ampwise formats` lists formats."
         )
-    chosen: Rounding = "stochastic" if rounding.strip() == "stochastic" else "nearest"
-    return recipe_named(forward.strip(), backward.strip() or None, chosen)
+    recipe = recipe_named(forward, backward or None, "stochastic" if STOCHASTIC in words else "nearest")
+    return _with_scales_up(recipe, text) if UP in words else recipe
+
+
+def _with_scales_up(recipe: Recipe, text: str) -> Recipe:
+    forward, backward = (
+        replace(fmt, scales_up=True) if isinstance(fmt, BlockFormat) and not fmt.tensor_scale else fmt
+        for fmt in (recipe.forward, recipe.backward)
+    )
+    if not (_scales_up(forward) or _scales_up(backward)):
+        raise BadInput(f"emulate:{text}: of these formats none has scales that are powers of two, as MX formats have.")
+    return replace(recipe, forward=forward, backward=backward)
+
+
+def _scales_up(fmt: Format | BlockFormat) -> bool:
+    return isinstance(fmt, BlockFormat) and fmt.scales_up
 
 
 def rounded(

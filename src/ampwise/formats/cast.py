@@ -281,8 +281,10 @@ def _block_scales(largest: Tensor, fmt: BlockFormat) -> Tensor:
         scales = torch.where(rounded > 0, rounded, fmt.scale.smallest) * whole
     else:
         # OCP MX: the power of two that puts the largest magnitude into the element's top binade.
-        _, exponent = torch.frexp(finite)
-        _, top = math.frexp(fmt.element.max)
+        significand, exponent = torch.frexp(finite)
+        most, top = math.frexp(fmt.element.max)
+        if fmt.scales_up:
+            exponent = exponent + (significand > most)
         lowest, highest = (math.frexp(end)[1] - 1 for end in (fmt.scale.smallest, fmt.scale.max))
         shared = torch.where(finite > 0, exponent - top, lowest).clamp(lowest, highest)
         scales = torch.ldexp(torch.ones_like(finite), shared)

@@ -207,7 +207,8 @@ def _beyond(values, others, factor, whole):
 def block_kernel(
     source, target, lines, length, inner, largest, seed,
     MANTISSA: tl.constexpr, LOWEST: tl.constexpr, CEILING: tl.constexpr, MAX: tl.constexpr, MAX_BITS: tl.constexpr,
-    TOP: tl.constexpr, TENSOR_SCALE: tl.constexpr, SCALE_MANTISSA: tl.constexpr, SCALE_LOWEST: tl.constexpr,
+    TOP: tl.constexpr, SCALES_UP: tl.constexpr, TENSOR_SCALE: tl.constexpr,
+    SCALE_MANTISSA: tl.constexpr, SCALE_LOWEST: tl.constexpr,
     SCALE_SMALLEST: tl.constexpr, SCALE_MAX: tl.constexpr, STOCHASTIC: tl.constexpr,
     SIZE: tl.constexpr, OTHERS: tl.constexpr, ACROSS: tl.constexpr, AXIS: tl.constexpr,
 ):  # fmt: skip
@@ -237,7 +238,10 @@ def block_kernel(
             elements = tl.where(exact, elements, magnitude * lift * (1.0 / (scale * (whole * lift))))
     else:
         whole = 1.0
-        shared = tl.maximum((of_block >> 23) - 127 - TOP, _LOWEST_SHARED)
+        shared = (of_block >> 23) - 127 - TOP
+        if SCALES_UP:
+            shared += ((of_block & 0x7FFFFF) > (MAX_BITS & 0x7FFFFF)).to(tl.int32)
+        shared = tl.maximum(shared, _LOWEST_SHARED)
         scale = tl.where(shared == _LOWEST_SHARED, 1 << 22, (shared + 127) << 23).to(tl.float32, bitcast=True)
         elements = magnitude * ((127 - shared) << 23).to(tl.float32, bitcast=True)
     if STOCHASTIC:

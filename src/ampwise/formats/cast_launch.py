@@ -167,7 +167,7 @@ def _blocks(fmt: BlockFormat) -> dict[str, Any] | None:
     if grid is None or grid.wide or not (few_bits or powers) or fmt.block_size & (fmt.block_size - 1):
         return None
     return {
-        **asdict(grid), "TOP": top, "TENSOR_SCALE": fmt.tensor_scale,
+        **asdict(grid), "TOP": top, "SCALES_UP": fmt.scales_up, "TENSOR_SCALE": fmt.tensor_scale,
         "SCALE_MANTISSA": scale.MANTISSA if scale else 0, "SCALE_LOWEST": scale.LOWEST if scale else 0,
         "SCALE_SMALLEST": fmt.scale.smallest, "SCALE_MAX": fmt.scale.max,
     }  # fmt: skip

@@ -177,6 +177,9 @@ class BlockFormat:
     scale: Format
     block_size: int
     tensor_scale: bool = False  # a second, FP32 scale for the whole tensor (NVFP4)
+    # A scale that is a power of two: twice as large where the block's largest value would be cut off. OCP's rule does
+    # not do that, and cuts off up to an eighth of it in E4M3, a quarter in E2M1.
+    scales_up: bool = False
     aliases: tuple[str, ...] = ()
     since: str = ""
     training: str = ""

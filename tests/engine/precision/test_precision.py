@@ -297,9 +297,9 @@ def test_what_is_emulated_runs_everywhere_under_the_name_by_which_it_is_found_ag
             "unknown format 'e4m4'. Did you mean e4m3 or e4m3fn or fp8e4m3? `ampwise formats` lists them all.",
         ),
         ("emulate:e8m0", "e8m0 has no sign: it is a format of scales, and no product is computed in it."),
-        ("emulate:", "emulate:: expected is a format, one of its own for gradients if you like, and how these are "),
+        ("emulate:", "emulate:: expected is a format, one of its own for gradients if you like, how these are rounded"),
         ("emulate:e4m3/", "emulate:e4m3/: expected is a format, one of its own for gradients if you like"),
-        ("emulate:e4m3,up", "emulate:e4m3,up: expected is a format, one of its own for gradients if you like"),
+        ("emulate:e4m3,up", "emulate:e4m3,up: of these formats none has scales that are powers of two"),
     ],
 )
 def test_what_cannot_be_emulated(asked, text):
