@@ -70,9 +70,11 @@ class Engine:
 
     optimizer: one, or several that step together; or one by name, as ``make_optimizer`` takes it, with
         ``optimizer_options``: ``Engine(model, "adamw8bit", optimizer_options={"lr": 3e-4})``.
-    precision: "fp32", "tf32", "fp16", "bf16", or "auto", which goes by what the device runs fast and says why; or a
-        Policy, which has exceptions by module. "bf16-pure" has weights in BF16 too, and updates that are not lost in
-        them: "bf16-pure,kahan", "bf16-pure,bf16-states". What the device cannot do is refused.
+    precision: "fp32", "tf32", "fp16", "bf16", or "auto", which goes by what the device runs fast and says why; "fp8"
+        for linear layers where the device has it; "bf16-pure" for weights in BF16, too, with updates that are not
+        lost in them ("bf16-pure,kahan", "bf16-pure,bf16-states"); "emulate:mxfp8" and the like for products on values
+        rounded to any format, anywhere; or a Policy, which has exceptions by module. What the device cannot do is
+        refused.
     clip_norm, clip_value: clip gradients, in true units, by the norm of all of them or by the value of each.
     accumulate: how many micro-batches make a step. Their losses are averaged, or weighed by ``weight``: a function of
         what the loss function is given, such as ``lambda x, y: (y != padding).sum()``.

@@ -1,4 +1,4 @@
-"""What a precision needs besides autocast: something on the model, around its passes, or around the optimizer's step."""
+"""What a precision needs besides autocast: something on the model, around its passes, or around an optimizer's step."""
 
 from __future__ import annotations
 

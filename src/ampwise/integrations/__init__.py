@@ -1,0 +1,1 @@
+"""Other frameworks' training loops, with ampwise in them; and the door for coding agents."""

@@ -1,0 +1,130 @@
+"""The folder that an agent may look into: whatever it names lies there, links followed, or is refused."""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+from ampwise.errors import BadInput
+from ampwise.lint.files import DEFAULT_EXCLUDE, SUFFIXES
+from ampwise.printers.terminal import printable
+from ampwise.source.script import LARGEST_BYTES, LARGEST_NOTEBOOK_BYTES, NOTEBOOK
+
+__all__ = ["Folder"]
+
+MOST_FILES = 2000  # of one call: more would take minutes, and fit no command line
+MOST_ENTRIES = 20_000  # that are looked at to find them
+LONGEST_NAME = 1000
+
+
+class Folder:
+    """The folder; ``root`` is its real path.
+
+    Between the look at a path and its use by a verb somebody could put a link there; who can do that could as well
+    read the file.
+    """
+
+    def __init__(self, root: str | Path) -> None:
+        self.root = Path(root).resolve()
+        if not self.root.is_dir():
+            raise BadInput(f"--root {printable(str(root))}: there is no such folder.")
+        if self.root == self.root.parent:
+            raise BadInput(f"{self.root} is the whole machine, and an agent would see all of it: give --root FOLDER.")
+
+    def file(self, name: str) -> str:
+        """A file in the folder, as a path from there that no command line takes for an option."""
+        path = self._inside(name)
+        mode = self._status(name, path)
+        if not stat.S_ISREG(mode):
+            raise BadInput(f"{_said(name)}: a file is expected, and it is {_kind(mode)}.")
+        largest = LARGEST_NOTEBOOK_BYTES if path.suffix == NOTEBOOK else LARGEST_BYTES
+        if path.stat().st_size > largest:
+            raise BadInput(f"{_said(name)}: larger than {largest // 1_000_000} MB, so no script.")
+        return self._told(path)
+
+    def folder(self, name: str) -> str:
+        """A folder in the folder, nothing of which is a link that leads out."""
+        path = self._inside(name)
+        mode = self._status(name, path)
+        if not stat.S_ISDIR(mode):
+            raise BadInput(f"{_said(name)}: a folder is expected, and it is {_kind(mode)}.")
+        for entry in self._entries(name, path):
+            if entry.is_symlink():
+                self._inside(str(entry))
+        return self._told(path)
+
+    def new(self, name: str) -> str:
+        """A place in the folder where something may be put that is not there yet."""
+        return self._told(self._inside(name))
+
+    def scripts(self, names: Sequence[str]) -> list[str]:
+        """The scripts and notebooks that files and folders mean; links in folders are not followed."""
+        found = dict.fromkeys(each for name in names for each in self._scripts(name))
+        if not found:
+            raise BadInput(f"{_said(', '.join(names))}: no Python file or notebook there.")
+        return list(found)
+
+    def maker(self, name: str) -> str:
+        """``module:function`` as it is, ``file.py:function`` with the file in the folder."""
+        place, colon, function = name.rpartition(":")
+        if name.startswith("-") or not colon or not function.isidentifier():
+            raise BadInput(f"{_said(name)}: module:function or file.py:function is expected, such as train:make.")
+        return f"{self.file(place)}:{function}" if place.endswith(".py") else name
+
+    def _scripts(self, name: str) -> Iterator[str]:
+        path = self._inside(name)
+        if not stat.S_ISDIR(self._status(name, path)):
+            yield self.file(name)
+            return
+        below = (entry for entry in self._entries(name, path, DEFAULT_EXCLUDE) if entry.suffix in SUFFIXES)
+        number = 0
+        for entry in below:
+            if entry.is_symlink() or not entry.is_file():
+                continue
+            number += 1
+            if number > MOST_FILES:
+                raise BadInput(f"{_said(name)}: more than {MOST_FILES} files; name a folder below it.")
+            yield self._told(entry)
+
+    def _entries(self, name: str, path: Path, exclude: Sequence[str] = ()) -> Iterator[Path]:
+        """What lies below a folder, links themselves and not what they lead to."""
+        seen = 0
+        for above, folders, files in os.walk(path):
+            folders[:] = sorted(set(folders).difference(exclude))
+            for each in (*folders, *sorted(files)):
+                seen += 1
+                if seen > MOST_ENTRIES:
+                    raise BadInput(f"{_said(name)}: more than {MOST_ENTRIES} entries; name a folder below it.")
+                yield Path(above, each)
+
+    def _inside(self, name: str) -> Path:
+        """The real path, which need not exist; refused before anybody learns whether it does."""
+        if not name.strip() or "\0" in name or len(name) > LONGEST_NAME:
+            raise BadInput(f"{_said(name)}: the name of a file or folder is expected.")
+        try:
+            path = (self.root / name).resolve()
+        except (OSError, RuntimeError) as error:  # links in a circle
+            raise BadInput(f"{_said(name)}: it cannot be followed: {printable(str(error))}.") from None
+        if not path.is_relative_to(self.root):
+            raise BadInput(f"{_said(name)}: outside of {self.root}, where ampwise mcp was started. Name what is in it.")
+        return path
+
+    def _status(self, name: str, path: Path) -> int:
+        try:
+            return path.stat().st_mode
+        except OSError as error:
+            raise BadInput(f"{_said(name)}: {(error.strerror or 'it cannot be read').lower()}.") from None
+
+    def _told(self, path: Path) -> str:
+        return os.path.join(".", path.relative_to(self.root))  # noqa: PTH118 (pathlib drops the dot)
+
+
+def _said(name: str) -> str:
+    return printable(name[:200]) or "''"
+
+
+def _kind(mode: int) -> str:
+    kinds: Iterable[tuple[bool, str]] = ((stat.S_ISDIR(mode), "a folder"), (stat.S_ISREG(mode), "a file"))
+    return next((said for holds, said in kinds if holds), "neither a file nor a folder")

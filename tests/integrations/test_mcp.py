@@ -1,0 +1,448 @@
+"""`ampwise mcp`: what agents can ask, what they cannot reach, and that only the protocol is on stdout."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import sys
+import tomllib
+from pathlib import Path
+from unittest import mock
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ampwise.cli import main, verbs
+from ampwise.errors import BadInput, MissingDependency
+from ampwise.integrations import mcp_folder, mcp_tools
+from ampwise.integrations.mcp import FIRST, TOO_LATE, VERBS, make_server, need_mcp
+from ampwise.integrations.mcp_folder import Folder
+from ampwise.integrations.mcp_process import Ended, Kept, launch
+from ampwise.integrations.mcp_tools import LONGEST, MAY_LOAD, MOST_FINDINGS, NEEDS_ALLOW_RUN, READS_ONLY
+
+pytest.importorskip("mcp")
+import anyio
+from mcp import Client, StdioServerParameters
+from mcp.client.stdio import stdio_client
+
+ROOT = Path(__file__).parents[2]
+TOOLS = ("check", "fix", "explain", "advise", "memory", "formats", "gpu", "replay", "read_report")
+BAD = """\
+import torch
+from torch.nn.utils import clip_grad_norm_
+
+scaler = torch.amp.GradScaler("cuda")
+for x in loader:
+    with torch.autocast("cuda", dtype=torch.float16):
+        loss = model(x).sum()
+    scaler.scale(loss).backward()
+    clip_grad_norm_(model.parameters(), 1.0)
+    scaler.step(optimizer)
+    scaler.update()
+"""
+
+
+@pytest.fixture(autouse=True)
+def plain(monkeypatch):
+    monkeypatch.setenv("NO_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "110")
+
+
+@pytest.fixture
+def project(tmp_path):
+    """A folder with a bad script, and beside it what nobody in it may see."""
+    folder = tmp_path / "project"
+    folder.mkdir()
+    (folder / "train.py").write_text(BAD)
+    (tmp_path / "secret.py").write_text(BAD)
+    return folder
+
+
+async def in_process(words, *, cwd, seconds, text=None):
+    """A verb as ``launch`` runs it, without the time that a process takes."""
+    out, err = io.StringIO(), io.StringIO()
+    stdin = io.TextIOWrapper(io.BytesIO((text or "").encode()))
+    with (
+        contextlib.chdir(cwd),
+        contextlib.redirect_stdout(out),
+        contextlib.redirect_stderr(err),
+        mock.patch.object(sys, "stdin", stdin),
+    ):
+        try:
+            code = main(list(words))
+        except SystemExit as leaving:
+            code = leaving.code
+    return Ended(code=code, out=out.getvalue(), err=err.getvalue())
+
+
+class Recorder:
+    """Remembers the command lines, and answers as told."""
+
+    def __init__(self, code=0, out="", err=""):
+        self.asked, self.ended = [], Ended(code=code, out=out, err=err)
+
+    async def __call__(self, words, *, cwd, seconds, text=None):
+        self.asked.append(list(words))
+        return self.ended
+
+
+def call(folder, tool, arguments=None, *, allow_run=False, run_verb=in_process):
+    """What a client of the SDK gets: whether it is an error, and the text."""
+
+    async def ask():
+        server = make_server(Folder(folder), allow_run=allow_run, run_verb=run_verb)
+        async with Client(server) as client:
+            return await client.call_tool(tool, arguments or {})
+
+    answer = anyio.run(ask)
+    (content,) = answer.content
+    return answer.is_error, content.text
+
+
+def refused(folder, tool, arguments, **options):
+    is_error, text = call(folder, tool, arguments, **options)
+    assert is_error
+    assert "\n" not in text
+    return text
+
+
+def listed(folder, **options):
+    async def ask():
+        async with Client(make_server(Folder(folder), **options)) as client:
+            return (await client.list_tools()).tools
+
+    return {tool.name: tool for tool in anyio.run(ask)}
+
+
+# --- the tools
+
+
+def test_the_tools_and_what_they_say_of_themselves(project):
+    tools = listed(project)
+    assert tuple(tools) == TOOLS
+    with_run = listed(project, allow_run=True)
+    assert tuple(with_run) == (*TOOLS, *NEEDS_ALLOW_RUN)
+    assert not any(with_run[name].annotations.read_only_hint for name in (*MAY_LOAD, *NEEDS_ALLOW_RUN))
+    for name, tool in tools.items():
+        assert VERBS.get(name, name) in verbs()
+        assert tool.annotations.read_only_hint == (name in READS_ONLY)
+        for parameter in tool.input_schema["properties"]:
+            assert parameter in tool.description, f"{name} does not say what {parameter} is"
+
+
+def test_check_tells_what_is_wrong_and_writes_nothing(project):
+    # Who has this in the settings is mended by `ampwise check` alone; an agent that asks is not to be.
+    (project / "pyproject.toml").write_text("[tool.ampwise]\nfix = true\nunsafe-fixes = true\n")
+    is_error, text = call(project, "check")
+    answer = json.loads(text)
+    assert not is_error
+    assert answer["left_out"] == 0
+    assert [(each["code"], each["file"], each["line"], each["mendable"]) for each in answer["findings"]] == [
+        ("AMP101", "train.py", 9, "yes")
+    ]
+    assert (project / "train.py").read_text() == BAD
+
+
+def test_check_takes_text_that_is_no_file_yet(project):
+    good = BAD.replace("    clip_grad", "    scaler.unscale_(optimizer)\n    clip_grad")
+    codes = [
+        [found["code"] for found in json.loads(call(project, "check", {"text": text})[1])["findings"]]
+        for text in (BAD, good)
+    ]
+    assert codes == [["AMP101"], []]
+    assert not json.loads(call(project, "check", {"text": BAD, "ignore": "AMP1"})[1])["findings"]
+
+
+def test_what_the_settings_exclude_is_not_checked(project):
+    (project / "pyproject.toml").write_text('[tool.ampwise]\nextend-exclude = ["old"]\n')
+    (project / "old").mkdir()
+    (project / "old" / "train.py").write_text(BAD)
+    found = json.loads(call(project, "check")[1])["findings"]
+    assert [each["file"] for each in found] == ["train.py"]
+
+
+def test_fix_is_a_diff_unless_asked_to_write(project):
+    is_error, text = call(project, "fix", {"paths": ["train.py"]})
+    assert not is_error
+    assert "+    scaler.unscale_(optimizer)" in text
+    assert (project / "train.py").read_text() == BAD
+    written = call(project, "fix", {"paths": ["train.py"], "write": True})[1]
+    assert written.splitlines()[:2] == ["written", "0 findings are left"]
+    assert "scaler.unscale_(optimizer)" in (project / "train.py").read_text()
+    assert call(project, "fix", {"write": True})[1] == "nothing to fix\n"
+
+
+def test_answers_are_those_of_the_verbs(project):
+    assert call(project, "explain", {"rule": "amp101"})[1].startswith("AMP101 clip-scaled-grads (error)")
+    assert json.loads(call(project, "formats", {"names": ["half"]})[1])[0]["max"] == 65504
+    assert json.loads(call(project, "gpu", {"name": "h200"})[1])["id"] == "h200"
+    advice = json.loads(call(project, "advise", {"gpu": "v100-sxm2-16", "want": "bf16"})[1])
+    assert (advice["precision"], advice["refused"]) == ("fp16", True)
+    proposed = json.loads(call(project, "advise", {"gpu": "8.6", "ideas": ["autocast-off", "no-scaler"]})[1])
+    assert {each["code"] for each in proposed["findings"]} == {"AMP705", "AMP301"}
+
+
+def test_errors_are_one_line(project):
+    assert refused(project, "explain", {"rule": "AMP1O1"}).startswith("unknown rule 'AMP1O1'. Did you mean AMP")
+    assert "unknown" in refused(project, "advise", {"gpu": "h2000"})
+    assert refused(project, "explain", {"rule": "--help"}) == "'--help': a name is expected."
+    assert "Input should be a valid string" in refused(project, "explain", {"rule": 3})
+    crashed = Recorder(code=1, err="Traceback (most recent call last):\n  x\nKeyError: 'loss'\n")
+    assert refused(project, "formats", {}, run_verb=crashed) == "KeyError: 'loss'"
+    assert refused(project, "formats", {}, run_verb=Recorder(code=-9)) == "it ended with -9 and said nothing"
+
+
+def test_a_size_needs_no_code(project):
+    asked = Recorder(out="{}")
+    call(project, "memory", {"params": "7B", "gpu": "h200", "checkpointing": True}, run_verb=asked)
+    assert asked.asked == [["memory", "--json", "-q", "--params=7B", "--gpu=h200", "--checkpointing"]]
+
+
+def test_answers_are_bounded(project):
+    found = [
+        {
+            "code": "AMP101",
+            "name": "x",
+            "severity": "error",
+            "message": "m" * size,
+            "filename": "f",
+            "cell": None,
+            "location": None,
+            "fix": {"message": "f", "applicability": "display"},
+        }
+        for size in [5] * 300 + [3000] * 300
+    ]
+    for some in (found, found[300:]):
+        text = call(project, "check", run_verb=Recorder(out=json.dumps(some)))[1]
+        answer = json.loads(text)
+        assert len(text) < 1.5 * LONGEST
+        assert len(answer["findings"]) <= MOST_FINDINGS
+        assert answer["left_out"] == len(some) - len(answer["findings"])
+    long = call(project, "formats", run_verb=Recorder(out="x" * (LONGEST + 7)))[1]
+    assert long.endswith("[... 7 characters left out: ask for less]")
+    cut = Recorder(out="[{]\n[... 9 bytes left out ...]\n}")
+    assert refused(project, "check", {}, run_verb=cut).startswith("there are too many findings to tell")
+
+
+# --- what runs code
+
+
+@pytest.mark.parametrize(
+    ("tool", "arguments"),
+    [
+        ("replay", {"capsule": "capsules/step-000012"}),
+        ("advise", {"subject": "train:make"}),
+        ("memory", {"maker": "train:make"}),
+    ],
+)
+def test_without_allow_run_no_code_is_loaded(project, tool, arguments):
+    asked = Recorder()
+    assert "started without --allow-run" in refused(project, tool, arguments, run_verb=asked)
+    assert asked.asked == []
+
+
+def test_without_allow_run_there_is_no_run(project):
+    assert call(project, "run", {"script": "train.py"}) == (True, "Unknown tool: run")
+
+
+def test_with_allow_run_it_is(project):
+    (project / "capsule").mkdir()
+    asked = Recorder(out="told\n", err="ampwise: summary\n")
+
+    def given_to(tool, arguments):
+        return call(project, tool, arguments, allow_run=True, run_verb=asked)[1]
+
+    assert given_to("replay", {"capsule": "capsule", "build": "train.py:make"}) == "summary\ntold\n"
+    given_to("memory", {"maker": "train:make"})
+    given_to("advise", {"subject": "train:make", "gpu": "h200"})
+    assert given_to("run", {"script": "train.py", "args": ["--lr", "1"], "output": "r"}).startswith("exit code 0\ntold")
+    assert asked.asked == [
+        ["replay", "--output-format=full", "--build=./train.py:make", "./capsule"],
+        ["memory", "--json", "-q", "train:make"],
+        ["advise", "--json", "--gpu=h200", "train:make"],
+        ["run", "--output=./r", "./train.py", "--lr", "1"],
+    ]
+    for tool, arguments in (
+        ("run", {"script": "../secret.py"}),
+        ("run", {"script": "train.py", "output": "../r"}),
+        ("memory", {"maker": "../secret.py:make"}),
+        ("replay", {"capsule": "capsule", "build": "../secret.py:make"}),
+    ):
+        assert "outside of" in refused(project, tool, arguments, allow_run=True, run_verb=asked)
+    assert "above 0" in refused(project, "run", {"script": "train.py", "seconds": 0}, allow_run=True, run_verb=asked)
+    assert len(asked.asked) == 4
+
+
+# --- the limits
+
+
+def test_the_page_has_the_limits_that_hold():
+    page = " ".join((ROOT / "docs" / "agents.md").read_text().split())
+    for said in (
+        f"at most {LONGEST:,} characters",
+        f"up to {MOST_FINDINGS} findings",
+        f"stopped after {mcp_tools.SECONDS:g} seconds",
+        f"scripts above {mcp_folder.LARGEST_BYTES // 1_000_000} MB",
+        f"more than {mcp_folder.MOST_FILES:,} scripts",
+        f"tested with mcp {FIRST[0]}.{FIRST[1]}",
+    ):
+        assert said in page
+    for tool in (*TOOLS, *NEEDS_ALLOW_RUN):
+        assert f"| `{tool}` | `ampwise {VERBS.get(tool, tool)}" in page
+
+
+# --- the folder
+
+
+@pytest.fixture
+def trapped(project):
+    """The project with every way out that a folder can have."""
+    (project / "link.py").symlink_to(project.parent / "secret.py")
+    (project / "up").symlink_to(project.parent)
+    (project / "null.py").symlink_to("/dev/null")
+    (project / "loop.py").symlink_to("loop.py")
+    os.mkfifo(project / "pipe.py")
+    return project
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["..", "../secret.py", "a/../../secret.py", "link.py", "up", "up/secret.py", "null.py", "/etc/passwd", "/dev/zero"],
+)
+def test_what_leads_out_is_refused(trapped, name):
+    for tool, arguments in (("check", {"paths": [name]}), ("fix", {"paths": [name], "write": True})):
+        assert "outside of" in refused(trapped, tool, arguments)
+    assert "outside of" in refused(trapped, "read_report", {"run": name})
+    assert (trapped.parent / "secret.py").read_text() == BAD
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("", "the name of a file or folder is expected"),
+        ("\0", "the name of a file or folder is expected"),
+        ("x" * 5000, "the name of a file or folder is expected"),
+        ("gone.py", "no such file or directory"),
+        ("pipe.py", "neither a file nor a folder"),
+        ("loop.py", ""),
+    ],
+)
+def test_what_is_no_file_is_refused(trapped, name, said):
+    assert said in refused(trapped, "check", {"paths": [name]})
+
+
+def test_a_walk_follows_no_link(trapped):
+    found = json.loads(call(trapped, "check")[1])["findings"]
+    assert [each["file"] for each in found] == ["train.py"]
+
+
+@pytest.mark.parametrize("name", ["findings.jsonl", "dist"])
+def test_a_record_with_a_link_out_is_refused(project, name):
+    (project / "run").mkdir()
+    (project / "run" / name).symlink_to(project.parent)
+    assert "outside of" in refused(project, "read_report", {"run": "run"})
+
+
+def test_what_is_huge_is_refused(project, monkeypatch):
+    monkeypatch.setattr(mcp_folder, "LARGEST_BYTES", 10)
+    assert "so no script" in refused(project, "check", {"paths": ["train.py"]})
+    monkeypatch.setattr(mcp_folder, "MOST_FILES", 0)
+    assert "more than 0 files" in refused(project, "check", {})
+    monkeypatch.setattr(mcp_folder, "MOST_ENTRIES", 0)
+    assert "more than 0 entries" in refused(project, "check", {})
+    monkeypatch.setattr(mcp_tools, "LONGEST_TEXT", 3)
+    assert "up to 3 are taken" in refused(project, "check", {"text": BAD})
+
+
+def test_an_absolute_path_in_it_will_do(project):
+    assert Folder(project).file(str(project / "train.py")) == "./train.py"
+
+
+@given(st.text(st.sampled_from("./a~-link\0\n\\ü"), max_size=30))
+def test_no_name_leads_out(tmp_path_factory, name):
+    root = tmp_path_factory.getbasetemp() / "law"
+    root.mkdir(exist_ok=True)
+    with contextlib.suppress(BadInput):
+        told = Folder(root).new(name)
+        assert told.startswith("./")
+        assert (root / told).resolve().is_relative_to(root.resolve())
+
+
+def test_the_whole_machine_is_no_folder():
+    with pytest.raises(BadInput, match="the whole machine"):
+        Folder("/")
+
+
+# --- the process
+
+
+@given(st.lists(st.binary(max_size=20), max_size=20))
+def test_what_fits_is_kept_whole(parts):
+    kept, whole = Kept(room=400), b"".join(parts)
+    for part in parts:
+        kept.add(part)
+    assert kept.text() == whole.decode("utf-8", "replace")
+
+
+def test_a_mistake_of_ours_tells_nothing_but_that(project, caplog):
+    async def fails(words, **_):
+        raise KeyError("private")
+
+    assert call(project, "formats", run_verb=fails) == (True, "Error executing tool formats")
+    assert "private" in caplog.text
+
+
+def test_what_takes_too_long_is_stopped(tmp_path):
+    with pytest.raises(BadInput, match=r"ampwise formats took longer than 0\.01 seconds, and was stopped"):
+        anyio.run(lambda: launch(["formats"], cwd=tmp_path, seconds=0.01))
+
+
+# --- the package
+
+
+@pytest.mark.parametrize("version", ["1.28.1", "2.2.9", "3.0.0"])
+def test_an_untested_version_is_told(monkeypatch, version):
+    monkeypatch.setattr("importlib.metadata.version", lambda name: version)
+    with pytest.raises(BadInput, match=rf"tested with mcp 2\.3 or later, below 3\.0, and {version} is installed: pip"):
+        need_mcp()
+
+
+def test_without_the_package_it_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "mcp.server", None)
+    with pytest.raises(MissingDependency, match=r'needs the package mcp: pip install "ampwise\[mcp\]"'):
+        need_mcp()
+
+
+def test_the_extra_names_the_tested_versions():
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert extras["mcp"] == [f"mcp>={FIRST[0]}.{FIRST[1]},<{TOO_LATE[0]}"]
+
+
+# --- the whole, as an agent starts it
+
+
+def test_over_stdio_with_nothing_of_the_folder_imported(project):
+    for name in ("json", "rich", "anyio", "jinja2"):
+        (project / f"{name}.py").write_text(f"open('imported-{name}', 'w')\n")
+
+    async def ask():
+        server = StdioServerParameters(
+            command=sys.executable,
+            args=["-m", "ampwise", "mcp"],
+            cwd=project,
+            env={"PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{project}{os.pathsep}", "PATH": os.environ["PATH"]},
+        )
+        async with Client(stdio_client(server)) as client:
+            names = [tool.name for tool in (await client.list_tools()).tools]
+            checked = await client.call_tool("check", {})
+            outside = await client.call_tool("check", {"paths": ["../secret.py"]})
+            return names, checked, outside
+
+    names, checked, outside = anyio.run(ask)
+    assert tuple(names) == TOOLS
+    assert [each["code"] for each in json.loads(checked.content[0].text)["findings"]] == ["AMP101"]
+    assert outside.is_error
+    assert not list(project.glob("imported-*"))

@@ -1,0 +1,143 @@
+"""The skill holds what the code checks: no number of its own, and no verb, rule or command that is not there."""
+
+from __future__ import annotations
+
+import importlib
+import re
+import shlex
+import string
+
+import pytest
+
+from ampwise.cli import build_parser, verbs
+from ampwise.evidence.choice.ideas import IDEAS, SYMPTOMS
+from ampwise.finding import Severity
+from ampwise.formats import FORMATS, find_format
+from ampwise.hardware import gpus
+from ampwise.integrations.skill import skill_text
+from ampwise.integrations.skill.slots import slots
+from ampwise.integrations.skill.tables import PROVED_BY, SECTIONS
+from ampwise.integrations.skill.words import WORDS
+from ampwise.lint.check import Choice, check_text
+from ampwise.lint.config import Configs
+from ampwise.rules import built_in, rooms
+from ampwise.tune.advise import advise
+
+TEXT = skill_text()
+LITERAL = "".join(literal for literal, *_ in string.Formatter().parse(WORDS))
+USED = [name for _, name, *_ in string.Formatter().parse(WORDS) if name is not None]
+COMMANDS = sorted(set(re.findall(r"`(ampwise [^`]+)`", TEXT)))
+MOST_LINES = 360
+NEEDED = {
+    "explain": ["AMP101"],
+    "replay": ["capsule"],
+    "run": ["train.py"],
+    **{verb: ["RUN"] for verb in ("report", "watch", "resume")},
+    **{verb: ["train:make"] for verb in ("align", "compare", "diff", "search")},
+}
+
+
+# --- the prose
+
+
+def test_the_prose_has_no_number_and_names_no_rule():
+    assert not re.search(r"\d", LITERAL)
+    assert not re.search(
+        r"AMP[A-Z0-9]|\b(one|two|three|four|five|ten|twice|hundred|thousand)\b (bits|steps|times|percent)", LITERAL
+    )
+
+
+def test_every_slot_is_a_record():
+    assert set(USED) <= set(slots()) | set(SECTIONS)
+    assert set(SECTIONS) <= set(USED), "made, and never shown"
+
+
+def test_a_number_in_a_slot_is_the_formats_own():
+    filled = slots()
+    for name, fmt in FORMATS.items():
+        if name != "fp64":  # whose largest, rounded to three digits, is none
+            assert float(filled[f"{name}_max"]) == pytest.approx(fmt.max, rel=5e-3)
+        if f"{name}_zero" in filled:
+            assert filled[f"{name}_zero"] == f"2^{fmt.flush_exponent}"
+    torch = pytest.importorskip("torch")
+    scaler = torch.amp.GradScaler("cpu")
+    assert float(filled["scale_start"]) == scaler._init_scale
+    assert int(filled["scale_interval"]) == scaler.get_growth_interval()
+    for name in ("fp16", "bf16", "fp32"):
+        limits = torch.finfo(getattr(torch, FORMATS[name].torch_dtype))
+        assert float(filled[f"{name}_max"]) == pytest.approx(limits.max, rel=5e-3)
+        assert 2.0 ** (1 - int(filled[f"{name}_bits"])) == limits.eps
+
+
+# --- what it names
+
+
+def test_every_verb_rule_and_device_it_names_is_there():
+    codes = {entry.rule.code for entry in built_in()}
+    assert set(re.findall(r"AMP\d+", TEXT)) <= codes
+    assert set(re.findall(r"`ampwise ([a-z]+)", TEXT)) == set(verbs())
+    shown = TEXT.partition("| train in | on |")[2].partition("\n\n")[0]
+    ids = [word.strip() for line in shown.splitlines() for word in line.split("|")[2:3] for word in word.split(",")]
+    assert sorted(filter(None, ids)) == sorted([*(gpu.id for gpu in gpus()), "---"])
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_can_be_given(command):
+    words = shlex.split(command)[1:]
+    parser = build_parser(words)
+    verb = importlib.import_module(f"ampwise.cli.{words[0]}")
+    if all(word.startswith("-") for word in words[1:]):  # the verb as such
+        words += NEEDED.get(words[0], [])
+    args, unknown = parser.parse_known_args(words)
+    assert not unknown
+    assert args.run is verb.run
+
+
+def test_the_devices_are_as_advise_says():
+    for line in re.findall(r"^\| (FP32|FP16|BF16|TF32) \| ([a-z].*) \|$", TEXT, re.MULTILINE):
+        precision, ids = find_format(line[0].lower()).name, line[1].split(", ")
+        assert {advise(gpu=name).precision for name in ids} == {precision}
+
+
+def test_every_symptom_and_excuse_is_answered():
+    for symptom, said in SYMPTOMS.items():
+        assert f"--symptom {symptom}`" in TEXT
+        assert said in TEXT
+    for idea, said in IDEAS.items():
+        assert f'"{said}"' in TEXT, f"{idea} has no answer"
+
+
+def test_every_pitfall_is_told_once_with_the_verb_that_shows_it():
+    pitfalls = TEXT.partition("\n## Pitfalls\n")[2]
+    for entry in built_in():
+        told = pitfalls.count(f"- {entry.rule.code} {entry.rule.name}: ")
+        is_one = entry.room in PROVED_BY and entry.rule.severity is not Severity.INFO and entry.rule.on_by_default
+        assert told == is_one, entry.rule.code
+    assert set(PROVED_BY) <= set(rooms())
+    assert set(PROVED_BY.values()) <= set(verbs())
+
+
+def test_the_code_it_shows_is_clean():
+    pieces = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
+    assert len(pieces) == 2
+    for piece in pieces:
+        report, _ = check_text(piece, "train.py", Choice(Configs(isolated=True)))
+        assert not [finding for finding in report.findings if finding.severity is not Severity.INFO]
+
+
+# --- the file
+
+
+def test_the_front_matter_is_what_agents_read():
+    yaml = pytest.importorskip("yaml")
+    head = yaml.safe_load(TEXT.split("---\n")[1])
+    assert set(head) == {"name", "description"}
+    assert re.fullmatch(r"[a-z0-9-]{1,64}", head["name"])
+    assert len(head["description"]) <= 1024
+
+
+def test_it_is_short_and_always_the_same():
+    assert len(TEXT.splitlines()) <= MOST_LINES
+    assert skill_text() == TEXT
+    assert TEXT.endswith("\n")
+    assert "{" not in re.sub(r"```.*?```|`[^`]*`", "", TEXT, flags=re.DOTALL)
