@@ -37,6 +37,8 @@ LAYERS = {
     "ampwise.live": 3,
     "ampwise.user_code": 3,
     "ampwise.formats.cast": 4,
+    "ampwise.formats.cast_kernel": 4,
+    "ampwise.formats.cast_launch": 4,
     "ampwise.census.measure": 4,
     "ampwise.census.cpu": 4,
     "ampwise.census.flat": 4,
@@ -47,6 +49,8 @@ LAYERS = {
     "ampwise.randomness": 4,
     "ampwise.tensors_on_disk": 4,
     "ampwise.emulation": 4,
+    "ampwise.float8": 4,
+    "ampwise.low_bit": 4,
     "ampwise.engine.precision": 4,
     "ampwise.trace": 5,
     "ampwise.engine": 6,  # which explains a step that went bad
@@ -54,6 +58,9 @@ LAYERS = {
     "ampwise.guard": 7,
     "ampwise.tune": 7,
     "ampwise.integrations": 8,
+    "ampwise.accelerate": 8,
+    "ampwise.lightning": 8,
+    "ampwise.transformers": 8,
     "ampwise.cli": 8,
     "ampwise.__main__": 8,
 }

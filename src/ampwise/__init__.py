@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from ampwise.finding import Place as Place
     from ampwise.finding import Rule as Rule
     from ampwise.finding import Severity as Severity
+    from ampwise.float8.recipe import Fp8 as Fp8
     from ampwise.formats import BlockFormat as BlockFormat
     from ampwise.formats import Format as Format
     from ampwise.formats import find_format as find_format
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
     from ampwise.hardware import Gpu as Gpu
     from ampwise.hardware import describe_machine as describe_machine
     from ampwise.hardware import find_gpu as find_gpu
+    from ampwise.low_bit.optimizers import make_optimizer as make_optimizer
     from ampwise.record.reader import Run as Run
     from ampwise.report.comparison.comparison import Comparison as Comparison
     from ampwise.rules import find_rule as find_rule
@@ -73,6 +75,7 @@ _HOMES = {
     "Engine": "engine.engine",
     "Finding": "finding",
     "Format": "formats",
+    "Fp8": "float8.recipe",
     "Found": "tune.search.found",
     "Gpu": "hardware",
     "GradScaler": "engine.scaling.scaler",
@@ -101,12 +104,15 @@ _HOMES = {
     "find_gpu": "hardware",
     "find_rule": "rules",
     "keep": "engine.precision.keep",
+    "make_optimizer": "low_bit.optimizers",
     "memory": "tune.memory.estimate",
     "pad_": "tune.align.pad",
     "search": "tune.search.searching",
     "trace": "trace.tracing",
     "unpad_": "tune.align.pad",
 }
+
+_FRAMEWORKS = ("accelerate", "lightning", "transformers")  # a module for each: ``ampwise.lightning``
 
 __all__ = sorted(_HOMES)
 
@@ -116,6 +122,8 @@ def __getattr__(name: str) -> Any:
         from ampwise.printers.tool import installed_version
 
         return installed_version() or "unknown"
+    if name in _FRAMEWORKS:
+        return importlib.import_module(f"ampwise.{name}")
     if name not in _HOMES:
         raise AttributeError(f"module 'ampwise' has no attribute {name!r}")
     try:

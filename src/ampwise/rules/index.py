@@ -83,6 +83,11 @@ RULES: dict[str, list[tuple[str, str, bool, tuple[tuple[str, ...], ...]]]] = {
         ('AMP535', 'steep-function-amplifies-rounding', True, ()),
         ('AMP536', 'discrete-choice-flips', True, ()),
         ('AMP537', 'rounding-piles-up', True, ()),
+        ('AMP538', 'one-side-does-otherwise', True, ()),
+    ],
+    "float8": [
+        ('AMP540', 'fp8-saturates', True, ()),
+        ('AMP541', 'fp8-underflows', True, ()),
     ],
     "gradient": [
         ('AMP601', 'gradient-underflow', True, ()),

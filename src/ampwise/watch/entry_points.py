@@ -61,7 +61,7 @@ class EntryPoints:
         self._ran: set[int] = set()  # those of them whose own step was called
         self._within: list[int] = []  # optimizers that are stepping by themselves
         self._wrap_backward()
-        self._wrap_scaler(GradScaler)
+        self.wrap_scaler(GradScaler)
         patches.replace(GradScaler, "__init__", self._making_scaler)
         self._wrap_optimizers()
         self._wrap_clipping()
@@ -134,12 +134,13 @@ class EntryPoints:
         def init(scaler: Any, *args: Any, **kwargs: Any) -> None:
             original(scaler, *args, **kwargs)
             with self._quietly():
-                self._wrap_scaler(type(scaler))  # which the script may have defined only now
+                self.wrap_scaler(type(scaler))  # which the script may have defined only now
                 self._tracker.scaler_made(scaler)
 
         return self._followed(original, init)
 
-    def _wrap_scaler(self, kind: type) -> None:
+    def wrap_scaler(self, kind: type) -> None:
+        """Follow the methods of a class of scalers, those that it overrides, too."""
         wrappers = {
             "scale": self._scaling,
             "unscale_": self._unscaling,

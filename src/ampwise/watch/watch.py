@@ -161,6 +161,7 @@ class Watch:
         for optimizer in (each for each in every if isinstance(each, Optimizer)):
             self.optimizer_made(optimizer)
         for scaler in (each for each in every if isinstance(each, GradScaler)):
+            self._entry_points.wrap_scaler(type(scaler))
             self._tracker.scaler_state(scaler)
 
     def replaced(self) -> list[tuple[Any, Any]]:

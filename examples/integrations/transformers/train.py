@@ -1,0 +1,43 @@
+"""The quick start of Hugging Face's Trainer, with a tiny GPT-2 from a config. The callback is what was added."""
+
+from __future__ import annotations
+
+import tempfile
+
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
+
+from ampwise.transformers import AmpwiseCallback
+
+VOCABULARY, LENGTH = 64, 16
+
+
+def main() -> None:
+    torch.manual_seed(0)
+    config = GPT2Config(
+        vocab_size=VOCABULARY, n_positions=LENGTH, n_embd=32, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0
+    )
+    rows = (torch.arange(LENGTH) + torch.randint(VOCABULARY, (64, 1))) % VOCABULARY
+    with tempfile.TemporaryDirectory() as folder:
+        args = TrainingArguments(
+            output_dir=folder,
+            max_steps=12,
+            per_device_train_batch_size=8,
+            learning_rate=1e-2,
+            logging_steps=4,
+            save_strategy="no",
+            dataloader_pin_memory=torch.cuda.is_available(),
+            report_to="none",
+            disable_tqdm=True,
+        )
+        trainer = Trainer(
+            model=GPT2LMHeadModel(config),
+            args=args,
+            train_dataset=[{"input_ids": row, "labels": row} for row in rows],
+            callbacks=[AmpwiseCallback()],  # the added line
+        )
+        trainer.train()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,160 @@
+"""Accelerate's Accelerator, with its faults around the step mended."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from ampwise.errors import BadInput
+from ampwise.integrations.late_scaler import LateScaler
+from ampwise.integrations.versions import ACCELERATE, require
+
+require(ACCELERATE, "accelerate")
+
+from accelerate import Accelerator  # noqa: E402
+from accelerate.optimizer import AcceleratedOptimizer  # noqa: E402
+from accelerate.utils import DistributedType  # noqa: E402
+
+__all__ = ["mend"]
+
+STEP_BY_THEMSELVES = (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM, DistributedType.XLA)
+
+
+def mend(accelerator: Any) -> Any:
+    """The accelerator itself, mended: ``accelerator = mend(Accelerator(mixed_precision="fp16"))``, before ``prepare``.
+
+    ``optimizer_step_was_skipped`` is right with fused optimizers too, so that schedulers wait. Several optimizers may
+    be clipped, together or apart: each is unscaled once, and only those that are clipped. A step with a gradient that
+    is not finite is skipped in BF16 and FP32 as well. FP16 on a CPU is FP16. ``accelerator.scaler`` is ampwise's.
+
+    >>> from accelerate import Accelerator
+    >>> accelerator = mend(Accelerator(cpu=True))
+    >>> accelerator.scaler.skipped
+    False
+    """
+    if not isinstance(accelerator, Accelerator):
+        raise BadInput(f"mend(): an accelerate.Accelerator is expected, not {type(accelerator).__name__}.")
+    if isinstance(accelerator, _Mended):
+        return accelerator
+    if accelerator.distributed_type in STEP_BY_THEMSELVES:
+        kind = accelerator.distributed_type.value
+        raise BadInput(f"mend(): with {kind} the step is {kind}'s own, and none of it is Accelerate's to mend.")
+    if accelerator._optimizers:
+        raise BadInput("mend(): an optimizer was prepared already. Mend the accelerator first, then call prepare().")
+    accelerator.scaler = _scaler_for(accelerator)
+    if accelerator.mixed_precision == "fp16":
+        accelerator.native_amp = True  # on a CPU too, where it would train in FP32 and not say so
+    kind = type(accelerator)
+    accelerator.__class__ = type(kind.__name__, (_Mended, kind), {"__module__": kind.__module__})
+    return accelerator
+
+
+def _scaler_for(accelerator: Any) -> LateScaler:
+    """With the settings of the one that is there."""
+    theirs, is_fp16 = accelerator.scaler, accelerator.mixed_precision == "fp16"
+    given: dict[str, Any] = {}
+    if theirs is not None and is_fp16:
+        given = {
+            "init_scale": theirs.get_scale(),
+            "growth_factor": theirs.get_growth_factor(),
+            "backoff_factor": theirs.get_backoff_factor(),
+            "growth_interval": theirs.get_growth_interval(),
+        }
+    elif is_fp16 and accelerator.scaler_handler is not None:
+        given = {name: value for name, value in accelerator.scaler_handler.to_kwargs().items() if name != "enabled"}
+    if accelerator.distributed_type == DistributedType.FSDP and not accelerator.is_fsdp2:
+        given["process_group"] = torch.distributed.group.WORLD  # among whom gradients are divided
+    return LateScaler(accelerator.device.type, enabled=is_fp16, **given)
+
+
+class _MendedOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
+    """One whose scaler says whether a step was skipped."""
+
+    def step(self, closure: Any = None) -> None:
+        if self.gradient_state.sync_gradients:
+            self.scaler.step(self.optimizer, *([] if closure is None else [closure]))
+            self.scaler.update_later()
+
+    @property
+    def step_was_skipped(self) -> bool:
+        """Waits for the device, if asked before the step is over."""
+        return bool(self.scaler.skipped_for(self.optimizer))
+
+
+class _Mended(Accelerator):  # type: ignore[misc]
+    """What an accelerator is once it is mended; never made by itself."""
+
+    scaler: Any  # a LateScaler; None while a checkpoint is written without one
+    _clipped: list[Optimizer] | None = None  # whose gradients are being clipped
+
+    def prepare_optimizer(self, optimizer: Any, device_placement: bool | None = None) -> Any:
+        prepared = super().prepare_optimizer(optimizer, device_placement)
+        if type(prepared) is AcceleratedOptimizer:
+            prepared.__class__ = _MendedOptimizer
+        return prepared
+
+    def unscale_gradients(self, optimizer: Any = None) -> None:
+        """Of one optimizer or several, or of those that are being clipped, or of all; each once."""
+        if optimizer is None:
+            optimizer = self._optimizers if self._clipped is None else self._clipped
+        for each in optimizer if isinstance(optimizer, list | tuple) else [optimizer]:
+            inner = _inner(each)
+            if not self.scaler.is_unscaled(inner):
+                self.scaler.unscale_(inner)  # without a scale too: what it sees before clipping decides on a skip
+
+    def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Tensor | None:
+        every = _listed(parameters)
+        with self._clipping(every) as optimizers:
+            norm: Tensor | None = super().clip_grad_norm_(every, max_norm, norm_type)
+        if norm is not None:
+            self.scaler.clipped_by(norm, optimizers)
+        return norm
+
+    def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
+        every = _listed(parameters)
+        with self._clipping(every):
+            super().clip_grad_value_(every, clip_value)
+
+    def save_state(self, *args: Any, **kwargs: Any) -> Any:
+        with self._scaler_aside():
+            return super().save_state(*args, **kwargs)
+
+    def load_state(self, *args: Any, **kwargs: Any) -> Any:
+        with self._scaler_aside():
+            return super().load_state(*args, **kwargs)
+
+    @contextmanager
+    def _scaler_aside(self) -> Iterator[None]:
+        """One that does not scale has no state, and checkpoints of BF16 that Accelerate wrote by itself have none."""
+        scaler = self.scaler
+        self.scaler = scaler if scaler.is_enabled() else None
+        try:
+            yield
+        finally:
+            self.scaler = scaler
+
+    @contextmanager
+    def _clipping(self, parameters: Iterable[Tensor]) -> Iterator[list[Optimizer]]:
+        given = {id(each) for each in parameters}
+        inner = [_inner(each) for each in self._optimizers]
+        self._clipped = [each for each in inner if any(id(p) in given for g in each.param_groups for p in g["params"])]
+        try:
+            yield self._clipped
+        finally:
+            self._clipped = None
+
+
+def _inner(optimizer: Any) -> Any:
+    """The optimizer that Accelerate has wrapped."""
+    while isinstance(optimizer, AcceleratedOptimizer):
+        optimizer = optimizer.optimizer
+    return optimizer
+
+
+def _listed(parameters: Any) -> list[Tensor]:
+    return [parameters] if isinstance(parameters, Tensor) else list(parameters)
