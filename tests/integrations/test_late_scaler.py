@@ -37,7 +37,7 @@ def test_with_one_optimizer_it_is_the_scaler_as_ever(slopes, fused, way):
                 scaler.unscale_(optimizer)
             elif way == "clip":
                 scaler.clip_(optimizer, 0.5)
-            scaler.step(optimizer)
+            scaler.step(optimizer)  # noqa: AMP105 (it updates by itself)
             (scaler.update_later if kind is LateScaler else scaler.update)()
         skipped = scaler.skipped
         ends.append((weight.tolist(), skipped, scaler.get_scale(), scaler.state_dict()))
@@ -50,7 +50,7 @@ def test_steps_without_a_loss_between_are_one_iteration_until_one_steps_again():
     second = torch.optim.SGD([other], lr=0.1)
     scaler.scale((weight * math.inf).sum() + other.sum()).backward()
     for each in (optimizer, second):
-        scaler.step(each)
+        scaler.step(each)  # noqa: AMP105 (it updates by itself)
         scaler.update_later()
     assert [scaler.skipped_for(each) for each in (optimizer, second)] == [True, False]
     assert scaler._scale.item() == 1024.0  # not yet
