@@ -44,10 +44,19 @@ WARM_UP = 100  # steps in FP32 before a search
 STEPS = 1000 if ON_GPU else 40
 LAST = STEPS // 10  # whose losses are the final one
 CLIP = 1.0
-LADDERS = (("fp16", "fp32"), ("bf16", "fp32"), ("e4m3", "bf16", "fp32"), ("mxfp8", "bf16", "fp32"))
-SEEDS = {"fp16": 1, "bf16": 1, "e4m3": 2, "mxfp8": 1}
+LADDERS = (
+    ("fp16", "fp32"),
+    ("bf16", "fp32"),
+    ("e4m3", "bf16", "fp32"),
+    ("mxfp8", "bf16", "fp32"),
+    ("mxfp8+up", "bf16", "fp32"),
+)
+SEEDS = {"fp16": 1, "bf16": 1, "e4m3": 2, "mxfp8": 1, "mxfp8+up": 1}
 ANOTHER = 100  # the seed of another start
-GPUS = {"mxfp8": "b200"}  # whose datasheet says how fast products are; the H200 has no matrix units for it
+GPUS = {
+    "mxfp8": "b200",
+    "mxfp8+up": "b200",
+}  # whose datasheet says how fast products are; the H200 has no matrix units for it
 GPU = "h200"
 UNSEEN = 10**6  # where the batches begin that a search is given
 SIZES = (12, 48, 192)

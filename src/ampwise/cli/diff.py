@@ -18,6 +18,7 @@ A side is PRECISION[@DEVICE][,OPTION...]:
   policy.json                                          an ampwise.Policy, as Policy.as_dict() or a search writes it
   compiled, compiled=BACKEND                           by torch.compile: what is returned, and gradients, are compared
   attention=math|flash|efficient|cudnn                 the kernel of scaled_dot_product_attention
+  up                                                   MX scales rounded up, so that nothing is cut off: mxfp8,up
   emulated                                             also where torch has the format: tf32,emulated
   scale=NUMBER                                         of the loss (fp16: the largest at which gradients are finite)
 

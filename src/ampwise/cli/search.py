@@ -66,7 +66,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--formats",
         metavar="NAMES",
         default=DEFAULTS["formats"],
-        help="the formats to choose among, fp32 one of them (default: %(default)s; `ampwise formats` lists all)",
+        help="the formats to choose among, fp32 one of them (default: %(default)s; `ampwise formats` lists all; "
+        "mxfp8+up has scales that are rounded up)",
     )
     parser.add_argument(
         "--tolerance",

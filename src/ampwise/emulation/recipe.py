@@ -11,7 +11,7 @@ from ampwise.errors import BadInput
 from ampwise.formats import BlockFormat, Format, find_format
 from ampwise.formats.cast import Rounding, cast, kernels_for
 
-__all__ = ["Recipe", "recipe_from", "recipe_named", "rounded"]
+__all__ = ["UP", "Recipe", "recipe_from", "recipe_named", "rounded", "scaled_up", "with_scales_up"]
 
 STOCHASTIC, UP = "stochastic", "up"  # after the formats
 # A format that has no more bits than this holds no tensor as it is: each gets a scale.
@@ -45,10 +45,13 @@ class Recipe:
         """As ``recipe_from`` reads it."""
         usual = recipe_named(self.forward).backward == self.backward
         formats = self.forward.name if usual else f"{self.forward.name}/{self.backward.name}"
-        words = [STOCHASTIC] * (self.rounding == STOCHASTIC) + [UP] * any(
-            map(_scales_up, (self.forward, self.backward))
-        )
+        words = [STOCHASTIC] * (self.rounding == STOCHASTIC) + [UP] * self.scales_up
         return ",".join([formats, *words])
+
+    @property
+    def scales_up(self) -> bool:
+        """Whether the scales of MX formats are rounded up."""
+        return any(isinstance(fmt, BlockFormat) and fmt.scales_up for fmt in (self.forward, self.backward))
 
     @property
     def needs_loss_scale(self) -> bool:
@@ -108,21 +111,20 @@ def recipe_from(text: str) -> Recipe:
             "emulate:mxfp8,up. `ampwise formats` lists formats."
         )
     recipe = recipe_named(forward, backward or None, "stochastic" if STOCHASTIC in words else "nearest")
-    return _with_scales_up(recipe, text) if UP in words else recipe
+    return with_scales_up(recipe, f"emulate:{text}") if UP in words else recipe
 
 
-def _with_scales_up(recipe: Recipe, text: str) -> Recipe:
-    forward, backward = (
-        replace(fmt, scales_up=True) if isinstance(fmt, BlockFormat) and not fmt.tensor_scale else fmt
-        for fmt in (recipe.forward, recipe.backward)
-    )
-    if not (_scales_up(forward) or _scales_up(backward)):
-        raise BadInput(f"emulate:{text}: of these formats none has scales that are powers of two, as MX formats have.")
-    return replace(recipe, forward=forward, backward=backward)
+def with_scales_up(recipe: Recipe, asked: str) -> Recipe:
+    """With the scales of MX formats rounded up; an error that begins with ``asked`` where there are none."""
+    changed = replace(recipe, forward=scaled_up(recipe.forward), backward=scaled_up(recipe.backward))
+    if not changed.scales_up:
+        raise BadInput(f"{asked}: of these formats none has scales that are powers of two, as MX formats have.")
+    return changed
 
 
-def _scales_up(fmt: Format | BlockFormat) -> bool:
-    return isinstance(fmt, BlockFormat) and fmt.scales_up
+def scaled_up(fmt: Format | BlockFormat) -> Format | BlockFormat:
+    """The format itself where its scales are no powers of two."""
+    return replace(fmt, scales_up=True) if isinstance(fmt, BlockFormat) and not fmt.tensor_scale else fmt
 
 
 def rounded(

@@ -131,3 +131,13 @@ def test_what_a_search_has_found_is_a_side(tmp_path):
     file.write_text(json.dumps(found | {"narrow": {"head": "e4m3", "body": "mxfp8"}}))
     with pytest.raises(BadInput, match=r"has modules in e4m3, mxfp8, which a policy of autocast cannot have\. Compare"):
         side_of(str(file))
+
+
+def test_scales_of_mx_formats_may_be_rounded_up():
+    side = side_of("mxfp8,up")
+    assert (side.label, side.recipe.scales_up) == ("mxfp8_e4m3,up", True)
+    assert side_of(side.label) == side_of("mxfp8+up") == side != side_of("mxfp8")
+    with pytest.raises(BadInput, match="diff: 'e4m3,up': of these formats none has scales that are powers of two"):
+        side_of("e4m3,up")
+    with pytest.raises(BadInput, match="there is no option 'up'"):
+        side_of("bf16,up")

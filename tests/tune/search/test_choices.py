@@ -42,3 +42,11 @@ def test_bits_of_a_block_format_count_its_scales():
 def test_what_cannot_be_chosen_among(formats, error, said):
     with pytest.raises(error, match=said):
         choices_of(formats)
+
+
+def test_scales_of_mx_formats_may_be_rounded_up():
+    up, plain, _, _ = choices_of(("mxfp8+up", "mxfp8", "bf16", "fp32"))
+    assert (up.name, up.recipe.scales_up, plain.recipe.scales_up, up.peak) == ("mxfp8+up", True, False, "mxfp8")
+    for name in ("e4m3+up", "mxfp8+down", "nvfp4+up"):
+        with pytest.raises(BadInput, match="after a plus there may be 'up', for MX formats: 'mxfp8\\+up'"):
+            choices_of((name, "fp32"))

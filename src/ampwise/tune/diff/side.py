@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.nn.attention import SDPBackend
 
-from ampwise.emulation.recipe import Recipe, recipe_named
+from ampwise.emulation.recipe import UP, Recipe, recipe_named, with_scales_up
 from ampwise.engine.precision.policy import Policy
 from ampwise.engine.precision.precision import AUTO, PRECISIONS, RIGHT_NAMES, Precision, facts_of
 from ampwise.errors import AmpwiseError, BadInput, PrecisionUnavailable, UnknownName
@@ -35,7 +35,7 @@ ATTENTION = {
     "cudnn": SDPBackend.CUDNN_ATTENTION,
 }
 SPREAD = 16  # between a tensor's typical magnitudes and those that matter still
-OPTIONS = ("compiled", "compiled=BACKEND", "emulated", f"attention={'|'.join(ATTENTION)}", "scale=NUMBER")
+OPTIONS = ("compiled", "compiled=BACKEND", "emulated", UP, f"attention={'|'.join(ATTENTION)}", "scale=NUMBER")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,6 +56,7 @@ class Side:
         name = self.precision if self.policy is None else repr(self.policy)
         options = [
             "emulated" if self.recipe is not None and self.precision in ARITHMETICS else "",
+            UP if self.recipe is not None and self.recipe.scales_up else "",
             "" if not self.compiled else "compiled" if self.compiled == "inductor" else f"compiled={self.compiled}",
             f"attention={self.attention}" if self.attention else "",
             "" if self.scale is None else f"scale={scale_text(self.scale)}",
@@ -203,6 +204,8 @@ def _device(text: str, asked: str) -> torch.device:
 
 def _with(side: Side, word: str, asked: str) -> Side:
     name, _, value = word.partition("=")
+    if word == UP and side.recipe is not None:
+        return replace(side, recipe=with_scales_up(side.recipe, f"diff: {asked!r}"))
     if name == "compiled":
         return replace(side, compiled=value or "inductor")
     if name == "attention":

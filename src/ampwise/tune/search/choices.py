@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from ampwise.emulation.recipe import Recipe, recipe_named
+from ampwise.emulation.recipe import UP, Recipe, recipe_named, scaled_up
 from ampwise.engine.precision.region import REGIONS
 from ampwise.errors import BadInput
 from ampwise.formats import BlockFormat, Format, find_format
@@ -48,8 +48,10 @@ class Choice:
 def choices_of(names: Iterable[str]) -> tuple[Choice, ...]:
     """The formats of these names, the one with the fewest bits first; of equals, in the order given.
 
-    >>> [choice.name for choice in choices_of(("fp32", "bf16", "mxfp8"))]
-    ['mxfp8', 'bf16', 'fp32']
+    "mxfp8+up" is MXFP8 with scales that are rounded up.
+
+    >>> [choice.name for choice in choices_of(("fp32", "bf16", "mxfp8+up"))]
+    ['mxfp8+up', 'bf16', 'fp32']
     """
     given = [names] if isinstance(names, str) else list(names)
     found = [(_checked(name, given), name) for name in given]
@@ -70,7 +72,7 @@ def choices_of(names: Iterable[str]) -> tuple[Choice, ...]:
 def _checked(name: object, given: list[str]) -> Format | BlockFormat:
     if not isinstance(name, str):
         raise BadInput(f"search(formats={given!r}): names of formats are expected, such as {DEFAULT_FORMATS!r}.")
-    fmt = find_format(name)
+    fmt = _format(name)
     if fmt.name == "tf32":
         raise BadInput(
             "search(formats=...): TF32 is switched for a whole device, not for a module. FP32 here is FP32 itself."
@@ -80,6 +82,17 @@ def _checked(name: object, given: list[str]) -> Format | BlockFormat:
             f"search(formats=...): nothing is trained in {fmt.name} for speed; {WIDEST!r} is the widest here."
         )
     return fmt
+
+
+def _format(name: str) -> Format | BlockFormat:
+    base, plus, word = name.partition("+")
+    fmt = find_format(base)
+    if not plus:
+        return fmt
+    up = scaled_up(fmt)
+    if word.strip().lower() != UP or up == fmt:
+        raise BadInput(f"search(formats=...): {name!r}: after a plus there may be {UP!r}, for MX formats: 'mxfp8+up'.")
+    return up
 
 
 def _choice(fmt: Format | BlockFormat, asked: str, carrier: str) -> Choice:
