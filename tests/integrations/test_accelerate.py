@@ -93,6 +93,37 @@ def test_two_optimizers_that_take_turns_have_a_scale_each_time():
     assert accelerator.scaler.get_scale() == SCALE / 2
 
 
+@pytest.mark.parametrize("clip", ["clip_grad_norm_", "clip_grad_value_"])
+def test_clipping_within_a_window_is_refused_where_it_would_mix_units(clip):
+    accelerator = mended(gradient_accumulation_steps=2)
+    layer = torch.nn.Linear(1, 1, bias=False)
+    model, optimizer = accelerator.prepare(layer, torch.optim.SGD(layer.parameters(), lr=1.0))
+    with accelerator.accumulate(model):
+        accelerator.backward(model(torch.ones(1, 1)).sum())
+        with pytest.raises(BadInput, match=r"if accelerator\.sync_gradients:"):
+            getattr(accelerator, clip)(model.parameters(), 1.0)
+    assert layer.weight.grad.item() == SCALE / 2  # as it was
+    with accelerator.accumulate(model):
+        accelerator.backward(model(torch.ones(1, 1)).sum())
+        getattr(accelerator, clip)(model.parameters(), 100.0)
+        assert layer.weight.grad.item() == 1.0
+        optimizer.step()
+    assert not optimizer.step_was_skipped
+
+
+def test_without_a_scale_what_clipping_hides_in_the_middle_of_a_window_is_seen():
+    accelerator = mended(precision="bf16", gradient_accumulation_steps=3)
+    layer = torch.nn.Linear(1, 1, bias=False)
+    model, optimizer = accelerator.prepare(layer, torch.optim.SGD(layer.parameters(), lr=1.0))
+    for slope in (1.0, math.inf, 1.0):
+        with accelerator.accumulate(model):
+            accelerator.backward(model(torch.full((1, 1), slope)).sum())
+            accelerator.clip_grad_value_(model.parameters(), 1.0)
+            optimizer.step()
+    assert optimizer.step_was_skipped
+    assert bool(accelerator.scaler.skipped_for(optimizer))
+
+
 def test_fp16_on_a_cpu_is_fp16():
     accelerator = mended()
     model = accelerator.prepare(torch.nn.Linear(2, 1))

@@ -78,3 +78,44 @@ def test_without_a_scale_it_guards():
         scaler.update_later()
     assert weight.tolist() == pytest.approx([0.9, 0.9])
     assert scaler.skipped_steps == 1
+
+
+@pytest.mark.parametrize("asks", [LateScaler.get_scale, LateScaler.state_dict])
+@pytest.mark.parametrize("way", ["unscale", "clip"])
+@pytest.mark.parametrize("fused", [False, True])
+def test_asking_between_two_steps_changes_neither(asks, way, fused):
+    scaler = LateScaler("cpu", init_scale=1024.0)
+    weights = [torch.nn.Parameter(torch.ones(1)) for _ in range(2)]
+    optimizers = [torch.optim.SGD([weight], lr=1.0, fused=fused) for weight in weights]
+    scaler.scale(4 * weights[0].sum() + 4 * weights[1].sum()).backward()
+    for optimizer in optimizers:
+        if way == "unscale":
+            scaler.unscale_(optimizer)
+        else:
+            scaler.clip_(optimizer, 2.0)
+    for optimizer in optimizers:
+        scaler.step(optimizer)  # noqa: AMP105 (it updates by itself)
+        scaler.update_later()
+        asks(scaler)
+    assert [weight.item() for weight in weights] == pytest.approx([-3.0, -3.0] if way == "unscale" else [-1.0, -1.0])
+
+
+@pytest.mark.parametrize("slope", [1.0, math.nan])
+def test_a_fused_optimizer_goes_on_from_a_checkpoint_of_one_that_was_not(slope):
+    """Torch takes "fused" from the checkpoint, and the optimizer goes on saying that it scales by itself."""
+    ends = []
+    for fused in (False, True):
+        torch.manual_seed(0)
+        weight, scaler = torch.nn.Parameter(torch.ones(2)), LateScaler("cpu", init_scale=1024.0)
+        saved = torch.optim.AdamW([weight], lr=0.1)
+        weight.grad = torch.ones(2)
+        saved.step()
+        optimizer = torch.optim.AdamW([weight], lr=0.1, fused=fused)
+        optimizer.load_state_dict(saved.state_dict())
+        backward(scaler, weight, slope)
+        scaler.clip_(optimizer, 0.5)
+        scaler.step(optimizer)
+        scaler.update_later()
+        ends.append((weight.tolist(), scaler.skipped_for(optimizer), scaler.get_scale()))
+    assert ends[0] == ends[1]
+    assert ends[0][1] == math.isnan(slope)

@@ -1,5 +1,7 @@
 """Lightning's and Fabric's own loops with our plugin: right where the conformance cases show them wrong without."""
 
+import copy
+import io
 import logging
 import math
 import warnings
@@ -204,6 +206,75 @@ def test_two_optimizers_by_hand_are_divided_once_each():
     assert [layer.weight.flatten().tolist() for layer in module.layers] == [[0.0, 0.0]] * 2
 
 
+@pytest.mark.parametrize("make", [sgd, fused_sgd], ids=["plain", "fused"])
+@pytest.mark.parametrize("algorithm", ["norm", "value"])
+def test_clipping_by_hand_is_not_lost_on_lightnings_wrapper(make, algorithm):
+    """``self.optimizers()`` gives wrappers, and the step is the inner optimizer's."""
+
+    class ByHand(Module):
+        automatic_optimization = False
+        told = None
+
+        def training_step(self, batch, index):
+            optimizer = self.optimizers()
+            self.manual_backward(super().training_step(batch, index))
+            self.clip_gradients(optimizer, gradient_clip_val=1.5, gradient_clip_algorithm=algorithm)
+            optimizer.step()
+            self.told = self.trainer.precision_plugin.scaler.skipped_for(optimizer)
+
+    module = ByHand(make)
+    fit(module, (2,))  # of norm 3, with the bias
+    moved = 1.0 if algorithm == "norm" else 1.5
+    assert module.layer.weight.flatten().tolist() == pytest.approx([1 - moved] * 2, abs=1e-5)
+    assert module.told is False
+    fit(module, (math.nan,))
+    assert module.told is True
+
+
+def test_what_a_module_keeps_in_fp32_has_gradients_in_fp32_by_hand_too():
+    """``manual_backward`` is called within the autocast of ``training_step``."""
+
+    class ByHand(Module):
+        automatic_optimization = False
+
+        def training_step(self, batch, index):
+            with torch.autocast("cpu", enabled=False):
+                loss = self.layer(batch).sum()
+            self.manual_backward(loss)
+            self.optimizers().step()
+
+    module = ByHand()
+    fit(module, (1 + 2**-10,), "bf16")
+    assert module.layer.weight.grad.flatten().tolist() == [1 + 2**-10] * 2  # more digits than BF16 has
+
+
+class Saved(Module):
+    """By name, so that it can be pickled."""
+
+
+def test_a_module_can_be_saved_and_copied_while_its_schedulers_wait():
+    copies = []
+
+    class Saves(pl.Callback):
+        def on_train_batch_end(self, trainer, pl_module, *_):
+            pl_module.scheduler = None  # a lambda of the test's, which nobody could save
+            kept = io.BytesIO()
+            torch.save(pl_module, kept)
+            kept.seek(0)
+            copies.extend([torch.load(kept, weights_only=False), copy.deepcopy(pl_module)])
+
+    module = Saved()
+    fit(module, (1,), callbacks=[Saves()])
+    for each in copies:
+        assert torch.equal(each.layer.weight, module.layer.weight)
+        weight = torch.nn.Parameter(torch.ones(1))
+        scheduler = torch.optim.lr_scheduler.StepLR(torch.optim.SGD([weight], lr=1.0), 1, 0.5)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*before.*optimizer.step.*")
+            each.lr_scheduler_step(scheduler, None)
+        assert scheduler.get_last_lr() == [0.5]
+
+
 def test_a_batch_that_is_passed_over_takes_no_step():
     class Passes(Module):
         def training_step(self, batch, index):
@@ -255,6 +326,17 @@ def test_outputs_are_widened_for_fabric():
     assert model(torch.ones(1, 2)).dtype == torch.float32
 
 
+def test_inputs_of_fp64_are_narrowed_for_fabric_as_by_its_own_plugin():
+    fabric, _ = fabric_of()
+    model = fabric.setup(torch.nn.Linear(2, 1))
+    assert model(torch.ones(1, 2, dtype=torch.float64)).dtype == torch.float32
+    batch = {"x": torch.ones(1, dtype=torch.float64), "n": torch.ones(1, dtype=torch.int64)}
+    narrowed = fabric.strategy.precision.convert_input(batch)
+    assert [each.dtype for each in narrowed.values()] == [torch.float32, torch.int64]
+    trainer, _ = fit(Module(), (1,))  # whose batches are the module's own affair
+    assert trainer.precision_plugin.convert_input(batch)["x"].dtype == torch.float64
+
+
 def test_the_trainers_device_is_the_plugins():
     chosen = Precision("fp16")
     chosen._settle_on("meta")  # as if there were a GPU, which the Trainer does not use
@@ -286,6 +368,11 @@ def test_lbfgs_in_fp16_is_refused_and_runs_without_a_scale():
 def test_other_precisions_are_refused(asked, words):
     with pytest.raises(BadInput, match=words):
         Precision(asked)
+
+
+def test_a_device_by_lightnings_name_is_refused():
+    with pytest.raises(BadInput, match=r"Precision\(device='gpu'\): 'cuda' or 'cpu' is expected"):
+        Precision(device="gpu")
 
 
 def test_a_device_without_the_precision_is_told_of(monkeypatch):

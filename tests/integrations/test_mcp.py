@@ -6,6 +6,8 @@ import contextlib
 import io
 import json
 import os
+import select
+import signal
 import sys
 import tomllib
 from pathlib import Path
@@ -17,7 +19,7 @@ from hypothesis import strategies as st
 
 from ampwise.cli import main, verbs
 from ampwise.errors import BadInput, MissingDependency
-from ampwise.integrations import mcp_folder, mcp_tools
+from ampwise.integrations import mcp, mcp_folder, mcp_process, mcp_tools
 from ampwise.integrations.mcp import FIRST, TOO_LATE, VERBS, make_server, need_mcp
 from ampwise.integrations.mcp_folder import Folder
 from ampwise.integrations.mcp_process import Ended, Kept, launch
@@ -164,6 +166,22 @@ def test_what_the_settings_exclude_is_not_checked(project):
     assert [each["file"] for each in found] == ["train.py"]
 
 
+def test_what_is_named_is_checked_or_refused_but_never_passed_over(project):
+    # An empty list of findings would say that it is clean.
+    (project / "build").mkdir()
+    (project / "build" / "train.py").write_text(BAD)
+
+    def files(paths):
+        found = json.loads(call(project, "check", {"paths": paths})[1])["findings"]
+        return [each["file"] for each in found]
+
+    assert files(["build/train.py"]) == files(["build"]) == ["build/train.py"]
+    assert files(["."]) == ["train.py"]
+    (project / "pyproject.toml").write_text('[tool.ampwise]\nextend-exclude = ["old"]\n')
+    assert "that is not excluded" in refused(project, "check", {"paths": ["build"]})
+    assert files(["build/train.py"]) == ["build/train.py"]
+
+
 def test_fix_is_a_diff_unless_asked_to_write(project):
     is_error, text = call(project, "fix", {"paths": ["train.py"]})
     assert not is_error
@@ -199,6 +217,23 @@ def test_a_size_needs_no_code(project):
     asked = Recorder(out="{}")
     call(project, "memory", {"params": "7B", "gpu": "h200", "checkpointing": True}, run_verb=asked)
     assert asked.asked == [["memory", "--json", "-q", "--params=7B", "--gpu=h200", "--checkpointing"]]
+
+
+def test_numbers_may_be_numbers(project):
+    asked = Recorder(out="{}")
+    call(project, "memory", {"params": 7_000_000_000, "batch": 16}, run_verb=asked)
+    call(project, "advise", {"gpu": 9.0, "params": "7B"}, run_verb=asked)
+    assert asked.asked == [
+        ["memory", "--json", "-q", "--params=7000000000", "--batch=16"],
+        ["advise", "--json", "--gpu=9.0", "--params=7B"],
+    ]
+
+
+def test_a_zero_is_told_to_the_verb(project):
+    asked = Recorder(out="{}")
+    call(project, "memory", {"layers": 0, "fsdp": 0}, run_verb=asked)
+    call(project, "advise", {"gpu": "", "measured": 0.0}, run_verb=asked)
+    assert asked.asked == [["memory", "--json", "-q", "--layers=0", "--fsdp=0"], ["advise", "--json", "--measured=0.0"]]
 
 
 def test_answers_are_bounded(project):
@@ -286,7 +321,7 @@ def test_the_page_has_the_limits_that_hold():
         f"up to {MOST_FINDINGS} findings",
         f"stopped after {mcp_tools.SECONDS:g} seconds",
         f"scripts above {mcp_folder.LARGEST_BYTES // 1_000_000} MB",
-        f"more than {mcp_folder.MOST_FILES:,} scripts",
+        f"more than {mcp_folder.MOST_FILES:,} scripts or {mcp_folder.MOST_NAMES} paths",
         f"tested with mcp {FIRST[0]}.{FIRST[1]}",
     ):
         assert said in page
@@ -346,6 +381,41 @@ def test_a_record_with_a_link_out_is_refused(project, name):
     assert "outside of" in refused(project, "read_report", {"run": "run"})
 
 
+def test_a_record_is_of_files_alone(project):
+    """A pipe would be waited for, and what a linked folder holds was not looked at."""
+    for folder in ("piped", "linked", "elsewhere", "fine"):
+        (project / folder).mkdir()
+    os.mkfifo(project / "piped" / "manifest.json")
+    (project / "linked" / "rank-1").symlink_to("../elsewhere")
+    (project / "elsewhere" / "manifest.json").symlink_to(project.parent / "secret.py")
+    (project / "fine" / "manifest.json").symlink_to("../train.py")
+    for name in ("piped", "linked"):
+        assert "a file or a folder is expected" in refused(project, "read_report", {"run": name})
+    assert Folder(project).folder("fine") == "./fine"
+
+
+@pytest.mark.parametrize("name", ["ampwise.toml", "pyproject.toml"])
+def test_settings_are_no_way_out(project, name):
+    (project.parent / "secret.toml").write_text('ampwise_token = "hunter2"\n')
+    (project / name).symlink_to("../secret.toml")
+    (project / "below").mkdir()
+    (project / "below" / "train.py").write_text(BAD)
+    asked = [{}, {"paths": ["train.py"]}, {"paths": ["below"]}, {"paths": ["below/train.py"]}, {"text": BAD}]
+    for arguments in asked:
+        assert "outside of" in refused(project, "check", arguments)
+
+
+def test_what_is_huge_is_refused_however_many_names_it_has(project, monkeypatch):
+    for folder in ("a", "b"):
+        (project / folder).mkdir()
+        (project / folder / "train.py").write_text(BAD)
+    monkeypatch.setattr(mcp_folder, "MOST_FILES", 1)
+    assert Folder(project).scripts(["a", "a", "a/train.py"]) == ["./a/train.py"]
+    assert "more than 1 files" in refused(project, "check", {"paths": ["a", "b"]})
+    monkeypatch.setattr(mcp_folder, "MOST_NAMES", 1)
+    assert "2 of them; up to 1 are taken" in refused(project, "check", {"paths": ["a", "b"]})
+
+
 def test_what_is_huge_is_refused(project, monkeypatch):
     monkeypatch.setattr(mcp_folder, "LARGEST_BYTES", 10)
     assert "so no script" in refused(project, "check", {"paths": ["train.py"]})
@@ -398,6 +468,69 @@ def test_a_mistake_of_ours_tells_nothing_but_that(project, caplog):
 def test_what_takes_too_long_is_stopped(tmp_path):
     with pytest.raises(BadInput, match=r"ampwise formats took longer than 0\.01 seconds, and was stopped"):
         anyio.run(lambda: launch(["formats"], cwd=tmp_path, seconds=0.01))
+
+
+def test_what_it_started_ends_with_it(tmp_path, monkeypatch):
+    """A child that holds the streams open is neither waited for nor left behind."""
+    os.mkfifo(tmp_path / "held")
+    reader = os.open(tmp_path / "held", os.O_RDONLY | os.O_NONBLOCK)
+    monkeypatch.setattr(mcp_process, "PYTHON", ("sh", "-c", "exec 3>held; sleep 600 & echo started"))
+    ended = anyio.run(lambda: launch(["run"], cwd=tmp_path, seconds=60))
+    assert ended == Ended(code=0, out="started\n", err="")
+    assert select.select([reader], [], [], 10)[0], "the child holds the pipe"
+    assert os.read(reader, 1) == b""
+    os.close(reader)
+
+
+def test_when_the_server_is_ended_so_is_what_it_runs(project, monkeypatch):
+    """An agent's host may send SIGTERM and not wait."""
+    left = []
+    monkeypatch.setattr(mcp_process, "PYTHON", ("sh", "-c", "sleep 600"))
+    monkeypatch.setattr(os, "_exit", left.append)
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
+
+    async def until_told():
+        async with anyio.create_task_group() as group:
+            group.start_soon(ask)
+            while not mcp_process._RUNNING:
+                await anyio.sleep(0.01)
+            signal.raise_signal(signal.SIGTERM)
+
+    async def ask():
+        ended.append(await launch(["run"], cwd=project, seconds=60))
+
+    ended = []
+    server = mock.Mock(run=lambda _: anyio.run(until_told))
+    monkeypatch.setattr(mcp, "make_server", lambda *_, **__: server)
+    try:
+        mcp.serve(project, allow_run=True)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    assert left == [128 + signal.SIGTERM]
+    assert [each.code for each in ended] == [-signal.SIGKILL]
+    assert not mcp_process._RUNNING
+
+
+@pytest.mark.parametrize(
+    ("word", "said"), [("a\0b", "embedded null byte"), ("x" * 3_000_000, "Argument list too long")]
+)
+def test_what_no_command_line_takes_is_a_line(project, word, said):
+    told = refused(project, "advise", {"gpu": word}, run_verb=launch)
+    assert told == f"ampwise advise cannot be started with these arguments: {said}."
+
+
+def test_of_the_folder_nothing_is_on_the_path_unless_it_may_be_run(tmp_path, monkeypatch):
+    folder, other = tmp_path / "project", tmp_path / "other"
+    given = ["", str(folder), str(folder / "src"), str(other), str(mcp_process.HOME)]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(given))
+
+    def kept(cwd, **options):
+        return mcp_process._environment(cwd, **options)["PYTHONPATH"].split(os.pathsep)
+
+    assert kept(folder, own_code=False) == given[3:]
+    assert kept(folder, own_code=True) == given[2:]
+    assert str(mcp_process.HOME) in kept(mcp_process.HOME.parent, own_code=False)
 
 
 # --- the package

@@ -99,6 +99,17 @@ def test_the_devices_are_as_advise_says():
         assert {advise(gpu=name).precision for name in ids} == {precision}
 
 
+def test_every_precision_of_the_engine_is_one():
+    pytest.importorskip("torch")
+    from ampwise.engine.precision.precision import BEYOND, precision_named
+
+    named = set(re.findall(r'Engine\(model, optimizer, "([^"]+)"\)', TEXT))
+    assert all(precision_named(name) for name in named)  # UnknownName otherwise
+    # Whoever adds a precision has it told here, too.
+    assert set(BEYOND) <= named
+    assert any(name.startswith("emulate:") for name in named)
+
+
 def test_every_symptom_and_excuse_is_answered():
     for symptom, said in SYMPTOMS.items():
         assert f"--symptom {symptom}`" in TEXT

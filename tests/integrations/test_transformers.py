@@ -103,6 +103,20 @@ def test_evaluation_is_left_alone(tmp_path):
     assert len(kept.all_of("ampwise/skipped")) == 1
 
 
+def test_evaluation_by_another_prefix_is_left_alone_too(tmp_path):
+    class Tests(transformers.TrainerCallback):
+        def on_step_end(self, args, state, control, **given):
+            trainer.evaluate(metric_key_prefix="test")
+
+    kept = Kept()
+    trainer = trainer_of(tmp_path, kept, quiet(), Tests(), eval_strategy="no", logging_steps=3)
+    trainer.train()
+    of_evaluation = [row for row in kept.rows if "test_loss" in row]
+    assert len(of_evaluation) == 3
+    assert not any(name.startswith("ampwise/") for row in of_evaluation for name in row)
+    assert len(kept.all_of("ampwise/skipped")) == 1
+
+
 class Overflows(torch.nn.Module):
     """The gradient of the second batch is NaN."""
 

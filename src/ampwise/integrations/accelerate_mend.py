@@ -100,12 +100,19 @@ class _Mended(Accelerator):  # type: ignore[misc]
 
     def unscale_gradients(self, optimizer: Any = None) -> None:
         """Of one optimizer or several, or of those that are being clipped, or of all; each once."""
+        if self.scaler.is_enabled() and not self.sync_gradients:
+            raise BadInput(
+                "clipping or unscaling before the last batch of a window: what the next backward() adds is scaled, and "
+                "would be added to gradients that are not. Do it once a window: `if accelerator.sync_gradients:`."
+            )
         if optimizer is None:
             optimizer = self._optimizers if self._clipped is None else self._clipped
         for each in optimizer if isinstance(optimizer, list | tuple) else [optimizer]:
             inner = _inner(each)
             if not self.scaler.is_unscaled(inner):
                 self.scaler.unscale_(inner)  # without a scale too: what it sees before clipping decides on a skip
+            elif not self.scaler.is_enabled():
+                self.scaler.look_again(inner)
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Tensor | None:
         every = _listed(parameters)

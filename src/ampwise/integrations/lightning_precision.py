@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
 else:
     pl = importlib.import_module(lightning_name())
     PrecisionPlugin = importlib.import_module(f"{lightning_name()}.plugins.precision").Precision
+
+from lightning_utilities.core.apply_func import apply_to_collection  # noqa: E402
 
 __all__ = ["Precision"]
 
@@ -58,10 +61,14 @@ class Precision(PrecisionPlugin):
         self._asked, self._scaling = PRECISIONS[precision], dict(scaling or {})
         self._device_given = device is not None
         self._held: pl.LightningModule | None = None  # whose schedulers wait
+        self._is_trainers = False
         self._settle_on(device or ("cuda" if torch.cuda.is_available() else "cpu"))
 
     def _settle_on(self, device: str) -> None:
-        self._device = torch.device(device).type
+        try:
+            self._device = torch.device(device).type
+        except (RuntimeError, TypeError) as error:
+            raise BadInput(f"ampwise.lightning.Precision(device={device!r}): 'cuda' or 'cpu' is expected.") from error
         self.scaler = LateScaler(self._device, enabled=self._asked.scaled, **self._scaling)
 
     @property
@@ -74,6 +81,7 @@ class Precision(PrecisionPlugin):
     def convert_module(self, module: nn.Module) -> nn.Module:
         """Nothing is converted: weights stay FP32. The first moment at which the Trainer's device is known."""
         trainer = _trainer_of(module)
+        self._is_trainers = trainer is not None
         kind = None if trainer is None else trainer.strategy.root_device.type
         if kind is not None and kind != self._device and not self._device_given:
             self._settle_on(kind)
@@ -91,10 +99,14 @@ class Precision(PrecisionPlugin):
             return nullcontext()
         return torch.autocast(self._device, dtype=self._asked.dtype, cache_enabled=False)
 
+    def convert_input(self, data: Any) -> Any:
+        """Fabric's own mixed precisions take FP64, which autocast leaves alone; the Trainer's do not touch batches."""
+        if self._is_trainers or self._asked.dtype is None:
+            return data
+        return apply_to_collection(data, Tensor, _narrowed)
+
     def convert_output(self, data: Any) -> Any:
         """Fabric computes losses outside of autocast: in FP32."""
-        from lightning_utilities.core.apply_func import apply_to_collection
-
         return apply_to_collection(data, Tensor, _widened)
 
     def pre_backward(self, tensor: Tensor, module: Any) -> Any:
@@ -110,11 +122,16 @@ class Precision(PrecisionPlugin):
         return super().pre_backward(self.scaler.scale(tensor), module)
 
     def backward(self, tensor: Tensor, model: Any, *args: Any, **kwargs: Any) -> None:
-        """With a loss that is scaled: already, for the Trainer, whose optimizer is among the arguments."""
-        if _trainer_of(model) is not None:
-            super().backward(tensor, model, *args, **kwargs)
-        else:
-            self.scaler.scale(tensor).backward(*args, **kwargs)
+        """With a loss that is scaled: already, for the Trainer, whose optimizer is among the arguments.
+
+        Outside of autocast, in which `manual_backward` is called: there, what the module keeps in FP32 would have its
+        gradients computed in 16 bits.
+        """
+        with torch.autocast(self._device, enabled=False):
+            if _trainer_of(model) is not None:
+                super().backward(tensor, model, *args, **kwargs)
+            else:
+                self.scaler.scale(tensor).backward(*args, **kwargs)
 
     def post_backward(self, tensor: Tensor, module: Any) -> Any:
         return None if _trainer_of(module) is None else super().post_backward(tensor, module)
@@ -174,13 +191,7 @@ class Precision(PrecisionPlugin):
         if self._held is model:
             return
         self._let_go()
-        move = model.lr_scheduler_step
-
-        def lr_scheduler_step(scheduler: Any, metric: Any) -> None:
-            if not self._waits(scheduler, model):
-                move(scheduler, metric)
-
-        model.lr_scheduler_step = lr_scheduler_step  # type: ignore[method-assign]
+        model.lr_scheduler_step = _Waiting(self, model)  # type: ignore[method-assign]
         self._held = model
 
     def _waits(self, scheduler: Any, model: pl.LightningModule) -> bool:
@@ -215,6 +226,20 @@ class Precision(PrecisionPlugin):
             self.load_state_dict(checkpoint.get(THEIR_KEY) or {})
 
 
+class _Waiting:
+    """A module's ``lr_scheduler_step`` while it is trained. In copies of the module, and saved, it is its own again."""
+
+    def __init__(self, plugin: Precision, model: pl.LightningModule) -> None:
+        self._plugin, self._model, self._move = plugin, model, model.lr_scheduler_step
+
+    def __call__(self, scheduler: Any, metric: Any) -> None:
+        if not self._plugin._waits(scheduler, self._model):
+            self._move(scheduler, metric)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return partial, (self._move,)
+
+
 def _trainer_of(module: Any) -> pl.Trainer | None:
     """None with Fabric, and for modules that no Trainer runs."""
     trainer = getattr(module, "_trainer", None) if isinstance(module, pl.LightningModule) else None
@@ -231,3 +256,7 @@ def _somebody_looks(model: pl.LightningModule, trainer: pl.Trainer) -> bool:
 
 def _widened(tensor: Tensor) -> Tensor:
     return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
+
+
+def _narrowed(tensor: Tensor) -> Tensor:
+    return tensor.float() if tensor.dtype == torch.float64 else tensor

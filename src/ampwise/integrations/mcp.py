@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
+import os
+import signal
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ampwise.errors import AmpwiseError, BadInput, MissingDependency
 from ampwise.integrations.mcp_folder import Folder
-from ampwise.integrations.mcp_process import Launch, launch
+from ampwise.integrations.mcp_process import Launch, end_all, launch
 from ampwise.integrations.mcp_tools import MAY_LOAD, READS_ONLY, Tools
 
 if TYPE_CHECKING:
@@ -34,7 +37,15 @@ def serve(root: str | Path, *, allow_run: bool) -> None:
     """Answer on stdin and stdout until stdin ends."""
     folder = Folder(root)
     need_mcp()
-    make_server(folder, allow_run=allow_run).run("stdio")
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, _leave)
+    make_server(folder, allow_run=allow_run, run_verb=partial(launch, own_code=allow_run)).run("stdio")
+
+
+def _leave(number: int, _frame: object) -> None:
+    """End with what we started. At once: a thread waits for stdin, and nothing wakes it."""
+    end_all()
+    os._exit(128 + number)
 
 
 def need_mcp() -> None:

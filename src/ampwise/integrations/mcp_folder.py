@@ -8,7 +8,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from ampwise.errors import BadInput
-from ampwise.lint.files import DEFAULT_EXCLUDE, SUFFIXES
+from ampwise.lint.config import OWN_FILE, PROJECT_FILE, Configs
+from ampwise.lint.files import DEFAULT_EXCLUDE, SUFFIXES, is_excluded
 from ampwise.printers.terminal import printable
 from ampwise.source.script import LARGEST_BYTES, LARGEST_NOTEBOOK_BYTES, NOTEBOOK
 
@@ -16,6 +17,7 @@ __all__ = ["Folder"]
 
 MOST_FILES = 2000  # of one call: more would take minutes, and fit no command line
 MOST_ENTRIES = 20_000  # that are looked at to find them
+MOST_NAMES = 100  # of files and folders, each of which may be walked
 LONGEST_NAME = 1000
 
 
@@ -51,8 +53,7 @@ class Folder:
         if not stat.S_ISDIR(mode):
             raise BadInput(f"{_said(name)}: a folder is expected, and it is {_kind(mode)}.")
         for entry in self._entries(name, path):
-            if entry.is_symlink():
-                self._inside(str(entry))
+            self._harmless(entry)
         return self._told(path)
 
     def new(self, name: str) -> str:
@@ -60,11 +61,31 @@ class Folder:
         return self._told(self._inside(name))
 
     def scripts(self, names: Sequence[str]) -> list[str]:
-        """The scripts and notebooks that files and folders mean; links in folders are not followed."""
-        found = dict.fromkeys(each for name in names for each in self._scripts(name))
+        """The scripts and notebooks that files and folders mean, less what the settings exclude from folders.
+
+        Links in folders are not followed.
+        """
+        found: dict[str, None] = {}
+        configs = Configs()
+        if len(names) > MOST_NAMES:
+            raise BadInput(f"paths: {len(names)} of them; up to {MOST_NAMES} are taken. Name the folder they are in.")
+        for name in dict.fromkeys(names):
+            for each in self._scripts(name, configs):
+                found[each] = None
+                if len(found) > MOST_FILES:
+                    raise BadInput(f"{_said(name)}: more than {MOST_FILES} files; name a folder below it.")
         if not found:
-            raise BadInput(f"{_said(', '.join(names))}: no Python file or notebook there.")
+            raise BadInput(f"{_said(', '.join(names))}: no Python file or notebook there that is not excluded.")
         return list(found)
+
+    def settings(self, folder: Path | None = None) -> None:
+        """See to it that the settings of a folder, and of those above it in ours, are no links that lead out."""
+        here = folder or self.root
+        for name in (OWN_FILE, PROJECT_FILE):
+            if (here / name).is_symlink():
+                self._inside(str(here / name))
+        if here != self.root:
+            self.settings(here.parent)
 
     def maker(self, name: str) -> str:
         """``module:function`` as it is, ``file.py:function`` with the file in the folder."""
@@ -73,20 +94,18 @@ class Folder:
             raise BadInput(f"{_said(name)}: module:function or file.py:function is expected, such as train:make.")
         return f"{self.file(place)}:{function}" if place.endswith(".py") else name
 
-    def _scripts(self, name: str) -> Iterator[str]:
+    def _scripts(self, name: str, configs: Configs) -> Iterator[str]:
         path = self._inside(name)
         if not stat.S_ISDIR(self._status(name, path)):
-            yield self.file(name)
+            told = self.file(name)
+            self.settings(path.parent)
+            yield told
             return
-        below = (entry for entry in self._entries(name, path, DEFAULT_EXCLUDE) if entry.suffix in SUFFIXES)
-        number = 0
-        for entry in below:
-            if entry.is_symlink() or not entry.is_file():
-                continue
-            number += 1
-            if number > MOST_FILES:
-                raise BadInput(f"{_said(name)}: more than {MOST_FILES} files; name a folder below it.")
-            yield self._told(entry)
+        for entry in self._entries(name, path, DEFAULT_EXCLUDE):
+            if entry.suffix in SUFFIXES and not entry.is_symlink() and entry.is_file():
+                self.settings(entry.parent)
+                if not _set_aside(entry, configs):
+                    yield self._told(entry)
 
     def _entries(self, name: str, path: Path, exclude: Sequence[str] = ()) -> Iterator[Path]:
         """What lies below a folder, links themselves and not what they lead to."""
@@ -98,6 +117,18 @@ class Folder:
                 if seen > MOST_ENTRIES:
                     raise BadInput(f"{_said(name)}: more than {MOST_ENTRIES} entries; name a folder below it.")
                 yield Path(above, each)
+
+    def _harmless(self, entry: Path) -> None:
+        """Refuse a link that leads out, or to a folder with links of its own, and what would be waited for."""
+        path = self._inside(str(entry))
+        if not path.exists():
+            return
+        mode = self._status(str(entry), path)
+        if not stat.S_ISREG(mode) and (entry.is_symlink() or not stat.S_ISDIR(mode)):
+            said = self._told(entry)
+            raise BadInput(
+                f"{_said(said)}: a file or a folder is expected, and it is a pipe, a device, or a link to a folder."
+            )
 
     def _inside(self, name: str) -> Path:
         """The real path, which need not exist; refused before anybody learns whether it does."""
@@ -119,6 +150,11 @@ class Folder:
 
     def _told(self, path: Path) -> str:
         return os.path.join(".", path.relative_to(self.root))  # noqa: PTH118 (pathlib drops the dot)
+
+
+def _set_aside(path: Path, configs: Configs) -> bool:
+    """Whether settings exclude a file; what is excluded without any, no walk comes to."""
+    return configs.for_file(str(path)).source is not None and is_excluded(str(path), configs)
 
 
 def _said(name: str) -> str:

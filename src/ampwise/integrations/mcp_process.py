@@ -17,11 +17,14 @@ from ampwise.errors import BadInput
 if TYPE_CHECKING:
     from anyio.abc import ByteReceiveStream, Process
 
-__all__ = ["Ended", "Kept", "Launch", "launch"]
+__all__ = ["Ended", "Kept", "Launch", "end_all", "launch"]
 
 ROOM = 4_000_000  # bytes of what a process says that are kept, of each stream
 # -P: without it Python would look for modules in the folder, and a json.py there would be run.
 PYTHON = (sys.executable, "-P", "-m", "ampwise")
+HOME = Path(__file__).resolve().parents[2]  # where ampwise is imported from
+LAST_WORDS = 2.0  # seconds for what a process has said to arrive when it has ended
+_RUNNING: dict[int, Process] = {}  # by number, for when the server itself is told to end
 PLAIN = {"NO_COLOR": "1", "COLUMNS": "110"}
 
 
@@ -68,18 +71,18 @@ class Kept:
         return bytes(self._head + gap + self._tail).decode("utf-8", "replace")
 
 
-async def launch(words: Sequence[str], *, cwd: Path, seconds: float, text: str | None = None) -> Ended:
-    """Run ``ampwise`` with these words; BadInput when it takes too long."""
+async def launch(
+    words: Sequence[str], *, cwd: Path, seconds: float, text: str | None = None, own_code: bool = False
+) -> Ended:
+    """Run ``ampwise`` with these words; BadInput when it takes too long, or they are none of a command line.
+
+    With ``own_code`` it may import what a PYTHONPATH has of the folder.
+    """
     import anyio
 
-    process = await anyio.open_process(
-        [*PYTHON, *words],
-        cwd=cwd,
-        env=_environment(cwd),
-        stdin=subprocess.DEVNULL if text is None else subprocess.PIPE,
-        start_new_session=True,  # so that what it starts ends with it
-    )
+    process = await _started(words, cwd, own_code=own_code, fed=text is not None)
     out, err = Kept(), Kept()
+    _RUNNING[process.pid] = process
     try:
         with anyio.fail_after(seconds):
             async with anyio.create_task_group() as group:
@@ -87,7 +90,10 @@ async def launch(words: Sequence[str], *, cwd: Path, seconds: float, text: str |
                     if stream is not None:
                         group.start_soon(_drain, stream, kept)
                 await _feed(process, text)
-            code = await process.wait()
+                code = await process.wait()
+                # What it has started may hold its streams open: they end with it, or are not waited for.
+                _kill(process)
+                group.cancel_scope.deadline = anyio.current_time() + LAST_WORDS
     except TimeoutError:
         raise BadInput(f"ampwise {words[0]} took longer than {seconds:g} seconds, and was stopped.") from None
     finally:
@@ -95,10 +101,30 @@ async def launch(words: Sequence[str], *, cwd: Path, seconds: float, text: str |
     return Ended(code=code, out=out.text(), err=err.text())
 
 
-def _environment(cwd: Path) -> dict[str, str]:
-    """Ours, but with a PYTHONPATH that does not have the folder in it, as by an empty part it would."""
+async def _started(words: Sequence[str], cwd: Path, *, own_code: bool, fed: bool) -> Process:
+    import anyio
+
+    try:
+        return await anyio.open_process(
+            [*PYTHON, *words],
+            cwd=cwd,
+            env=_environment(cwd, own_code=own_code),
+            stdin=subprocess.PIPE if fed else subprocess.DEVNULL,
+            start_new_session=True,  # so that what it starts ends with it
+        )
+    except (OSError, ValueError) as error:  # too long, or with a null
+        said = getattr(error, "strerror", None) or error
+        raise BadInput(f"ampwise {words[0]} cannot be started with these arguments: {said}.") from None
+
+
+def _environment(cwd: Path, *, own_code: bool) -> dict[str, str]:
+    """Ours, but with a PYTHONPATH that does not have the folder in it, as by an empty part it would.
+
+    Nor what is below the folder, unless its code may be run, or it is where ampwise itself is.
+    """
     paths = [Path(each).resolve() for each in os.environ.get("PYTHONPATH", "").split(os.pathsep) if each]
-    return os.environ | PLAIN | {"PYTHONPATH": os.pathsep.join(str(each) for each in paths if each != cwd)}
+    kept = [each for each in paths if each != cwd and (own_code or each == HOME or not each.is_relative_to(cwd))]
+    return os.environ | PLAIN | {"PYTHONPATH": os.pathsep.join(map(str, kept))}
 
 
 async def _feed(process: Process, text: str | None) -> None:
@@ -120,8 +146,19 @@ async def _end(process: Process) -> None:
     """Nothing of it is left: also when the agent called the request off."""
     import anyio
 
-    if process.returncode is None:
-        with contextlib.suppress(OSError):
-            os.killpg(process.pid, signal.SIGKILL)
+    _kill(process)
+    _RUNNING.pop(process.pid, None)
     with anyio.CancelScope(shield=True):
         await process.aclose()
+
+
+def end_all() -> None:
+    """End what runs now, at once."""
+    for process in list(_RUNNING.values()):
+        _kill(process)
+
+
+def _kill(process: Process) -> None:
+    """End it and its children, which may be there when it is not."""
+    with contextlib.suppress(OSError):
+        os.killpg(process.pid, signal.SIGKILL)

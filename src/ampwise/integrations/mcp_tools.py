@@ -78,8 +78,8 @@ class Tools:
 
     async def advise(
         self,
-        gpu: str | None = None,
-        params: str | None = None,
+        gpu: str | float | None = None,
+        params: str | int | None = None,
         arch: str | None = None,
         want: str | None = None,
         scaling: str | None = None,
@@ -104,13 +104,13 @@ class Tools:
 
     async def memory(
         self,
-        params: str | None = None,
+        params: str | int | None = None,
         layers: int | None = None,
         hidden: int | None = None,
         heads: int | None = None,
         vocab: int | None = None,
         seq: int | None = None,
-        batch: str | None = None,
+        batch: str | int | None = None,
         precision: str | None = None,
         optimizer: str | None = None,
         gpu: str | None = None,
@@ -178,8 +178,9 @@ class Tools:
     async def _check(self, options: Sequence[str], where: Sequence[str], text: str = "") -> Ended:
         if len(text) > LONGEST_TEXT:
             raise BadInput(f"text: of {len(text)} characters; up to {LONGEST_TEXT} are taken. Name a file.")
-        # Files are named one by one, so what the settings exclude would be checked without --force-exclude.
-        return await self._verb("check", [*options, *(["-"] if text else ["--force-exclude", *where])], text or None)
+        if text:
+            self._folder.settings()
+        return await self._verb("check", [*options, *(["-"] if text else where)], text or None)
 
     async def _verb(self, verb: str, words: Sequence[str], text: str | None = None) -> Ended:
         """A verb that is to end with 0 or 1; what it says otherwise is the error."""
@@ -201,7 +202,10 @@ class Tools:
 
 def _options(**given: str | float | bool | None) -> list[str]:
     """As --name=value, which cannot be taken for another option."""
-    said = {name.replace("_", "-"): value for name, value in given.items() if value not in (None, "", False)}
+    left_open = (None, False)  # by identity: 0 is a number that was given, and the verb's to refuse
+    said = {
+        name: value for name, value in given.items() if value != "" and not any(value is each for each in left_open)
+    }
     return [f"--{name}" if value is True else f"--{name}={value}" for name, value in said.items()]
 
 

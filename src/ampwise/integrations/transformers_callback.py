@@ -18,7 +18,8 @@ from transformers import Trainer, TrainerCallback  # noqa: E402
 __all__ = ["AmpwiseCallback"]
 
 THEIRS = ("ampwise/loss", "ampwise/lr", "ampwise/grad_norm")  # which the Trainer logs itself, by other names
-OF_EVALUATION = "eval_"
+OF_EVALUATION = "_runtime"  # by whatever prefix: the user may choose it
+OF_THE_END = "train_runtime"
 
 
 class AmpwiseCallback(TrainerCallback):
@@ -77,7 +78,7 @@ class AmpwiseCallback(TrainerCallback):
 
     def _logging(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def log(trainer: Any, logs: dict[str, float], *args: Any, **kwargs: Any) -> Any:
-            if self in trainer.callback_handler.callbacks and not any(name.startswith(OF_EVALUATION) for name in logs):
+            if self in trainer.callback_handler.callbacks and not _are_of_evaluation(logs):
                 logs.update(self._watching.take())
             return original(trainer, logs, *args, **kwargs)
 
@@ -86,3 +87,7 @@ class AmpwiseCallback(TrainerCallback):
     def on_train_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
         """The training is over, well or by an early stop."""
         self._watching.end()
+
+
+def _are_of_evaluation(logs: dict[str, float]) -> bool:
+    return any(name.endswith(OF_EVALUATION) and name != OF_THE_END for name in logs)

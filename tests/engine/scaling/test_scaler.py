@@ -1064,3 +1064,22 @@ def test_gradients_may_go_as_soon_as_the_step_is_taken():
     optimizer.zero_grad(set_to_none=True)
     gc.collect()
     assert gone() is None
+
+
+def test_a_fused_optimizer_that_has_loaded_an_unfused_state_goes_on_unfused():
+    """Torch takes "fused" from the checkpoint, and the optimizer still says that it divides gradients by itself."""
+    plain, fused = (torch.nn.Parameter(torch.ones(3)) for _ in range(2))
+    before = torch.optim.AdamW([plain], lr=0.1)
+    plain.grad = torch.ones(3)
+    before.step()
+    optimizer = torch.optim.AdamW([fused], lr=0.1, fused=True)
+    with torch.no_grad():
+        fused.copy_(plain)
+    optimizer.load_state_dict(copy.deepcopy(before.state_dict()))
+    scaler = GradScaler("cpu", init_scale=4.0)
+    scaler.scale((fused * 2.0).sum()).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    plain.grad = torch.full((3,), 2.0)
+    before.step()
+    torch.testing.assert_close(fused, plain)

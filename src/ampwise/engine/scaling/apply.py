@@ -17,15 +17,23 @@ __all__ = ["asks_for_the_scaler", "closes_over", "refuse_closure", "scales_by_it
 
 
 def scales_by_itself(optimizer: Optimizer) -> bool:
-    """A fused optimizer: it divides gradients and skips bad steps on the device."""
-    return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+    """A fused optimizer: it divides gradients and skips bad steps on the device.
+
+    One of torch's that has loaded the state of one that was not fused goes on unfused, and still says that it is.
+    """
+    says_so = bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+    return says_so and (not _is_torchs(optimizer) or all(group["fused"] for group in optimizer.param_groups))
 
 
 def asks_for_the_scaler(optimizer: Optimizer) -> bool:
     """Of an older contract, in which the optimizer is handed the scaler."""
-    if type(optimizer).__module__.startswith("torch.optim"):
+    if _is_torchs(optimizer):
         return False  # which spares the inspection: it takes longer than a launch
     return "grad_scaler" in inspect.signature(optimizer.step).parameters
+
+
+def _is_torchs(optimizer: Optimizer) -> bool:
+    return type(optimizer).__module__.startswith("torch.optim")
 
 
 def closes_over(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:

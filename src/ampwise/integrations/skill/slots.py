@@ -1,4 +1,4 @@
-"""What can stand in the prose: a format's name and limits, a rule's code, a verb's command, torch's loss scale."""
+"""What can stand in the prose: formats with their limits, codes, commands, torch's loss scale, engine precisions."""
 
 from __future__ import annotations
 
@@ -17,10 +17,16 @@ __all__ = ["slots"]
 def slots() -> dict[str, str]:
     """Each slot with what fills it; ValueError where two would have one name."""
     found: dict[str, str] = {}
-    for name, text in (*_formats(), *_verbs(), *_rules(), *_scale()):
+    for name, text in (*_formats(), *_verbs(), *_rules(), *_scale(), *_engine()):
         if found.setdefault(name, text) != text:
             raise ValueError(f"two slots are called {name}")
     return found
+
+
+def _engine() -> Iterator[tuple[str, str]]:
+    """Precisions beyond autocast's; by their names, since what knows them needs torch."""
+    for name, precision in (("fp8", "fp8"), ("pure", "bf16-pure"), ("emulated", "emulate:mxfp8")):
+        yield f"engine_{name}", f'`ampwise.Engine(model, optimizer, "{precision}")`'
 
 
 def _formats() -> Iterator[tuple[str, str]]:

@@ -32,8 +32,8 @@ data, the learning rate and the loss.
 
 ## The verbs
 
-All of them have `--help`; most have `--json`. Those that run a script, or take `module:function`, load the user's
-code; the rest read.
+All of them have `--help`; most have `--json`. Those that run a script, or take `module:function` or a capsule, load the
+user's code; the rest read, and write only what `--fix`, `-o` or `--out` ask for.
 
 {all_verbs}
 
@@ -45,7 +45,7 @@ code; the rest read.
   weights, gradients and the optimizer's state stay as they are ({memory_wont_halve}).
 - Then the numbers. {fp16} has {fp16_bits} significant bits and ends at {fp16_max}; at or below {fp16_zero} it has
   zero, so it takes a loss scale. {bf16} has the range of {fp32} and {bf16_bits} bits: no loss scale, and weights
-  stay in {fp32}. {tf32} is for products of {fp32} tensors, and saves no memory.
+  stay in {fp32} ({engine_pure} is the way without). {tf32} is for products of {fp32} tensors, and saves no memory.
 - Then the script: {run_check} before it runs, {run_run} while it does, {run_report} after.
 - Then the clock: {run_compare} times whole steps in each precision and says why when little is gained. No number from a
   datasheet or from another model takes its place ({gain_not_measured}).
@@ -54,8 +54,10 @@ code; the rest read.
 
 {all_devices}
 
-Matrix units for {fp8} are in: {all_with_fp8}. That is no reason to train in it yet ({fp8_gains_little},
-{format_not_ready}).
+Matrix units for {fp8} are in: {all_with_fp8}. On NVIDIA's {engine_fp8} trains in it. That is no reason to:
+only large models gain ({fp8_gains_little}), so time it against compiled {bf16} with {run_compare}. Training in block
+formats is a matter of prototypes ({format_not_ready}); how a model would learn in one is emulated on any device, the
+CPU too, by {engine_emulated}, which tells nothing about speed.
 
 ## What the formats hold
 
@@ -87,7 +89,7 @@ Stop when you are about to:
 - take zeros in gradients for underflow ({zeros_taken_for_underflow}): what counts is what the format loses at the
   present scale, which {run_run} counts ({gradient_underflow});
 - cast a whole model to half to save memory ({pure_bf16_plain_optimizer}, {half_params_with_scaler}): updates get lost
-  ({lost_updates}); {run_memory} shows what would shrink;
+  ({lost_updates}) unless the rounding keeps them, as {engine_pure} does; {run_memory} shows what would shrink;
 - promise a speed-up, or halved memory, without {run_compare} or {run_memory};
 - leave accumulation, clipping, the scheduler or several ranks for later ({simplified_step}): each breaks silently;
   {run_check} knows them;
