@@ -23,8 +23,9 @@ from torch.nn import Module
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ampwise.compiled import as_written
 from ampwise.emulation.recipe import Recipe
-from ampwise.emulation.surroundings import below_others, by_its_parts, eager
+from ampwise.emulation.surroundings import below_others, by_its_parts
 
 __all__ = ["Emulation", "emulated"]
 
@@ -78,7 +79,7 @@ class Emulation:
                 stack.callback(module.register_forward_hook(mode.leaves, always_call=True).remove)
             stack.enter_context(sdpa_kernel(SDPBackend.MATH))
             stack.enter_context(by_its_parts())
-            stack.enter_context(eager())
+            stack.enter_context(as_written())
             stack.enter_context(below_others(mode))
             yield
 

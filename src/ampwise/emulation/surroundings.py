@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack, _pop_mode, _push_mode
 
-__all__ = ["below_others", "by_its_parts", "eager"]
+__all__ = ["below_others", "by_its_parts"]
 
 
 @contextmanager
@@ -21,12 +21,6 @@ def by_its_parts() -> Iterator[None]:
         yield
     finally:
         torch.backends.mha.set_fastpath_enabled(was)
-
-
-def eager() -> AbstractContextManager[Any]:
-    """What is compiled runs as it was written: its products would not be seen otherwise."""
-    stance: Any = torch.compiler.set_stance
-    return stance("force_eager")  # type: ignore[no-any-return]
 
 
 @contextmanager

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Linear, Module, ModuleList
 
+from ampwise.compiled import as_written
 from ampwise.engine.fitting import AS_IT_IS, Fitting
 from ampwise.engine.precision.policy import Policy
 from ampwise.engine.ranks import Ranks
@@ -98,7 +99,7 @@ class Fp8Fitting(Fitting):
 
     def products(self) -> AbstractContextManager[Any]:
         learns = self._noting or self._sampling or (self._delayed and not any(self._known))
-        return torch.compiler.set_stance("force_eager") if learns else AS_IT_IS
+        return as_written() if learns else AS_IT_IS
 
     def step_ended(self) -> None:
         """The next scales. It waits only for what has to be learned: in the first steps, and in one that is sampled."""

@@ -17,6 +17,7 @@ from torch.nn import Module
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import _disable_current_modes
 
+from ampwise.compiled import as_written
 from ampwise.engine.precision.policy import named_modules
 from ampwise.engine.precision.precision import precision_named
 from ampwise.engine.precision.region import forward_in
@@ -27,7 +28,18 @@ from ampwise.trace.ranges import Ranges, local, readable
 from ampwise.trace.recorder import Leaf, Recorder, Undoing
 from ampwise.trace.tape import Tape
 
-__all__ = ["Ended", "Replay", "Settings", "Subject", "Taped", "in_precision", "is_compiled", "is_finite", "tensors_of"]
+__all__ = [
+    "Ended",
+    "Replay",
+    "Settings",
+    "Subject",
+    "Taped",
+    "in_precision",
+    "is_compiled",
+    "is_finite",
+    "tensors_of",
+    "uncollected",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,12 +136,12 @@ class Replay:
         elsewhere = {each.device for each in self._parameters.values()} - {self.subject.device}
         for device in elsewhere:  # parts of a model on other devices draw from generators of theirs
             self._stack.callback(restore_random, captured(device, host=False), device)
-        self._stack.enter_context(_uncollected())
+        self._stack.enter_context(uncollected())
         self._attributes.note([*self.subject.models, self.subject.function])
         self._stack.enter_context(self._attributes.with_optimizers())
         gradients = [(each, each.grad) for each in self._parameters.values()]
         self._stack.callback(_put_back, gradients)
-        self._stack.enter_context(_eager())
+        self._stack.enter_context(as_written())
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -266,8 +278,11 @@ def _put_back(gradients: Sequence[tuple[Tensor, Tensor | None]]) -> None:
 
 
 @contextmanager
-def _uncollected() -> Iterator[None]:
-    """Thousands of objects come and go, and to collect garbage among all that a program has takes as long as a step."""
+def uncollected() -> Iterator[None]:
+    """While inside, garbage is not collected.
+
+    Thousands of objects come and go, and to collect garbage among all that a program has takes as long as a step.
+    """
     was_on = gc.isenabled()
     gc.disable()
     try:
@@ -275,12 +290,6 @@ def _uncollected() -> Iterator[None]:
     finally:
         if was_on:
             gc.enable()
-
-
-def _eager() -> AbstractContextManager[Any]:
-    """What is compiled runs as it was written: only then are there operations to be seen."""
-    stance: Any = getattr(torch.compiler, "set_stance", None)
-    return nullcontext() if stance is None else stance("force_eager")
 
 
 @contextmanager

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-__all__ = ["Line", "table"]
+__all__ = ["Line", "span", "table"]
 
 HEADINGS = ("module", "class", "params", "", "runs in", "why")
 NUMBERS = frozenset({2})  # columns set to the right
@@ -82,15 +82,15 @@ def _blocks(rows: list[tuple[str, ...]], place: int = 0) -> Iterator[list[tuple[
 
 
 def _merged(line: Line, block: list[tuple[str, ...]]) -> Line:
-    numbers = iter([_span(sorted({int(number) for number in column})) for column in zip(*block, strict=True)])
+    numbers = iter([span(sorted({int(number) for number in column})) for column in zip(*block, strict=True)])
     path = tuple(next(numbers) if part == ANY else part for part in line.path)
     return replace(line, path=path, times=len(block))
 
 
-def _span(numbers: list[int]) -> str:
+def span(numbers: list[int]) -> str:
     """Numbers as a shell would have them.
 
-    >>> _span([3]), _span([0, 1, 2, 3]), _span([0, 1, 2, 5, 7, 8])
+    >>> span([3]), span([0, 1, 2, 3]), span([0, 1, 2, 5, 7, 8])
     ('3', '{0..3}', '{0..2,5,7,8}')
     """
     if len(numbers) == 1:

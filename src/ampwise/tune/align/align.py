@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch._subclasses import fake_tensor
 
+from ampwise.compiled import as_written
 from ampwise.engine.precision.arithmetic import Arithmetic
 from ampwise.engine.precision.precision import PRECISIONS, choose
 from ampwise.errors import AmpwiseError, BadInput, PrecisionUnavailable
@@ -188,7 +189,7 @@ def _cause(error: AmpwiseError) -> str:
 def _recorded(subject: Subject, precision: str, arithmetic: Arithmetic) -> Recorder:
     recorder = Recorder(subject.model, precision)
     try:
-        with recorder.recording(), torch.compiler.set_stance("force_eager"):  # compiled code shows no products
+        with recorder.recording(), as_written():
             _step(subject, arithmetic)
     except (AmpwiseError, torch.OutOfMemoryError):
         raise

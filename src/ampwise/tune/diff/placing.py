@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -14,6 +13,7 @@ from torch.nn.attention import sdpa_kernel
 from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_map
 
+from ampwise.compiled import as_written
 from ampwise.emulation.products import emulated
 from ampwise.engine.precision.arithmetic import Arithmetic
 from ampwise.engine.precision.precision import PRECISIONS
@@ -58,7 +58,7 @@ class Placed:
             stack.enter_context(self._arithmetic.products())
             if side.attention:
                 stack.enter_context(sdpa_kernel(ATTENTION[side.attention]))
-            stack.enter_context(_stance(bool(side.compiled)))
+            stack.enter_context(_compiled() if side.compiled else as_written())
             if side.compiled:
                 stack.enter_context(_same_random_numbers())
             yield
@@ -139,9 +139,7 @@ def _same_random_numbers() -> AbstractContextManager[Any]:
     return patched
 
 
-def _stance(compiled: bool) -> AbstractContextManager[Any]:
-    """What the user has compiled runs as it was written, unless compiled code is what is compared."""
-    if "torch._dynamo" not in sys.modules:  # then nothing is compiled, and to load it takes seconds
-        return nullcontext()
-    stance: AbstractContextManager[Any] = torch.compiler.set_stance("default" if compiled else "force_eager")
+def _compiled() -> AbstractContextManager[Any]:
+    """Compiled code is what is compared, whatever is set around."""
+    stance: AbstractContextManager[Any] = torch.compiler.set_stance("default")
     return stance

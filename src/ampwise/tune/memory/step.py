@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
@@ -20,6 +18,7 @@ from ampwise.engine.precision.precision import Precision
 from ampwise.engine.pure_fitting import PureFitting
 from ampwise.low_bit.care import rounds_by_chance
 from ampwise.low_bit.pure import PURE
+from ampwise.trace.replay import uncollected
 from ampwise.tune.memory.log import COMPENSATION, GRADIENTS, INPUTS, PARAMETERS, STATE, Log
 from ampwise.tune.memory.scratch import SCRATCH
 from ampwise.tune.memory.tracker import FORWARD, Tracker
@@ -38,7 +37,8 @@ def track(subject: Subject, precision: Precision, optimizer: Optimizer) -> Log:
     arithmetic = Arithmetic(precision, "cpu")
     trained = subject.parameters
     _as_on_cuda(optimizer)
-    with tracker, _no_garbage_collection():
+    # When it would be collected is chance; what is garbage here is held in the user's training too, until it comes.
+    with tracker, uncollected():
         tracker.adopt(PARAMETERS, subject.model.parameters())
         tracker.adopt(INPUTS, (*subject.model.buffers(), *subject.tensors))
         _make_state(optimizer, trained, tracker, fitting)
@@ -87,15 +87,3 @@ def _as_on_cuda(optimizer: Optimizer) -> None:
     for group in optimizer.param_groups:
         if "foreach" in group and group["foreach"] is None and not group.get("fused"):
             group["foreach"] = True
-
-
-@contextmanager
-def _no_garbage_collection() -> Iterator[None]:
-    """When it would come is chance; what it would collect is held in the user's training too, until it comes."""
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()

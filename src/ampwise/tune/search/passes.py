@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +13,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import Module, Parameter
 
+from ampwise.compiled import as_written
 from ampwise.engine.arguments import loss_and_extra
 from ampwise.engine.precision.arithmetic import Arithmetic
 from ampwise.engine.precision.precision import PRECISIONS
@@ -128,7 +128,7 @@ class Passes:
             torch.enable_grad(),
             self._unchanged.a_pass(),
             fp32.products(),
-            _eager(),
+            as_written(),
             arrangement.on(self.model),
         ):
             yield
@@ -160,11 +160,3 @@ def _trained(model: Module) -> list[Parameter]:
             "FP32: call model.float() first. Formats are for products; weights stay in FP32."
         )
     return trained
-
-
-def _eager() -> AbstractContextManager[Any]:
-    """Code that torch.compile has made knows nothing of formats that are put on; what it was made of is run."""
-    if "torch._dynamo" not in sys.modules:
-        return nullcontext()
-    stance: AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
-    return stance

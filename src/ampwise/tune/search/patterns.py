@@ -6,6 +6,8 @@ import re
 from collections.abc import Collection, Iterable
 from fnmatch import fnmatchcase
 
+from ampwise.engine.precision.table import span
+
 __all__ = ["globs", "spans"]
 
 
@@ -39,22 +41,9 @@ def spans(names: Iterable[str]) -> list[str]:
         place = next((place for place, part in enumerate(parts) if part.isdecimal()), len(parts))
         alike.setdefault((*parts[:place], "", *parts[place + 1 :]), []).extend(parts[place : place + 1])
     return [
-        ".".join(part or _span(sorted(map(int, numbers))) for part in parts if part or numbers)
+        ".".join(part or span(sorted(map(int, numbers))) for part in parts if part or numbers)
         for parts, numbers in alike.items()
     ]
-
-
-def _span(numbers: list[int]) -> str:
-    if len(numbers) == 1:
-        return str(numbers[0])
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and number == runs[-1][-1] + 1:
-            runs[-1].append(number)
-        else:
-            runs.append([number])
-    shown = (f"{run[0]}..{run[-1]}" if len(run) > 2 else ",".join(map(str, run)) for run in runs)
-    return "{" + ",".join(shown) + "}"
 
 
 def _patterns(names: list[str]) -> Iterable[str]:
