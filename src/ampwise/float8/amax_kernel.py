@@ -1,6 +1,6 @@
 """The largest magnitude of a tensor, in one read: reductions that torch.compile makes of it take several times as long.
 
-``casting.amax_of`` defines it by torch's norm.
+``torch.linalg.vector_norm(x, torch.inf)`` defines it.
 """
 
 # Constants of a Triton kernel are arguments in capitals.
@@ -8,12 +8,9 @@
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-
-from ampwise.census.launch import launching_on
 
 __all__ = ["amax_kernel", "launch_amax"]
 
@@ -32,15 +29,11 @@ def amax_kernel(source, target, size, BLOCK: tl.constexpr, PROGRAMS: tl.constexp
         x = tl.load(source + place, mask=place < size, other=0.0).to(tl.float32)
         bits = tl.abs(x).to(tl.int32, bitcast=True)
         largest = tl.where(bits > largest, bits, largest)
-    tl.atomic_max(target, tl.max(largest, 0))
+    tl.atomic_max(target.to(tl.pointer_type(tl.int32)), tl.max(largest, 0))
 
 
-def launch_amax(x: Tensor) -> Tensor:
-    """On the device, in FP32."""
-    x = x.contiguous()
-    found = torch.zeros((), dtype=torch.int32, device=x.device)
+def launch_amax(x: Tensor, target: Tensor) -> None:
+    """Of contiguous values, to where there is a zero. On the current device, which is theirs."""
     programs = min(triton.cdiv(x.numel(), BLOCK), PROGRAMS)
     if programs:
-        with launching_on(x.device):
-            amax_kernel[(programs,)](x, found, x.numel(), BLOCK=BLOCK, PROGRAMS=programs, num_warps=WARPS)
-    return found.view(torch.float32)
+        amax_kernel[(programs,)](x, target, x.numel(), BLOCK=BLOCK, PROGRAMS=programs, num_warps=WARPS)

@@ -11,6 +11,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ampwise.float8.operation import operation
+
 __all__ = [
     "ALIGNMENT",
     "AMAX",
@@ -19,7 +21,6 @@ __all__ = [
     "INVERSE",
     "SATURATED",
     "Cast",
-    "amax_of",
     "cast",
     "reference",
     "scales_of",
@@ -46,29 +47,13 @@ class Cast(NamedTuple):
     facts: Tensor  # INVERSE, AMAX, SATURATED, in FP32
 
 
-def cast(x: Tensor, number: Tensor, *, current: bool, e5m2: bool, rows: bool, columns: bool) -> Cast:
-    """A matrix in FP8. ``number`` is its largest magnitude, from which the scale follows (``current``), or the scale.
+def cast(x: Tensor, scale: Tensor | None, *, e5m2: bool, rows: bool, columns: bool) -> Cast:
+    """A matrix in FP8, by a scale that is given, or by the one that follows from its largest magnitude.
 
-    Values beyond the format's largest are cut off there. What is not finite becomes NaN; with ``current`` all of it
-    does, by way of INVERSE.
+    Values beyond the format's largest are cut off there. What is not finite becomes NaN; where no scale is given, all
+    of it does, by way of INVERSE.
     """
-    return Cast(*cast_fp8(x, number, current, e5m2, rows, columns))
-
-
-@torch.library.custom_op("ampwise::amax_fp8", mutates_args=())
-def amax_of(x: Tensor) -> Tensor:
-    """The largest magnitude, in FP32, on the device; NaN where there is one."""
-    if x.device.type != "cuda":
-        found: Tensor = torch.linalg.vector_norm(x, torch.inf, dtype=torch.float32)
-        return found
-    from ampwise.float8.amax_kernel import launch_amax  # Triton, which only a GPU needs
-
-    return launch_amax(x)
-
-
-@amax_of.register_fake
-def _(x: Tensor) -> Tensor:
-    return x.new_empty((), dtype=torch.float32)
+    return Cast(*cast_fp8(x, scale, e5m2, rows, columns))
 
 
 def scales_of(amax: Tensor, top: int | Tensor, margin: int = 0) -> Tensor:
@@ -80,21 +65,21 @@ def scales_of(amax: Tensor, top: int | Tensor, margin: int = 0) -> Tensor:
     return ((exponents + BIAS) << MANTISSA_BITS).to(torch.int32).view(torch.float32)
 
 
-@torch.library.custom_op("ampwise::cast_fp8", mutates_args=())
-def cast_fp8(
-    x: Tensor, number: Tensor, current: bool, e5m2: bool, rows: bool, columns: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    """One operation, so that torch.compile leaves it whole."""
+def _cast(x: Tensor, scale: Tensor | None, e5m2: bool, rows: bool, columns: bool) -> tuple[Tensor, Tensor, Tensor]:
     if x.device.type != "cuda":
-        return reference(x, number, current, e5m2, rows, columns)
+        return reference(x, scale, e5m2, rows, columns)
     from ampwise.float8.kernel import launch_cast  # Triton, which only a GPU needs
 
-    return launch_cast(x, number, current, e5m2, rows, columns)
+    return launch_cast(x, scale, e5m2, rows, columns)
 
 
-@cast_fp8.register_fake
-def _(x: Tensor, number: Tensor, current: bool, e5m2: bool, rows: bool, columns: bool) -> tuple[Tensor, Tensor, Tensor]:
+def _empty(x: Tensor, scale: Tensor | None, e5m2: bool, rows: bool, columns: bool) -> tuple[Tensor, Tensor, Tensor]:
     return empty(x, e5m2, rows, columns)
+
+
+cast_fp8 = operation(
+    "cast_fp8(Tensor x, Tensor? scale, bool e5m2, bool rows, bool columns) -> (Tensor, Tensor, Tensor)", _cast, _empty
+)
 
 
 def empty(x: Tensor, e5m2: bool, rows: bool, columns: bool) -> tuple[Tensor, Tensor, Tensor]:
@@ -113,16 +98,15 @@ def filled(size: int) -> int:
     return (size + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT
 
 
-def reference(
-    x: Tensor, number: Tensor, current: bool, e5m2: bool, rows: bool, columns: bool
-) -> tuple[Tensor, Tensor, Tensor]:
+def reference(x: Tensor, scale: Tensor | None, e5m2: bool, rows: bool, columns: bool) -> tuple[Tensor, Tensor, Tensor]:
     """The same by torch's operations."""
     dtype = E5M2 if e5m2 else E4M3
     limit = LIMITS[dtype]
     wide = x.float()
     finite = wide.isfinite()
-    scale = scales_of(number, TOPS[dtype]) if current else number
-    scaled = wide * scale
+    amax = torch.linalg.vector_norm(x, torch.inf, dtype=torch.float32) if x.numel() else wide.new_zeros(())
+    used = scales_of(amax, TOPS[dtype]) if scale is None else scale
+    scaled = wide * used
     values = torch.where(finite, scaled.clamp(-limit, limit), torch.nan).to(dtype)
     by_rows, by_columns, facts = empty(x, e5m2, rows, columns)
     if rows:
@@ -130,10 +114,8 @@ def reference(
     if columns:
         by_columns = torch.zeros_like(by_columns.view(torch.uint8)).view(dtype)
         by_columns[:, : x.shape[0]] = values.t()
-    if current:
-        facts[INVERSE] = torch.where(number.isfinite(), 1 / scale, torch.nan)
-        facts[AMAX], facts[SATURATED] = number, 0
-    else:
-        facts[INVERSE], facts[AMAX] = 1 / scale, amax_of(x) if x.numel() else 0
-        facts[SATURATED] = (finite & (scaled.abs() > limit)).sum()
+    facts[INVERSE], facts[AMAX] = 1 / used, amax
+    facts[SATURATED] = (finite & (scaled.abs() > limit)).sum()
+    if scale is None:
+        facts[INVERSE] = torch.where(amax.isfinite(), 1 / used, torch.nan)
     return by_rows, by_columns, facts

@@ -13,7 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ampwise.errors import BadInput
-from ampwise.float8.casting import AMAX, INVERSE, Cast, amax_of, cast
+from ampwise.float8.casting import AMAX, INVERSE, Cast, cast
+from ampwise.float8.operation import operation
 
 __all__ = ["linear", "multiplied", "out_dtype"]
 
@@ -86,8 +87,8 @@ class _Linear(torch.autograd.Function):
 
 
 def _cast(x: Tensor, scales: Tensor | None, place: int, *, e5m2: bool, rows: bool, columns: bool) -> Cast:
-    number = amax_of(x) if scales is None else scales[place]
-    return cast(x, number, current=scales is None, e5m2=e5m2, rows=rows, columns=columns)
+    scale = None if scales is None else scales[place]
+    return cast(x, scale, e5m2=e5m2, rows=rows, columns=columns)
 
 
 def multiplied(
@@ -108,11 +109,9 @@ def multiplied(
     return out if bias is None or within else out + bias.to(dtype)
 
 
-@torch.library.custom_op("ampwise::multiply_fp8", mutates_args=())
-def multiply_fp8(
+def _multiply(
     a: Tensor, b: Tensor, a_facts: Tensor, b_facts: Tensor, bias: Tensor | None, dtype: torch.dtype, fast: bool
 ) -> Tensor:
-    """One operation, as torch.compile's own way with ``_scaled_mm`` fails on scales that are views (torch 2.11)."""
     inverses = a_facts[INVERSE], b_facts[INVERSE]
     if a.device.type == "cuda":
         return torch._scaled_mm(a, b.t(), *inverses, bias=bias, out_dtype=dtype, use_fast_accum=fast)
@@ -121,11 +120,19 @@ def multiply_fp8(
         return (out if bias is None else out + bias.float()).to(dtype)
 
 
-@multiply_fp8.register_fake
-def _(
+def _empty(
     a: Tensor, b: Tensor, a_facts: Tensor, b_facts: Tensor, bias: Tensor | None, dtype: torch.dtype, fast: bool
 ) -> Tensor:
     return a.new_empty((a.shape[0], b.shape[0]), dtype=dtype)
+
+
+# One operation, as torch.compile's own way with ``_scaled_mm`` fails on scales that are views (torch 2.11).
+multiply_fp8 = operation(
+    "multiply_fp8(Tensor a, Tensor b, Tensor a_facts, Tensor b_facts, Tensor? bias, ScalarType dtype, bool fast)"
+    " -> Tensor",
+    _multiply,
+    _empty,
+)
 
 
 def _refuse_second_derivative() -> None:

@@ -633,7 +633,7 @@ NARROWER = [
         refused=True,
         precision="fp8",
         codes="AMP707",
-        says=(r"1\.10 to 1\.26 at width 4096", r"0\.9–1\.3× BF16", r"ceiling 2×", r"1979 TFLOP/s dense in FP8"),
+        says=(r"1\.13 to 1\.35 at width 4096", r"0\.9–1\.4× BF16", r"ceiling 2×", r"1979 TFLOP/s dense in FP8"),
     ),
     case("FP8 for GPT-2 124 M", gpu=H200, want="fp8", params="124M", refused=True, precision="bf16", codes="AMP707"),
     case("FP8 for a ResNet", gpu=H200, want="fp8", arch="cnn", refused=True, codes="AMP707", says=r"linear layers"),

@@ -20,9 +20,9 @@ RULE = Rule(
         "matter of libraries, which change from month to month, and of recipes that are still being found. BF16 is "
         "what they are measured against."
     ),
-    fix="Train in BF16; look at what the format would lose with ampwise.cast, and try it as an experiment of its own.",
+    fix="Train in BF16; emulate the format, on any device, to see whether the model would learn in it.",
     bad='engine = ampwise.Engine(model, optimizer, "nvfp4")',
-    good='lost = (w - ampwise.cast(w, "nvfp4")).norm() / w.norm()',
+    good='engine = ampwise.Engine(model, optimizer, "emulate:nvfp4")',
 )
 BLOCKS = ("mxfp8", "mxfp4", "nvfp4")
 

@@ -22,14 +22,15 @@ RULE = Rule(
         "shrinks. Modelled: a CNN takes 49% less; GPT-2 124 M with flash attention 26% less at batch 16 and 1% less at "
         "batch 1; with eager attention 3% more."
     ),
-    fix="Count it; then shrink what is large: activations by checkpointing or a smaller batch, state by an 8-bit "
-    "optimizer or by sharding (FSDP).",
+    fix="Count it; then shrink what is large: activations by checkpointing or a smaller batch, state by "
+    "precision='bf16-pure', an 8-bit optimizer or sharding (FSDP).",
     bad="batch_size *= 2  # mixed precision halves the memory",
     good="$ ampwise memory train:make",
 )
 COSTS = {
     "autocast": "0 to half of the activations, by model and batch; up to 2 bytes a parameter more for cast copies",
     "activation checkpointing": "most activations gone, for one more forward pass",
+    "bf16-pure": "6 of 16 bytes a parameter, and BF16's bits in every update, rounded by chance",
     "an 8-bit optimizer": "6 of Adam's 8 bytes a parameter",
     "FSDP over n ranks": "state divided by n, for traffic between them",
 }

