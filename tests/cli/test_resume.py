@@ -80,6 +80,14 @@ def test_show_is_a_table_of_all(four, capsys, monkeypatch):
     assert lines[-1].startswith("A run would go on from step 200")
 
 
+def test_what_a_run_has_left_behind_is_not_called_damaged(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    discredit(save(tmp_path, 100), "the run went back to step 50, before it", undone=True)
+    _, out, _ = resume(capsys, tmp_path, "--show")
+    assert "undone: the run went back to step 50, before it" in out
+    assert "damaged" not in out
+
+
 def test_json_has_all_of_it(four, capsys):
     code, out, _ = resume(capsys, four, "--json")
     data = json.loads(out)

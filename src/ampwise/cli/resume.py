@@ -138,7 +138,9 @@ def _print_table(found: Sequence[Checkpoint]) -> None:
 
 
 def _state(checkpoint: Checkpoint) -> str:
-    return f"damaged: {checkpoint.trouble}" if checkpoint.trouble else "good" if checkpoint.good else "whole"
+    if checkpoint.trouble:
+        return f"{'undone' if checkpoint.undone else 'damaged'}: {checkpoint.trouble}"
+    return "good" if checkpoint.good else "whole"
 
 
 def _precision(checkpoint: Checkpoint) -> str:

@@ -43,7 +43,7 @@ RULES: dict[str, list[tuple[str, str, bool, tuple[tuple[str, ...], ...]]]] = {
         ('AMP402', 'bceloss-autocast', True, (('autocast',), ('BCELoss', 'binary_cross_entropy'))),
         ('AMP403', 'half-mask-literal', True, (('float16', 'cuda.amp', 'autocast()', 'autocast("cuda', "autocast('cuda", '.half(', 'torch.half', 'device_type="cuda', "device_type='cuda"), ('masked_fill', 'where(', 'mask'), ('-1e', '1e9', '1e10', '1e5', '1e6', '1e7', '1e8', '-1000', '-9', 'e+'))),
         ('AMP404', 'half-eps-literal', True, (('autocast',), ('float16', 'cuda.amp', 'autocast()', 'autocast("cuda', "autocast('cuda", '.half(', 'torch.half', 'device_type="cuda', "device_type='cuda"), ('1e-8', '1e-9', '1e-1', '1e-2', 'e-08', 'e-09', 'e-1'))),
-        ('AMP405', 'custom-function-no-custom-fwd', False, (('autocast',), ('autograd.Function', 'import Function'))),
+        ('AMP405', 'custom-function-no-custom-fwd', False, (('autocast', 'ampwise'), ('autograd.Function', 'import Function'))),
         ('AMP406', 'autocast-disabled-without-cast', True, (('autocast',), ('float16', 'cuda.amp', 'autocast()', 'autocast("cuda', "autocast('cuda", '.half(', 'torch.half', 'device_type="cuda', "device_type='cuda"), ('enabled=False', 'False)', 'enabled = False'))),
         ('AMP501', 'eval-no-autocast', False, (('autocast',), ('.backward(',))),
         ('AMP502', 'sync-every-step', True, (('.backward(',), ('get_scale', '.item(', '.cpu(', 'float('))),

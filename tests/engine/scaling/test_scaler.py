@@ -675,8 +675,8 @@ def test_the_guard_warns_once_when_every_step_is_skipped():
         scaler.step(optimizer)
     scaler.step(optimizer)  # any further warning would be an error
     assert str(caught[0].message) == (
-        f"GradScaler: {PATIENCE} steps in a row were skipped because gradients are not finite. All 1 gradients have "
-        "inf or NaN in them, so the loss itself was probably not finite. Look for what is not finite in the data, the "
+        f"GradScaler: {PATIENCE} steps in a row were skipped because gradients are not finite. The only gradient has "
+        "inf or NaN in it, so the loss itself was probably not finite. Look for what is not finite in the data, the "
         "loss or the weights."
     )
     assert caught[0].filename == __file__

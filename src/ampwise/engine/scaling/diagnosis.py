@@ -46,7 +46,8 @@ def _cause(censuses: Mapping[str, Census]) -> str:
     if not bad:
         return "The gradients of the last step are finite again."
     if len(bad) == len(censuses):
-        return f"All {len(bad)} gradients have inf or NaN in them, so the loss itself was probably not finite."
+        have = f"All {len(bad)} gradients have" if len(bad) > 1 else "The only gradient has"
+        return f"{have} inf or NaN in {'them' if len(bad) > 1 else 'it'}, so the loss itself was probably not finite."
     first, total = bad[-1], len(censuses)
     counts = ", ".join(f"{_shown(name)} ({_counts(censuses[name])})" for name in bad[-SHOWN:])
     return (
