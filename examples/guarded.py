@@ -4,8 +4,9 @@ Batches 40 to 44 of each epoch have NaN in them, as a broken shard of data has. 
 good snapshot, passes over them, and goes on. Kill it whenever you like (Ctrl-C, or kill -9), and start it again: it
 goes on where it was, and the weights it ends with are the same to the bit.
 
-    python examples/guarded.py                          checkpoints in build/guarded
+    python examples/guarded.py                          checkpoints in build/guarded; a GPU is used if there is one
     python examples/guarded.py --epochs 200             long enough to be killed
+    python examples/guarded.py --precision fp16         or bf16, fp32; "auto" takes what the device is fast in
     ampwise resume build/guarded --show
 """
 
@@ -23,6 +24,9 @@ import ampwise
 
 ROWS, WIDTH, BATCH = 2048, 16, 16
 BROKEN = range(640, 720)  # rows that are NaN: five batches of an epoch that is not shuffled
+LESSON = """
+Lesson: a run outlives bad data and its own death if state, random numbers and the place in the data are saved
+together, and only what healthy steps have followed is gone back to."""
 
 
 class Table(Dataset[tuple[Tensor, Tensor]]):
@@ -41,11 +45,12 @@ class Table(Dataset[tuple[Tensor, Tensor]]):
         return self.rows[row], self.targets[row]
 
 
-def train(directory: str, epochs: int, every: str) -> nn.Module:
+def train(directory: str, epochs: int, every: str, precision: str) -> nn.Module:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(WIDTH, 64), nn.GELU(), nn.Dropout(0.1), nn.Linear(64, 1))
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    model = nn.Sequential(nn.Linear(WIDTH, 64), nn.GELU(), nn.Dropout(0.1), nn.Linear(64, 1)).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    engine = ampwise.Engine(model, optimizer, precision="auto", clip_norm=1.0)
+    engine = ampwise.Engine(model, optimizer, precision, clip_norm=1.0)
 
     def loss_fn(rows: Tensor, targets: Tensor) -> Tensor:
         error: Tensor = model(rows) - targets
@@ -53,7 +58,7 @@ def train(directory: str, epochs: int, every: str) -> nn.Module:
 
     with ampwise.Guard(engine, directory, every=every, snapshot_every=20) as guard:
         for rows, targets in guard.batches(DataLoader(Table(), BATCH), epochs=epochs):
-            step = guard.step(loss_fn, rows, targets)
+            step = guard.step(loss_fn, rows.to(device), targets.to(device))
             if step.number % 100 == 0:
                 print(f"epoch {guard.epoch + 1}, step {step.number}: loss {step.loss:.4f}")
         print(f"passed over: {len(guard.passed_over)} batches; findings: {len(guard.findings)}")
@@ -64,11 +69,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--directory", default="build/guarded", help="for checkpoints (%(default)s)")
     parser.add_argument("--epochs", type=int, default=3, help="%(default)s")
+    parser.add_argument("--precision", default="auto", help="auto, fp16, bf16, tf32, fp32 (%(default)s)")
     parser.add_argument("--every", default="50 steps", help="between checkpoints (%(default)s)")
     options = parser.parse_args(arguments)
-    model = train(options.directory, options.epochs, options.every)
-    weights = b"".join(parameter.detach().numpy().tobytes() for parameter in model.parameters())
+    model = train(options.directory, options.epochs, options.every, options.precision)
+    weights = b"".join(parameter.detach().cpu().numpy().tobytes() for parameter in model.parameters())
     print(f"weights: {hashlib.sha256(weights).hexdigest()[:16]}")
+    print(LESSON)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,151 @@
+"""Devices: what they run, and at which rate."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from benchmarks.gpt import GPT, GPT2_124M
+from benchmarks.subjects import GPT_1_3B
+
+from ampwise.evidence.alignment import multiple_for
+from ampwise.float8.choosing import choices
+from ampwise.float8.recipe import Fp8
+from ampwise.hardware import gpu_named, gpus
+
+from .claim import claim
+
+TERA = 1e12
+
+
+@claim(
+    "BF16 needs sizes that are multiples of 16.",
+    verdict="false",
+    truth="It wants what FP16 wants: rows of whole 16 bytes, which are 8 elements of 16 bits. That is for speed; any "
+    "size works. On one H200, a GPT-2 with its vocabulary of 50257 padded to 50304 took 0.70 of the time of a step, "
+    "and compiled 1.01, where torch pads by itself. Multiples of 16 are for 8 bits, and there `torch._scaled_mm` "
+    "insists.",
+    also=[
+        "tests/tune/align/test_planner.py::test_a_vocabulary_is_padded_to_whole_lines_and_others_to_words",
+        "tests/float8/test_choosing.py::test_layers_that_cannot_or_should_not",
+    ],
+)
+def test_sizes(cuda, published, truth):
+    for name, dtype in {"fp16": torch.float16, "bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}.items():
+        assert multiple_for(name) * dtype.itemsize == 16
+    assert torch.ones(17, 17, dtype=torch.bfloat16) @ torch.ones(17, dtype=torch.bfloat16) @ torch.ones(17).bfloat16()
+    assert cuda["product of 17"] == "float16"
+    assert cuda["fp8 product, inner 32"] == "bfloat16"
+    assert "divisible by 16" in cuda["fp8 product, inner 24"]
+    assert "by 16" in cuda["fp8 product, columns 24"]
+    padded = {row["model"]: row["ratio"] for row in published("align_vocabulary_gpu") if "sliced" in row["sizes"]}
+    assert f"took {padded['eager']:.2f} of the time" in truth
+    assert f"compiled {padded['compiled']:.2f}," in truth
+
+
+@claim(
+    "BF16 is slow on a V100.",
+    verdict="true",
+    truth="It has matrix units for FP16 alone, as has every NVIDIA GPU before compute capability 8.0 that has any; "
+    "BF16 is emulated. `torch.cuda.is_bf16_supported()` says True all the same, unless it is asked with "
+    "`including_emulation=False`.",
+    also=[
+        "tests/hardware/test_catalog.py::test_v100_has_no_bf16",
+        "tests/hardware/test_torch_facts.py::test_each_device_is_asked_for_itself",
+    ],
+)
+def test_bf16_before_ampere(monkeypatch):
+    old = [gpu for gpu in gpus() if gpu.compute_capability and gpu.compute_capability < (8, 0)]
+    assert {"v100-sxm2-16", "t4"} <= {gpu.id for gpu in old}
+    assert not any(gpu.has_matrix_units("bf16") for gpu in old)
+    assert all(gpu.has_matrix_units("fp16") for gpu in old if gpu.id.startswith("v100"))
+    # torch's own function on a V100, on which tensors of BF16 can be made.
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(major=7, minor=0))
+    monkeypatch.setattr(torch.cuda, "_check_bf16_tensor_supported", lambda device: True)
+    assert torch.cuda.is_bf16_supported()
+    assert not torch.cuda.is_bf16_supported(including_emulation=False)
+
+
+@claim(
+    "An RTX 3090 has no BF16.",
+    verdict="false",
+    truth="Its compute capability is 8.6, and its tensor cores run BF16 at the rate of FP16, 71.2 TFLOP/s by the "
+    "datasheet. What it does not have is FP8.",
+    also=["tests/hardware/test_catalog.py::test_rtx_3090_has_bf16_and_no_fp8"],
+)
+def test_rtx_3090(truth):
+    gpu = gpu_named("rtx3090")
+    assert gpu.compute_capability == (8, 6)
+    assert gpu.has_matrix_units("bf16")
+    assert not gpu.has_matrix_units("fp8")
+    assert gpu.peak_flops["bf16"] == gpu.peak_flops["fp16"]
+    assert f"{gpu.peak_flops['bf16'] / TERA} TFLOP/s" in truth
+
+
+@claim(
+    "An H100 does 3,958 TFLOP/s in FP8.",
+    verdict="false",
+    truth="Only with weights half of which are zeros, two of each four. Dense, it is 1,979 in FP8 and 989 in BF16 "
+    "(SXM, datasheet).",
+    also=["tests/hardware/test_catalog.py::test_h100_peaks_are_dense"],
+)
+def test_h100(truth):
+    peaks = gpu_named("h100-sxm").peak_flops
+    assert 3958e12 / peaks["fp8"] == pytest.approx(2, rel=1e-3)
+    assert f"{peaks['fp8'] / TERA:,.0f} in FP8" in truth
+    assert f"{peaks['bf16'] / TERA:,.0f} in BF16" in truth
+
+
+@claim(
+    "TF32 is on by default.",
+    verdict="depends",
+    truth="For convolutions, yes; for matrix products, no: `torch.set_float32_matmul_precision('high')` switches it "
+    "on. That made a GPT-2 124M 2.9× as fast on one H200. It has FP32's range and 11 significant bits, as FP16 has.",
+    also=[
+        "tests/rules/choice/test_facts.py::test_tf32_is_off_for_products_and_on_for_convolutions",
+        "tests/formats/test_format.py::test_tf32_is_fp32_with_the_mantissa_of_fp16",
+    ],
+)
+def test_tf32_switches(cuda, published, truth):
+    assert cuda["tf32"] == {"products": False, "convolutions": True}
+    (gain,) = [row["×FP32"] for row in published("compare_gpt2_gpu") if row["row"] == "tf32"]
+    assert f"{gain:.1f}× as fast" in truth
+
+
+@claim(
+    "FP8 is twice as fast as BF16.",
+    verdict="false",
+    truth="Twice is the ratio of the peaks. In a step only linear layers gain: attention, the head and the optimizer "
+    "stay as they are, and tensors are measured and cast first. By their sizes alone, if a step were nothing but "
+    "matrix products and casts were free, FP8 would make a GPT-2 124M 1.42× as fast as BF16 and a GPT of 1.3 B 1.75×. "
+    "Measured on one H200, whole compiled steps: 1.35× for a GPT of width 4096; at 1.3 B parameters 1.12× at best, and "
+    "less where the host is the limit.",
+    also=[
+        "tests/hardware/test_catalog.py::test_fp8_runs_at_twice_the_rate_of_bf16",
+        "tests/float8/test_choosing.py::test_blocks_become_fp8_and_the_head_does_not",
+    ],
+)
+def test_fp8(published, truth):
+    peaks = gpu_named("h200").peak_flops
+    ratio = peaks["fp8"] / peaks["bf16"]
+    assert ratio == pytest.approx(2, rel=1e-3)
+    most = {shape.name: most_of_fp8(shape, ratio) for shape in (GPT2_124M, GPT_1_3B)}
+    assert f"a GPT-2 124M {most['GPT-2 124M']:.2f}×" in truth
+    assert f"a GPT of 1.3 B {most['GPT 1.3B']:.2f}×" in truth
+    wide, large = (max(row["× over BF16"] for row in published(f"fp8_{name}_gpu")) for name in ("d4096", "gpt1300m"))
+    assert f"{wide:.2f}× for a GPT of width 4096" in truth
+    assert f"at 1.3 B parameters {large:.2f}× at best" in truth
+
+
+def most_of_fp8(shape, ratio):
+    """Of a step that is nothing but products: of a token with weights, and with the tokens that attention looks at."""
+    with torch.device("meta"):
+        model = GPT(shape)
+    layers = dict(model.named_modules())
+    narrow = sum(layers[choice.name].weight.numel() for choice in choices(model, {}, Fp8()).values() if choice.fp8)
+    head, attention = model.wte.weight.numel(), 2 * shape.length * shape.width * shape.layers
+    blocks = sum(weight.numel() for weight in model.blocks.parameters() if weight.ndim == 2)
+    assert 0 < narrow <= blocks
+    share = narrow / (blocks + head + attention)
+    return 1 / (1 - share + share / ratio)
