@@ -556,6 +556,14 @@ def test_describe_names_every_module_once(kept):
     assert named == sorted(own | kept)
 
 
+def test_only_products_are_emulated():
+    model = nn.Sequential(nn.Embedding(4, 8), nn.LayerNorm(8), nn.Linear(8, 8), nn.BatchNorm1d(8))
+    first, _, *rows = Policy("emulate:e4m3").describe(model).splitlines()
+    assert first == "emulate:e4m3 base; parameters: 72 in emulate:e4m3, 64 in fp32"
+    assert [row.split()[3] for row in rows] == ["fp32", "fp32", "emulate:e4m3", "fp32"]
+    assert [row.endswith("no matrix products") for row in rows] == [True, True, False, True]
+
+
 def test_a_base_that_is_emulated_is_described_and_comes_back_from_a_checkpoint():
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 2))
     policy = Policy("emulate:mxfp8").keep("fp32", "1")

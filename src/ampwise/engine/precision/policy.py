@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
-from ampwise.engine.precision.precision import AUTO, BEYOND, PRECISIONS, WITH_OPTIONS, precision_named
+from ampwise.engine.precision.precision import AUTO, BEYOND, EMULATE, PRECISIONS, WITH_OPTIONS, precision_named
 from ampwise.engine.precision.region import checked, forward_in, is_forward_in
 from ampwise.engine.precision.table import Line, table
 from ampwise.errors import AmpwiseError, BadInput, UnknownName
@@ -21,6 +21,11 @@ from ampwise.errors import AmpwiseError, BadInput, UnknownName
 __all__ = ["Applied", "Kept", "Policy", "named_modules", "with_wrappers"]
 
 BASES = (AUTO, *PRECISIONS, *BEYOND)
+# Modules of torch's with parameters that multiply no matrices: where those are emulated, they run as they are.
+WITHOUT_PRODUCTS = (
+    nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.modules.batchnorm._NormBase, nn.Embedding, nn.EmbeddingBag, nn.PReLU,
+)  # fmt: skip
+NO_PRODUCTS = ("fp32", "no matrix products")
 VERSION = 1  # of as_dict
 
 # What torch.compile, FSDP and activation checkpointing put into the path of a module that they wrap.
@@ -166,10 +171,18 @@ class Policy:
             decided.update((module, rule) for module in called)
         return decided
 
+    def _by_layer(self, model: nn.Module) -> dict[nn.Module, tuple[str, str]]:
+        """The precision and the reason of modules for which it is not the base's."""
+        if self.base == "fp8":
+            return _fp8_layers(model, self.patterns(model))
+        if self.base.startswith(EMULATE):
+            return {each: NO_PRODUCTS for each in model.modules() if isinstance(each, WITHOUT_PRODUCTS)}
+        return {}
+
     def _lines(self, model: nn.Module) -> tuple[Counter[str], list[Line]]:
         """How many parameters run how, one shared by modules counted once for each precision, and the table's lines."""
         decided, named = self._decided(model), named_modules(model)
-        by_layer = _fp8_layers(model, self.patterns(model)) if self.base == "fp8" else {}
+        by_layer = self._by_layer(model)
         lines: list[Line] = []
         running: dict[str, dict[nn.Parameter, int]] = {}
         shown: set[nn.Module] = set()
