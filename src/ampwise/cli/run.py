@@ -17,7 +17,8 @@ Options of ampwise come before the script; all that follows it is the script's. 
 ampwise-runs/, in a folder named after the script and the time. torchrun's processes each write a part of it.
 
 The exit code is the script's own: 0 when it ended well, 1 after an exception, 130 after Ctrl-C, else what it said.
-2 means that ampwise could not begin: no such file, or a folder that has a record already (-f writes over it).
+2 means that ampwise could not begin: no such file, no torch in the Python that ampwise is installed in, or a folder
+that has a record already (-f writes over it).
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from ampwise.errors import BadInput
+from ampwise.errors import BadInput, MissingDependency
 
 TYPE_CHECKING = False  # as in typing, which takes milliseconds to import
 if TYPE_CHECKING:
@@ -69,11 +70,24 @@ def run(args: argparse.Namespace) -> int:
     script = Script(args.script, tuple(args.args), args.module)
     if not is_launcher(script):  # torchrun by its name alone will do
         script.check()
+    _check_torch()
     _check_capsules(args)
     folder = Path(args.output) if args.output else _new_folder(script)
     code = _launched(script, folder, args) if is_launcher(script) else _watched(script, folder, args)
     sys.stdout.flush()
     return code
+
+
+def _check_torch() -> None:
+    """Else the script would fail at its first line, and not say why: `pipx run` has an environment of its own."""
+    import importlib.util
+
+    if importlib.util.find_spec("torch") is None:
+        raise MissingDependency(
+            f"ampwise run needs torch, and this Python has none: {sys.executable}. A script runs in the Python that "
+            "ampwise is installed in: install it beside the script's own packages, pip install 'ampwise[torch]'. "
+            "(What pipx and uvx run has an environment of its own.)"
+        )
 
 
 def _check_capsules(args: argparse.Namespace) -> None:

@@ -1,0 +1,33 @@
+"""``ampwise run`` before the script begins; what it does then is in tests/watch."""
+
+import sys
+
+import pytest
+
+from ampwise.cli import main
+
+
+@pytest.fixture
+def script(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text("open('was_run', 'w')\n")
+    return "train.py"
+
+
+def test_without_torch_it_says_where_to_install_it_and_runs_nothing(script, tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "torch", None)  # as if it were not there
+    assert main(["run", script]) == 2
+    out, said = capsys.readouterr()
+    assert out == ""
+    assert said == (
+        f"ampwise: error: ampwise run needs torch, and this Python has none: {sys.executable}. A script runs in the "
+        "Python that ampwise is installed in: install it beside the script's own packages, pip install "
+        "'ampwise[torch]'. (What pipx and uvx run has an environment of its own.)\n"
+    )
+    assert [path.name for path in tmp_path.iterdir()] == [script]
+
+
+def test_a_script_that_is_not_there_is_told_first(script, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "torch", None)
+    assert main(["run", "gone.py"]) == 2
+    assert "gone.py" in capsys.readouterr().err
