@@ -139,7 +139,10 @@ class _Walker:
         self.statements(node.body, context, block)
 
     def try_(self, node: ast.Try | ast.TryStar, context: Context, block: Block) -> None:
-        self.statements(node.body, context, block)
+        tried = Block()
+        self.statements(node.body, context, tried)
+        # What is raised here is taken to be caught here: what follows is reached.
+        block.nodes += [each for each in tried.nodes if not (node.handlers and _raises(each))]
         self.statements(node.orelse, context, block)
         for handler in node.handlers:  # seen, but not a way that training goes
             self.statements(handler.body, context, Block())
@@ -233,6 +236,10 @@ def _entry_context(frame: Frame, around: Context) -> Context:
     for decorator in frame.function.decorators:
         context = _inside(decorator, context)
     return context
+
+
+def _raises(node: object) -> bool:
+    return isinstance(node, Jump) and node.kind == "raise"
 
 
 def _inside(manager: ast.expr, context: Context) -> Context:

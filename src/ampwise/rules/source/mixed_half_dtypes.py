@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from ampwise.finding import Finding, Rule, Severity
-from ampwise.source.events import Event
+from ampwise.source.events import Event, Kind
 from ampwise.source.half_models import half_models
 from ampwise.source.pattern import Pattern
 from ampwise.source.precision import Autocast
@@ -32,6 +32,7 @@ RULE = Rule(
 NEEDS = (("bfloat16",), ("autocast", "float16", ".half("), (".backward(",))
 
 
+STEPS = (Kind.OPTIMIZER_STEP, Kind.SCALER_STEP)
 FP16_NAMED = Pattern(r"torch\.half|(?<!b)float16|\.half\(")
 
 
@@ -62,15 +63,24 @@ def _against_the_model(code: Code, region: Region) -> Iterator[tuple[Autocast, s
 def _two_autocasts(region: Region) -> Iterator[tuple[Autocast, str]]:
     """Two forwards on one path, each under an autocast of its own dtype."""
     forwards = {event: (dtype, autocast) for event, dtype, autocast in _forwards(region)}
-    for path in region.paths:
-        passed = [forwards[event] for event in path.events if event in forwards]
-        events = [event for event in path.events if event in forwards]
-        dtypes = {dtype for dtype, _ in passed}
-        if dtypes == {FP16, BF16}:
-            first = passed[0][0]
-            at = next(index for index, (dtype, _) in enumerate(passed) if dtype != first)
-            dtype, autocast = passed[at]
-            yield autocast, f"{dtype} here, but {first} in {events[0].spot(events[at])}, in the same step"
+    for events in (step for path in region.paths for step in _steps(path.events)):
+        passed = [event for event in events if event in forwards]
+        if {forwards[event][0] for event in passed} == {FP16, BF16}:
+            first = forwards[passed[0]][0]
+            other = next(event for event in passed if forwards[event][0] != first)
+            dtype, autocast = forwards[other]
+            yield autocast, f"{dtype} here, but {first} in {passed[0].spot(other)}, in the same step"
+
+
+def _steps(events: Iterable[Event]) -> Iterator[list[Event]]:
+    """A path, cut after each step of an optimizer."""
+    found: list[Event] = []
+    for event in events:
+        found.append(event)
+        if event.kind in STEPS:
+            yield found
+            found = []
+    yield found
 
 
 def _forwards(region: Region) -> Iterator[tuple[Event, str, Autocast]]:
