@@ -7,7 +7,7 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 NEEDS  := pyproject.toml constraints.txt setup.py src/ampwise/census/_native.c
 
-.PHONY: help demo layers test nightly fuzz check lint types docs docs-check format peers bench gpu-test gpu-bench clean
+.PHONY: help demo layers test nightly fuzz check lint types docs docs-check site format peers bench gpu-test gpu-bench release clean
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -27,8 +27,8 @@ nightly: $(STAMP) ## all tests at their full length: more examples, more steps, 
 fuzz: $(STAMP) ## 10,000 mangled scripts through `ampwise check` (for the night; `make test` has 200)
 	@AMPWISE_FUZZ=10000 $(BIN)/python -m pytest -n 2 tests/lint/test_fuzz.py $(ARGS)
 
-check: lint docs-check ## formatter, linter, our own linter, strict types, generated docs current, tests
-	@$(MAKE) --no-print-directory -j2 --output-sync=target types test
+check: lint docs-check ## formatter, linter, our own linter, strict types, generated docs current, the site, tests
+	@$(MAKE) --no-print-directory -j2 --output-sync=target types site test
 
 lint: $(STAMP)
 	@$(BIN)/ruff format --check --quiet . || { echo "make: not in the house format; run: make format" >&2; exit 1; }
@@ -39,10 +39,14 @@ types: $(STAMP)
 	@$(BIN)/mypy
 
 docs-check: $(STAMP)
-	@$(BIN)/python tools/generate_docs.py --check
+	@$(BIN)/python -m tools.generate_docs --check
 
 docs: $(STAMP) ## write the generated pages again
-	@$(BIN)/python tools/generate_docs.py
+	@$(BIN)/python -m tools.generate_docs
+
+site: $(STAMP) ## the documentation as a site, in build/site, with the lesson run; warnings are errors
+	@$(BIN)/python -m sphinx -b html -q -W --keep-going -j 2 -d build/site-parts docs build/site
+	@$(BIN)/python -m tools.site.check build/site
 
 format: $(STAMP) ## rewrite the source in the house format
 	@$(BIN)/ruff format --quiet .
@@ -60,6 +64,12 @@ gpu-test: ## the tests that need CUDA, in the Python you have (torch, triton, py
 
 gpu-bench: ## the benchmarks on a GPU, in the Python you have
 	@PYTHONPATH=src:.$${PYTHONPATH:+:$$PYTHONPATH} $(PYTHON) -m benchmarks.$(NAME)
+
+release: $(STAMP) ## wheel and sdist in build/dist, installed and tried
+	@rm -rf build/dist && mkdir -p build/dist
+	@$(BIN)/python -m build --no-isolation --outdir build/dist . >build/release.log 2>&1 || { cat build/release.log >&2; exit 1; }
+	@AMPWISE_DIST=build/dist $(BIN)/python -m pytest -n 0 tests/release tests/test_api.py $(ARGS)
+	@ls build/dist
 
 $(STAMP): $(NEEDS)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \

@@ -59,17 +59,21 @@ def test_the_check_names_what_is_stale_missing_or_left_over(docs, tmp_path, caps
     (tmp_path / "docs/cli.md").write_text("old")
     (tmp_path / "docs/benchmarks.md").unlink()
     (tmp_path / "docs/rules/AMP999-gone.md").write_text("gone")
+    (tmp_path / "docs/benchmarks").mkdir()
+    (tmp_path / "docs/benchmarks/gone.md").write_text("gone")
     (tmp_path / "docs/by-hand.md").write_text("kept")
     assert docs.main(["--check"], tmp_path) == 1
     assert capsys.readouterr().err.splitlines() == [
         "docs/benchmarks.md: missing; run `make docs`",
         "docs/cli.md: stale; run `make docs`",
+        "docs/benchmarks/gone.md: left over; run `make docs`",
         "docs/rules/AMP999-gone.md: left over; run `make docs`",
     ]
     assert (tmp_path / "docs/cli.md").read_text() == "old", "a check writes nothing"
     docs.main([], tmp_path)
     assert docs.main(["--check"], tmp_path) == 0
     assert not (tmp_path / "docs/rules/AMP999-gone.md").exists()
+    assert not (tmp_path / "docs/benchmarks/gone.md").exists()
     assert (tmp_path / "docs/by-hand.md").read_text() == "kept"
 
 
@@ -115,19 +119,50 @@ def test_every_verb_is_documented(docs):
 
 
 def test_no_results_is_said(docs, tmp_path):
-    (page,) = docs.benchmark_page(tmp_path / "gone").values()
+    (page,) = docs.benchmark_pages(tmp_path).values()
     assert "No results yet." in page
 
 
-def test_a_result_shows_table_machine_date_versions_and_command(docs, results):
+def test_a_result_shows_table_machine_date_versions_and_command(docs, results, tmp_path):
     (results / "census.json").write_text(json.dumps(RESULT))
-    (page,) = docs.benchmark_page(results).values()
+    page = docs.benchmark_pages(tmp_path)["docs/benchmarks/census.md"]
     assert page == docs.NOTICE + (
-        "\n\n# Benchmarks\n\n## Census of a gradient\n\nOne read of the tensor.\n\n"
+        "\n\n# census\n\n## Census of a gradient\n\nOne read of the tensor.\n\n"
         "| size | a\\|b |\n| --- | --- |\n| 1 MiB | 0.25 |\n| 2 MiB | – |\n\n"
         "- Machine: gpu NVIDIA H200, cpu 16 cores\n- Date: 2026-01-02\n- Versions: torch 2.13.0\n"
-        "- Command: `make bench NAME=census`\n\n- Median of 20.\n"
+        "- Command: `make bench NAME=census`\n\nNotes:\n\n- Median of 20.\n"
     )
+
+
+def test_results_of_a_benchmark_are_on_one_page_and_in_the_list(docs, results, tmp_path):
+    (tmp_path / "benchmarks" / "census.py").write_text('"""How fast ``census`` is.\n\nMore of it.\n"""')
+    on_cpu = {**RESULT, "machine": {"system": "Linux aarch64"}, "title": "On a CPU"}
+    other = {**RESULT, "command": "make gpu-bench NAME=step  # --part host"}
+    for name, result in {"census_gpu": RESULT, "census_cpu": on_cpu, "step": other}.items():
+        (results / f"{name}.json").write_text(json.dumps(result))
+    pages = docs.benchmark_pages(tmp_path)
+    assert pages.keys() == {"docs/benchmarks.md", "docs/benchmarks/census.md", "docs/benchmarks/step.md"}
+    index, census = pages["docs/benchmarks.md"], pages["docs/benchmarks/census.md"]
+    row = "| [census](benchmarks/census.md) | How fast `census` is. | Linux aarch64 CPU, NVIDIA H200 |"
+    assert row in index
+    assert "| [step](benchmarks/step.md) |  | NVIDIA H200 |" in index
+    assert census.count("\n## ") == 2
+    assert "# census\n\nHow fast `census` is.\n\n## On a CPU" in census
+
+
+def test_tables_of_results_in_pages_written_by_hand(docs, results, tmp_path):
+    (results / "census.json").write_text(json.dumps(RESULT))
+    page = tmp_path / "docs" / "guides" / "sizes.md"
+    page.parent.mkdir(parents=True)
+    marked = "<!-- The table of benchmarks/results/census.json. -->{}<!-- End of the table. -->"
+    shown = "\n\n| size | a\\|b |\n| --- | --- |\n| 1 MiB | 0.25 |\n| 2 MiB | – |\n\n"
+    page.write_text(f"One:\n{marked.format('old')}\nTwo: {marked.format('')} end")
+    (page.parent / "plain.md").write_text("no table")
+    text = f"One:\n{marked.format(shown)}\nTwo: {marked.format(shown)} end"
+    assert docs.pages_with_tables(tmp_path) == {"docs/guides/sizes.md": text}
+    (results / "census.json").unlink()
+    with pytest.raises(BadInput, match=r"census.json: no such result"):
+        docs.pages_with_tables(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -140,11 +175,12 @@ def test_a_result_shows_table_machine_date_versions_and_command(docs, results):
             json.dumps({**RESULT, "rows": [["1 MiB"]]}),
             "row ['1 MiB'] does not fit the columns ['size', 'a|b']",
         ),
+        (json.dumps({**RESULT, "command": "python x.py"}), "its command names no benchmark (NAME=...)"),
     ],
 )
-def test_a_broken_result_is_refused_by_name(docs, results, text, message):
+def test_a_broken_result_is_refused_by_name(docs, results, tmp_path, text, message):
     (results / "census.json").write_text(text)
     with pytest.raises(BadInput) as caught:
-        docs.benchmark_page(results)
+        docs.benchmark_pages(tmp_path)
     assert "census.json: " in str(caught.value)
     assert message in str(caught.value)

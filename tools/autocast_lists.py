@@ -1,0 +1,108 @@
+"""What autocast does with each operation that it knows, asked of the torch that is installed here.
+
+    python -m tools.autocast_lists    prints {device: {operation: what is done}} as JSON
+
+No GPU is needed: an operation is called on fake tensors, and autocast's casts are seen before anything is computed. A
+program of its own, so that what torch prints about deprecated operations, and keeps of CUDA, stays in it.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from itertools import chain, cycle, repeat
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+__all__ = ["FP32", "LOWER", "REFUSED", "WIDEST", "lists"]
+
+LOWER, FP32, WIDEST, REFUSED = "lower", "fp32", "widest", "refused"
+KEYS = {"cuda": "AutocastCUDA", "cpu": "AutocastCPU"}
+HALF, FULL = torch.bfloat16, torch.float32
+# What stands in for arguments that have no default; the operation itself is not reached, so anything of the type does.
+STAND_INS: dict[str, Any] = {"List[int]": [1], "List[Optional[Tensor]]": [None], "str": "ij,jk->ik", "bool": False}
+
+
+class _Reached(Exception):
+    """Autocast has done its part."""
+
+
+class _Casts(TorchDispatchMode):
+    """Sees the types that values are cast to, or that a result is asked for in, and stops at the operation."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.seen: set[torch.dtype] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if kwargs.get("dtype") is not None:
+            self.seen.add(kwargs["dtype"])
+        if func.namespace == "prim" or func is torch.ops.aten._to_copy.default:
+            return func(*args, **kwargs)
+        raise _Reached
+
+
+def lists(device: str) -> dict[str, str]:
+    """By the operator's name, with its overload where it is not the default one."""
+    names = torch._C._dispatch_get_registrations_for_dispatch_key(KEYS[device])
+    with FakeTensorMode(), torch.no_grad():
+        torch.set_autocast_enabled(device, True)
+        torch.set_autocast_dtype(device, HALF)
+        try:
+            return {name: _policy(name, device) for name in sorted(name.removeprefix("aten::") for name in names)}
+        finally:
+            torch.set_autocast_enabled(device, False)
+            torch.clear_autocast_cache()
+
+
+def _policy(name: str, device: str) -> str:
+    answers = [
+        (LOWER, HALF, repeat(FULL)),
+        (FP32, FULL, repeat(HALF)),
+        (WIDEST, FULL, chain([HALF], cycle([FULL, HALF]))),
+    ]
+    for answer, cast, given in answers:
+        seen, refused = _ask(name, device, given)
+        if refused:
+            return REFUSED
+        if cast in seen:
+            return answer
+    raise AssertionError(f"autocast on {device} knows {name}, and casts nothing: a policy that is new here")
+
+
+def _ask(name: str, device: str, dtypes: Iterator[torch.dtype]) -> tuple[set[torch.dtype], bool]:
+    operator = _operator(name)
+    tensors = (torch.empty(2, 2, dtype=dtype, device=device) for dtype in dtypes)
+    needed = [argument for argument in operator._schema.arguments if not argument.has_default_value()]
+    args = [_value(argument, tensors) for argument in needed if not argument.kwarg_only]
+    kwargs = {argument.name: _value(argument, tensors) for argument in needed if argument.kwarg_only}
+    casts = _Casts()
+    try:
+        with casts:
+            operator(*args, **kwargs)
+    except Exception as error:  # _Reached; or sizes that do not fit, which were looked at after the casts
+        return casts.seen, "unsafe to autocast" in str(error)
+    return casts.seen, False
+
+
+def _operator(name: str) -> Any:
+    operator, _, overload = name.partition(".")
+    return getattr(getattr(torch.ops.aten, operator), overload or "default")
+
+
+def _value(argument: Any, tensors: Iterator[torch.Tensor]) -> Any:
+    kind = str(argument.type)
+    if kind == "Tensor":
+        return next(tensors)
+    if kind == "List[Tensor]":
+        return [next(tensors), next(tensors)]
+    return None if kind.startswith("Optional") else STAND_INS.get(kind, 1)
+
+
+if __name__ == "__main__":
+    json.dump({device: lists(device) for device in KEYS}, sys.stdout)

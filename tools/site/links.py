@@ -1,0 +1,118 @@
+"""Links as code hosts take them, which the site's pages have too: to files of the repository, and to ``<a id>``.
+
+A file outside docs/ is linked to by its path (``../examples/char_gpt.py``), since that works wherever the repository is
+read. In the site such a link leads to the page that includes the file, where there is one, else to a page made of it.
+"""
+
+from __future__ import annotations
+
+import html
+import os
+import re
+from collections.abc import Iterable, Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote
+
+from docutils import nodes
+from markdown_it.tree import SyntaxTreeNode
+from myst_parser.mdit_to_docutils.sphinx_ import SphinxRenderer
+from pygments import highlight
+from pygments.formatters import HtmlFormatter
+from pygments.lexers import TextLexer, get_lexer_for_filename
+from pygments.util import ClassNotFound
+from sphinx.application import Sphinx
+from sphinx.environment import BuildEnvironment
+
+__all__ = ["FOLDER", "included", "page_of"]
+
+INCLUDED = re.compile(r"^```\{include\} (\S+)$", re.MULTILINE)
+ANCHOR = re.compile(r'^<a id="([^"]+)"></a>$', re.MULTILINE)
+FOLDER = "files"  # of the site, for pages made of files
+
+_their_link = SphinxRenderer.render_link_unknown
+
+
+def setup(app: Sphinx) -> dict[str, Any]:
+    SphinxRenderer.render_link_unknown = _link  # type: ignore[method-assign]  # MyST has no hook for links
+    app.connect("source-read", _read_anchors)
+    app.connect("env-purge-doc", _forget)
+    app.connect("env-merge-info", _merge)
+    app.connect("html-collect-pages", _pages)
+    return {"parallel_read_safe": True, "parallel_write_safe": True, "env_version": 1}
+
+
+@cache
+def included(docs: Path) -> dict[Path, Path]:
+    """Files outside docs/ that a page includes, and the page."""
+    return {
+        (page.parent / path).resolve(): page
+        for page in sorted(docs.rglob("*.md"))
+        for path in INCLUDED.findall(page.read_text(encoding="utf-8"))
+    }
+
+
+def page_of(file: Path, root: Path) -> str:
+    """The name of the page that is made of a file."""
+    return f"{FOLDER}/{file.relative_to(root).as_posix()}"
+
+
+def _read_anchors(_app: Sphinx, _docname: str, source: list[str]) -> None:
+    source[0] = ANCHOR.sub(r"(\1)=", source[0])
+
+
+def _link(self: SphinxRenderer, token: SyntaxTreeNode) -> None:
+    env = self.sphinx_env
+    docs, root = Path(env.srcdir), Path(env.srcdir).parent
+    path, _, anchor = unquote(str(token.attrGet("href") or "")).partition("#")
+    source = Path(self.document["source"])  # of an included file, its own
+    file = (source.parent / path).resolve()
+    file = file / "README.md" if (file / "README.md").is_file() else file
+    file = included(docs).get(file, file)
+    if file.is_relative_to(docs) or not file.is_file():
+        here = Path(env.doc2path(env.docname)).parent
+        token.attrs["href"] = os.path.relpath(file, here) + (f"#{anchor}" if anchor else "")
+        _their_link(self, token)
+        return
+    _files(env).setdefault(env.docname, set()).add(file)
+    address = env.app.builder.get_relative_uri(env.docname, page_of(file, root))
+    reference = nodes.reference(refuri=address + (f"#{anchor}" if anchor else ""), internal=True)
+    self.add_line_and_source_path(reference, token)
+    with self.current_node_context(reference, append=True):
+        self.render_children(token)
+
+
+def _files(env: BuildEnvironment) -> dict[str, set[Path]]:
+    """Files that are linked to, by page."""
+    if not hasattr(env, "linked_files"):
+        env.linked_files = {}  # type: ignore[attr-defined]
+    found: dict[str, set[Path]] = env.linked_files  # type: ignore[attr-defined]
+    return found
+
+
+def _forget(_app: Sphinx, env: BuildEnvironment, docname: str) -> None:
+    _files(env).pop(docname, None)
+
+
+def _merge(_app: Sphinx, env: BuildEnvironment, docnames: Iterable[str], other: BuildEnvironment) -> None:
+    _files(env).update((name, files) for name, files in _files(other).items() if name in docnames)
+
+
+def _pages(app: Sphinx) -> Iterator[tuple[str, dict[str, Any], str]]:
+    root = Path(app.srcdir).parent
+    for file in sorted(set().union(*_files(app.env).values())):
+        title = file.relative_to(root).as_posix()
+        body = f"<h1><code>{html.escape(title)}</code></h1>\n{_highlighted(file)}"
+        yield page_of(file, root), {"title": title, "body": body, "parents": []}, "page.html"
+
+
+def _highlighted(file: Path) -> str:
+    """The file's text, whose lines are ``#L1``, ``#L2``, as on code hosts."""
+    try:
+        lexer = get_lexer_for_filename(file.name)
+    except ClassNotFound:
+        lexer = TextLexer()
+    text = highlight(file.read_text(encoding="utf-8"), lexer, HtmlFormatter(nowrap=True))
+    lines = (f'<span id="L{number}">{line}</span>' for number, line in enumerate(text.splitlines(), 1))
+    return '<div class="highlight"><pre>' + "\n".join(lines) + "\n</pre></div>"
