@@ -26,7 +26,9 @@ def main() -> int:
     assert spec.loader is not None
     demo = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(demo)
-    screen = Console(record=True, width=demo.COLUMNS, file=io.StringIO(), force_terminal=True, highlight=False)
+    screen = Console(
+        record=True, width=demo.COLUMNS, file=io.StringIO(), force_terminal=True, highlight=False
+    )
     demo.console = lambda file=None: screen if file is None else Console(file=file, highlight=False)
     status = demo.main(sys.argv[1:])
     svg = screen.export_svg(title="make demo", unique_id="demo")

@@ -21,7 +21,8 @@ RULE = Rule(
         "first, weights, gradients and the optimizer stay as they are. On one H200 (compiled, whole "
         "steps) it made 1.24 to 1.35 of BF16's speed at a width of 4096 with a scale a tensor, 1.13 with a scale a "
         "row; at 1.3 B parameters and a width of 2048 it made 0.93 to 1.12, and 1.18 with the passes in CUDA graphs, "
-        "where the host is not the limit. Narrower layers gain less or lose, convolutions are not converted. The 3,958 TFLOP/s of an H100 are with sparsity; dense it is 1,979."
+        "where the host is not the limit. Narrower layers gain less or lose, convolutions are not converted. The 3,958 "
+        "TFLOP/s of an H100 are with sparsity; dense it is 1,979."
     ),
     fix="Train in BF16; try FP8 from about a billion parameters on, compiled, and measure it against compiled BF16.",
     bad='engine = ampwise.Engine(small_model, optimizer, "fp8")',
