@@ -29,7 +29,7 @@ NOT_RUN = {  # fences that begin so, and what runs the same
     "loss_scaler = NativeScaler": "tests/integrations",
     "self._guard = ampwise.GradScaler": "tests/integrations",
     "from ampwise.float8.by_torchao import": "tests/float8, with torchao, which takes long to import",
-    'engine = Engine(model, optimizer, sinks=["wandb': "tests/sinks",
+    "engine = Engine(\n    model, optimizer, sinks=": "tests/sinks",
     'engine = ampwise.Engine(model, optimizer, "bf16-pure")': "tests/low_bit, with torchao",
     'engine = ampwise.Engine(model, optimizer, precision="fp8")': "tests/low_bit, with torchao",
 }
