@@ -46,7 +46,7 @@ Rows = dict[str, Census]
 def as_matrix_units_do(operation: Callable[..., Tensor], *operands: Tensor, **options: bool) -> Tensor:
     """``operation`` as autocast runs it on a GPU: FP16 operands, sums in FP32, an FP16 result.
 
-    Left to itself, CPU autocast would sum in FP16 routines that on many CPUs are a hundred times slower. The casts
+    Left to itself, CPU autocast would use FP16 routines that on many CPUs are a hundred times slower. The casts
     round operands, results and, in the backward pass, gradients: these underflow and overflow as on a GPU.
     """
     if not torch.is_autocast_enabled("cpu"):

@@ -69,9 +69,9 @@ def test_softmax(cuda):
 @claim(
     "Under autocast, weights and gradients are in FP16.",
     verdict="false",
-    truth="Weights, their gradients and the optimizer's state stay in FP32. What is in 16 bits are copies of the "
-    "weights, for as long as they are used, and activations. So there is nothing to convert before a checkpoint or an "
-    "evaluation.",
+    truth="Weights, their gradients and the optimizer's state are kept in FP32. What is in 16 bits are copies of the "
+    "weights, for as long as they are used, and activations. A gradient is computed from these in 16 bits and then "
+    "cast, so what FP16 loses is lost before. There is nothing to convert before a checkpoint or an evaluation.",
     also=["tests/tune/memory/test_tracker.py::test_autocasts_copies_of_weights_are_told_from_those_of_inputs"],
 )
 def test_what_stays_in_fp32():
@@ -86,6 +86,10 @@ def test_what_stays_in_fp32():
     assert {tensor.dtype for weight in model.parameters() for tensor in (weight, weight.grad)} == {FP32}
     assert len(state) == 6
     assert {tensor.dtype for tensor in state} == {FP32}
+    with torch.autocast("cpu", FP16):
+        outputs = nn.functional.linear(torch.tensor([[1e-5]]), weight := nn.Parameter(torch.ones(1, 1)))
+    outputs.backward(torch.full((1, 1), 1e-4, dtype=FP16))
+    assert (weight.grad.dtype, weight.grad.item()) == (FP32, 0), "1e-9 in FP32"
 
 
 @claim(

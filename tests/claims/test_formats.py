@@ -21,7 +21,7 @@ def device(request):
     verdict="depends",
     truth="That is 2⁻²⁴, the smallest subnormal. The smallest normal number, which `torch.finfo(torch.float16).tiny` "
     "means, is 2⁻¹⁴, or 6.10e-5; below it, each halving takes a significant bit. What is 2⁻²⁵ or less becomes zero, "
-    "and anything above that 2⁻²⁴.",
+    "and what is just above it 2⁻²⁴.",
     also=[
         "tests/formats/test_format.py::test_the_two_smallest_of_fp16",
         "tests/formats/test_format.py::test_thresholds_are_where_a_cast_changes_its_answer",
@@ -94,7 +94,7 @@ def test_bf16_has_range_and_fp16_has_bits():
     verdict="false",
     truth="FP16 ends at -65504: `masked_fill(mask, -1e9)` raises, and a -1e9 that is cast is -inf, which makes NaN "
     "of a row that is masked as a whole. `torch.finfo(scores.dtype).min` is finite in every format, and leaves such a "
-    "row uniform.",
+    "row uniform; but two such masks added are -inf again.",
 )
 def test_masks_in_fp16():
     scores, mask = torch.zeros(2, 4, dtype=FP16), torch.tensor([[True] * 4, [True, False, False, False]])
@@ -107,6 +107,7 @@ def test_masks_in_fp16():
         row = softmax(scores.to(dtype).masked_fill(mask, torch.finfo(dtype).min), -1)
         assert row[0].tolist() == [0.25] * 4
         assert row[1, 0] == 0
+        assert 2 * torch.tensor(torch.finfo(dtype).min, dtype=dtype) == -math.inf
 
 
 @claim(

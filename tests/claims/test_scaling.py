@@ -218,11 +218,16 @@ def test_scaling_by_hand():
 @claim(
     "`model.half()` with a GradScaler is mixed precision.",
     verdict="false",
-    truth="Weights in FP16 have gradients in FP16, and `unscale_` and `step` refuse them: “Attempting to unscale "
-    "FP16 gradients.” Mixed precision is weights in FP32 under autocast.",
+    truth="Weights in FP16 have gradients in FP16, and `unscale_` refuses them, as does `step`: “Attempting to unscale "
+    "FP16 gradients.” Only `step` with a fused optimizer takes them, and rounds its updates to FP16: 0.0001 less than "
+    "1 is 1. Mixed precision is weights in FP32 under autocast.",
     also=["tests/engine/scaling/test_torch_demands.py::test_fp16_gradients_are_refused"],
 )
 def test_half_weights_with_a_scaler():
     weight, scaler = weights_of(1.0, dtype=FP16), torch.amp.GradScaler("cpu")
     with pytest.raises(ValueError, match=r"Attempting to unscale FP16 gradients\."):
         step(scaler, torch.optim.SGD([weight], lr=0.1), weight, 1.0)
+    for lr, moves in ((0.1, True), (1e-4, False)):
+        weight = weights_of(1.0, dtype=FP16)
+        step(torch.amp.GradScaler("cpu", init_scale=8.0), torch.optim.SGD([weight], lr=lr, fused=True), weight, 1.0)
+        assert (weight.item() < 1) is moves

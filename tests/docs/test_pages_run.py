@@ -96,6 +96,26 @@ def test_the_table_of_compared_precisions_is_the_benchmarks():
         assert rows[at + 1][1:] == [f"{each['×FP32']:.2f}" for each in found]
 
 
+def test_the_table_of_fp8_is_the_benchmarks():
+    contenders = ("ampwise current", "torchao tensorwise", "torchao rowwise")
+    shrunk = {name: [] for name in contenders}
+    for row, name in zip(rows_of("guides/fp8.md", "GPT"), ("gpt1300m", "d4096"), strict=True):
+        measured = {each["contender"].partition(",")[0]: each for each in result(f"fp8_{name}_gpu")}
+        assert row[1:] == [f"{measured[each]['× over BF16']:.2f}" for each in contenders]
+        for each, shares in shrunk.items():
+            shares.append(round(100 * (1 - measured[each]["peak GiB"] / measured["BF16"]["peak GiB"])))
+    told = "{1} to {0} % of these peaks by ampwise's layers and {3} to {2} % by torchao's"
+    shares = [*shrunk["ampwise current"], *shrunk["torchao tensorwise"]]
+    assert told.format(*shares) in " ".join((DOCS / "guides" / "fp8.md").read_text(encoding="utf-8").split())
+
+
+def test_the_first_page_shows_what_the_start_does():
+    first, start = ((DOCS / name).read_text(encoding="utf-8") for name in ("index.md", "start.md"))
+    shown = first.partition("```console\n")[2].partition("…\n```")[0].splitlines()
+    assert len(shown) > 4
+    assert {*shown} <= {*start.splitlines()}
+
+
 def test_the_table_of_memory_is_the_benchmarks():
     measured = {
         (each["model"], each["batch"], each["precision"]): each["measured, GB"] for each in result("memory_gpu")
