@@ -51,8 +51,8 @@ def train(model: nn.Module, data: list[Batch], held_out: Batch) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Train a small GPT, with mistakes.")
-    parser.add_argument("--steps", type=int, default=60)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=60, help="%(default)s")
     steps = parser.parse_args().steps
     torch.manual_seed(0)
     text = TEXT.read_text(encoding="utf-8")

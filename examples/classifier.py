@@ -58,17 +58,18 @@ def train(model: nn.Module, precision: str, steps: int, device: torch.device) ->
     images, labels = pictures(IMAGES, seed=1)
     images[BROKEN] = torch.inf
     data = TensorDataset(images, labels)
-    loader = DataLoader(data, BATCH, sampler=RandomSampler(data, replacement=True, num_samples=steps * BATCH))
+    sampler = RandomSampler(data, replacement=True, num_samples=steps * BATCH)
+    loader = DataLoader(data, BATCH, sampler=sampler, pin_memory=device.type == "cuda")
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
     scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=1e-2, total_steps=steps)
     engine = ampwise.Engine(model, optimizer, precision, clip_norm=1.0, scheduler=scheduler)
 
     def loss_fn(images: Tensor, labels: Tensor) -> Tensor:
-        return F.cross_entropy(model(images), labels)
+        return F.cross_entropy(model(images).float(), labels)  # on a CPU, autocast would leave the loss in 16 bits
 
     print("step    loss    norm     lr    loss scale")
     for images, labels in loader:
-        step = engine.step(loss_fn, images.to(device), labels.to(device))
+        step = engine.step(loss_fn, images.to(device, non_blocking=True), labels.to(device, non_blocking=True))
         if step.number % max(1, steps // 8) == 0:
             told = "skipped" if step.skipped else f"{step.loss:7.4f} {step.grad_norm:7.3f}"
             print(f"{step.number:4} {told:>15} {step.lr:.4f} {step.scale:9.0f}")

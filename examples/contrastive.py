@@ -62,12 +62,13 @@ class Pairs:
     """Two noisy views of the same hidden numbers."""
 
     views: tuple[Tensor, Tensor]
+    device: torch.device
 
     def batch(self, seed: int, count: int = BATCH) -> tuple[Tensor, ...]:
         generator = torch.Generator().manual_seed(seed)
         hidden = torch.randn(count, HIDDEN, generator=generator)
         return tuple(
-            (hidden @ view.cpu() + 0.1 * torch.randn(count, view.shape[1], generator=generator)).to(view.device)
+            (hidden @ view + 0.1 * torch.randn(count, view.shape[1], generator=generator)).to(self.device)
             for view in self.views
         )
 
@@ -113,7 +114,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     torch.manual_seed(1)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    pairs = Pairs(views=(torch.randn(HIDDEN, IMAGE, device=device), torch.randn(HIDDEN, TEXT, device=device)))
+    pairs = Pairs(views=(torch.randn(HIDDEN, IMAGE), torch.randn(HIDDEN, TEXT)), device=device)
     ways: dict[str, Loss] = {"wrong": wrong_loss, "right": right_loss}
     results = {name: train(loss, pairs, options.precision, options.steps, device) for name, loss in ways.items()}
     print(f"{options.precision} on {device}, {options.steps} steps, temperature {TEMPERATURE}\n")

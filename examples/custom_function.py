@@ -116,7 +116,7 @@ def train(function: type[Function], precision: str, steps: int) -> str:
             engine.step(loss_fn, *rows(number))
     except RuntimeError as error:
         return f"stops in step {engine.applied_steps + 1}: {error}"
-    x, labels = rows(-1, 256)
+    x, labels = rows(10**6, 256)
     with torch.no_grad(), engine.autocast():
         logits = model(x)
         exact = -distances(model.encoder(x).double(), model.centres.double())

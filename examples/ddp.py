@@ -60,7 +60,7 @@ def make_data(ranks: int, steps: int) -> TensorDataset:
 def train(precision: str, steps: int, device: torch.device) -> Told:
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(FEATURES, WIDTH), nn.Tanh(), nn.Linear(WIDTH, CLASSES)).to(device)
-    model = DistributedDataParallel(net)
+    model = DistributedDataParallel(net, device_ids=[device] if device.type == "cuda" else None)
     exchanges = 0
 
     def counted(group, bucket):  # type: ignore[no-untyped-def] # of which torch reads the types, and not as text
@@ -75,7 +75,7 @@ def train(precision: str, steps: int, device: torch.device) -> Told:
     sampler: DistributedSampler[tuple[Tensor, ...]] = DistributedSampler(data, shuffle=False)
 
     def loss_fn(x: Tensor, y: Tensor) -> Tensor:
-        return F.cross_entropy(model(x), y)
+        return F.cross_entropy(model(x).float(), y)
 
     done = []
     for x, y in engine.batches(DataLoader(data, BATCH, sampler=sampler)):

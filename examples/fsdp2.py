@@ -96,7 +96,7 @@ def train(precision: str, steps: int, device: torch.device) -> Told:
     for number in range(1, steps + 1):
         x, y = batch(number * ranks + rank, device)
         with engine.autocast():
-            loss = F.cross_entropy(model(x, poisoned=number == BAD_STEP), y)
+            loss = F.cross_entropy(model(x, poisoned=number == BAD_STEP).float(), y)
         engine.backward(loss)
         if number == BAD_STEP:
             finite = all(bool(piece(each.grad).isfinite().all()) for each in parameters if each.grad is not None)
@@ -104,7 +104,7 @@ def train(precision: str, steps: int, device: torch.device) -> Told:
         if engine.apply().skipped:
             skipped.append(number)
     with torch.no_grad(), engine.autocast():
-        x, y = batch(-1 - rank, device)
+        x, y = batch(10**6 + rank, device)
         right = (model(x).argmax(1) == y).float().mean().item()
     holds = sum(piece(each).numel() for each in parameters)
     return Told(holds=holds, saw=saw, skipped=tuple(skipped), scale=engine.scaler.get_scale(), right=right)

@@ -52,15 +52,20 @@ class Gan:
         points: Tensor = self.generator(torch.randn(count, LATENT, device=self.device))
         return points
 
+    def judged(self, points: Tensor) -> Tensor:
+        """Logits, in FP32: on a CPU, autocast would leave the losses in 16 bits."""
+        logits: Tensor = self.discriminator(points)
+        return logits.float()
+
     def tell_apart(self, real: Tensor) -> Tensor:
         """The discriminator's loss. softplus is the cross-entropy with logits: BCELoss would be refused by autocast."""
         with torch.no_grad():  # the generator learns nothing here
             made = self.made(len(real))
-        return F.softplus(-self.discriminator(real)).mean() + F.softplus(self.discriminator(made)).mean()
+        return F.softplus(-self.judged(real)).mean() + F.softplus(self.judged(made)).mean()
 
     def fool(self, count: int) -> Tensor:
         """The generator's loss. What it leaves in the discriminator's gradients is dropped before that one's step."""
-        return F.softplus(-self.discriminator(self.made(count))).mean()
+        return F.softplus(-self.judged(self.made(count))).mean()
 
 
 def adam(model: nn.Module) -> torch.optim.Optimizer:

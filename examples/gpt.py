@@ -76,10 +76,10 @@ class Training:
 
     def __init__(self, words: str, width: int, precision: str, steps: int) -> None:
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        self.alphabet = sorted(set(words))
-        text = torch.tensor([self.alphabet.index(letter) for letter in words], device=self.device)
+        alphabet = {letter: number for number, letter in enumerate(sorted(set(words)))}
+        text = torch.tensor([alphabet[letter] for letter in words], device=self.device)
         self.seen, self.held_out = text.split([len(text) - len(text) // 10, len(text) // 10])
-        self.model = GPT(len(self.alphabet), width).to(self.device)
+        self.model = GPT(len(alphabet), width).to(self.device)
         self.optimizer = make_optimizer(self.model)
         scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, partial(rate, steps=steps))
         self.engine = ampwise.Engine(
@@ -87,7 +87,7 @@ class Training:
         )
 
     def loss(self, letters: Tensor, nexts: Tensor) -> Tensor:
-        return F.cross_entropy(self.model(letters).flatten(0, 1), nexts.flatten())
+        return F.cross_entropy(self.model(letters).float().flatten(0, 1), nexts.flatten())
 
     def train(self, steps: int) -> None:
         print("step    loss    held out    norm      lr")
@@ -140,7 +140,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     training.train(options.steps)
     if options.checkpoint:
         training.save(options.checkpoint)
-    with training.engine.autocast():
+    with torch.no_grad(), training.engine.autocast():
         logits = training.model(training.seen[None, :CONTEXT])
     moments = [each["exp_avg"] for each in training.optimizer.state.values()]
     print(

@@ -61,8 +61,8 @@ def batches(count: int) -> Iterator[Batch]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--steps", type=int, default=40)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=40, help="%(default)s")
     parser.add_argument("--capsules", metavar="FOLDER", help="save bad steps there, for `ampwise replay`")
     options = parser.parse_args(argv)
     torch.manual_seed(0)

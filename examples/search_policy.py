@@ -71,10 +71,12 @@ def trained(found: ampwise.Found | None, steps: int) -> list[float]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--formats", default="e4m3,bf16,fp32")
-    parser.add_argument("--tolerance", type=float, default=0.02)
-    parser.add_argument("--steps", type=int, default=STEPS)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--formats", default="e4m3,bf16,fp32", help="to choose from (%(default)s)")
+    parser.add_argument(
+        "--tolerance", type=float, default=0.02, help="for loss and gradients, as a share (%(default)s)"
+    )
+    parser.add_argument("--steps", type=int, default=STEPS, help="to train afterwards (%(default)s)")
     options = parser.parse_args(argv)
     torch.manual_seed(0)
     model, first, loss_fn = make()

@@ -78,7 +78,7 @@ def loss_of(model: nn.Module) -> Callable[[Tensor, Tensor], Tensor]:
 
     def loss_fn(source: Tensor, target: Tensor) -> Tensor:
         before = F.pad(target[:, :-1], (1, 0), value=START)
-        return F.cross_entropy(model(source, before).flatten(0, 1), target.flatten(), ignore_index=PADDING)
+        return F.cross_entropy(model(source, before).float().flatten(0, 1), target.flatten(), ignore_index=PADDING)
 
     return loss_fn
 
@@ -100,8 +100,8 @@ def compare(device: torch.device) -> tuple[float, float]:
     batches = window(device)
     padded = [[F.pad(each, (0, LONGEST - each.shape[1]), value=PADDING) for each in batch] for batch in batches]
     whole = moved([(torch.cat([each[0] for each in padded]), torch.cat([each[1] for each in padded]))], None, device)
-    by_batches, by_tokens = moved(batches, None, device), moved(batches, tokens, device)
-    return tuple(float((each - whole).norm() / whole.norm()) for each in (by_batches, by_tokens))  # type: ignore[return-value]
+    by_batches, by_tokens = (moved(batches, weight, device) for weight in (None, tokens))
+    return float((by_batches - whole).norm() / whole.norm()), float((by_tokens - whole).norm() / whole.norm())
 
 
 def train(precision: str, steps: int, device: torch.device) -> tuple[float, ampwise.Engine]:

@@ -80,10 +80,10 @@ def losses(precision: str, keep: Sequence[str], steps: int) -> list[float]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--precisions", nargs="+", default=PRECISIONS, metavar="NAME")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--precisions", nargs="+", default=PRECISIONS, metavar="NAME", help="the first is the measure")
     parser.add_argument("--keep", nargs="+", default=(), metavar="GLOB", help="modules that stay in FP32")
-    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--steps", type=int, default=60, help="%(default)s")
     options = parser.parse_args(argv)
     reference = None
     for precision in options.precisions:

@@ -24,10 +24,10 @@
 # - why FP16 needs a loss scale and BF16 does not, and what BF16 pays for that;
 # - how to write the training step by hand with `torch.amp`, and in one call with `ampwise.Engine`;
 # - how much memory and time it saves, counted and measured, not promised;
-# - fourteen ways in which it goes wrong, most of them without an error, each beside its cure.
+# - fifteen ways in which it goes wrong, most of them without an error, each beside its cure.
 #
-# Two helpers come first: `show` puts a figure on the page with a text for those who do not see it,
-# `table` a table.
+# Helpers come first, folded, as is all code that only draws: `show` puts a figure on the page with a
+# text for those who do not see it, `table` a table, and `results` reads a result of our benchmarks.
 
 # %% tags=["hide-input"]
 import base64
@@ -89,9 +89,13 @@ def show(figure, alt, caption):
     figure.savefig(drawn, format="svg", bbox_inches="tight", metadata={"Date": None})
     plt.close(figure)
     source = "data:image/svg+xml;base64," + base64.b64encode(drawn.getvalue()).decode()
-    look = "background:#fff;border-radius:6px;width:100%;padding:8px"
-    picture = f'<img src="{source}" alt="{escape(alt)}" style="{look}">'
-    words = f'<figcaption style="font-size:0.9em;opacity:0.85">{escape(caption)}</figcaption>'
+    # On a phone, a figure keeps a width at which it can be read, and is scrolled.
+    look = "background:#fff;border-radius:6px;width:100%;min-width:600px;max-width:none;padding:8px"
+    image = f'<img src="{source}" alt="{escape(alt)}" style="{look}">'
+    picture = f'<div tabindex="0" style="overflow-x:auto">{image}</div>'
+    words = (
+        f'<figcaption style="font-size:0.9em;opacity:0.85">{escape(caption)}</figcaption>'
+    )
     whole = f'<figure style="margin:1em 0;max-width:820px">{picture}{words}</figure>'
     display({"text/html": whole, "text/plain": f"{alt} {caption}"}, raw=True)
 
@@ -112,6 +116,19 @@ def table(headings, rows):
     grid = f'<table class="docutils align-left"><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>'
     whole = f'<div class="table-wrapper docutils container">{grid}</div>'
     display({"text/html": whole, "text/plain": plain}, raw=True)
+
+
+def results(name):
+    """Of one of our own benchmarks: its rows as dictionaries, and all that the file says."""
+    path = ROOT / "benchmarks" / "results" / f"{name}.json"
+    file = json.loads(path.read_text(encoding="utf-8"))
+    return [dict(zip(file["columns"], row, strict=True)) for row in file["rows"]], file
+
+
+def measured_on(file):
+    machine = file["machine"]
+    where = machine.get("gpu") or machine["system"]
+    return f"{where}, torch {file['versions']['torch']}, {file['date']}"
 
 
 def percent(part, whole=1):
@@ -161,10 +178,17 @@ for row, fmt in enumerate(FORMATS):
         axes.add_patch(Rectangle((bit, -row), 0.86, 0.7, color=PARTS[kind], linewidth=0))
     for bit in range(fmt.bits, int(fmt.bytes_per_value * 8)):
         axes.add_patch(
-            Rectangle((bit, -row), 0.86, 0.7, fill=False, edgecolor="#c9ccc8", linewidth=0.8)
+            Rectangle(
+                (bit, -row), 0.86, 0.7, fill=False, edgecolor="#c9ccc8", linewidth=0.8
+            )
         )
     axes.text(
-        -0.6, 0.35 - row, fmt.title.removeprefix("FP8 "), ha="right", va="center", weight="bold"
+        -0.6,
+        0.35 - row,
+        fmt.title.removeprefix("FP8 "),
+        ha="right",
+        va="center",
+        weight="bold",
     )
     split = f"1 + {fmt.exponent_bits} + {fmt.mantissa_bits}"
     axes.text(32.6, 0.35 - row, f"{split} = {fmt.bits} bits", va="center", color=SOFT)
@@ -197,11 +221,19 @@ assert [fmt.bytes_per_value for fmt in FORMATS] == [4, 4, 2, 2, 1, 1]
 # %% tags=["hide-input"]
 figure, axes = plt.subplots(figsize=(8, 3.1))
 for row, fmt in enumerate(FORMATS):
-    low, normal, high = (math.log2(limit) for limit in (fmt.smallest, fmt.smallest_normal, fmt.max))
+    low, normal, high = (
+        math.log2(limit) for limit in (fmt.smallest, fmt.smallest_normal, fmt.max)
+    )
     axes.barh(-row, normal - low, left=low, height=0.56, color=SUBNORMAL)
     axes.barh(-row, high - normal, left=normal, height=0.56, color=NORMAL)
     axes.text(
-        low - 3, -row, f"{fmt.smallest:.1e}", ha="right", va="center", fontsize=8.5, color=SOFT
+        low - 3,
+        -row,
+        f"{fmt.smallest:.1e}",
+        ha="right",
+        va="center",
+        fontsize=8.5,
+        color=SOFT,
     )
     axes.text(
         high + 3,
@@ -213,9 +245,12 @@ for row, fmt in enumerate(FORMATS):
     )
 axes.axvline(0, color=INK, linewidth=0.8, linestyle=":")
 axes.set_yticks(
-    [-row for row in range(len(FORMATS))], [fmt.title.removeprefix("FP8 ") for fmt in FORMATS]
+    [-row for row in range(len(FORMATS))],
+    [fmt.title.removeprefix("FP8 ") for fmt in FORMATS],
 )
-axes.set_xticks(range(-150, 151, 25), [f"$2^{{{e}}}$" if e else "1" for e in range(-150, 151, 25)])
+axes.set_xticks(
+    range(-150, 151, 25), [f"$2^{{{e}}}$" if e else "1" for e in range(-150, 151, 25)]
+)
 axes.set(xlim=(-186, 160))
 axes.legend(
     handles=[
@@ -247,7 +282,10 @@ COLUMNS = {
     "gap above 1": lambda fmt: f"{fmt.epsilon:.3g}",
     "digits": lambda fmt: f"{fmt.decimal_digits:.1f}",
 }
-table(["format", *COLUMNS], [[f.title, *(said(f) for said in COLUMNS.values())] for f in FORMATS])
+table(
+    ["format", *COLUMNS],
+    [[f.title, *(said(f) for said in COLUMNS.values())] for f in FORMATS],
+)
 
 
 def fp16(value):
@@ -271,10 +309,11 @@ assert BF16.epsilon == 8 * FP16.epsilon  # three bits fewer
 # Eight bits are too few for a tensor as it is: E4M3 ends at 448 and begins at 2⁻⁹. So FP8 is always
 # used with a scale. One for a whole tensor, if its values are alike; an **MX block** has one for
 # every 32 values: a power of two, stored once in 8 bits (E8M0). MXFP8 is E4M3 in such blocks, and
-# takes 8.25 bits a value; MXFP4 and NVFP4 do the same with 4-bit elements.
+# takes 8.25 bits a value. MXFP4 does the same with 4-bit elements. NVFP4 has 4-bit elements in blocks
+# of 16, each with a scale in E4M3, and one more scale for the whole tensor.
 #
-# Below are 128 numbers whose size changes along the row, as the features of a layer do. Plain E4M3
-# loses half of them; with a scale for each block, the range moves along with the numbers.
+# Below are 128 numbers, made up so that their size changes from block to block. Plain E4M3 loses half
+# of them; with a scale for each block, the range moves along with the numbers.
 
 # %% tags=["hide-input"]
 MXFP8, E4M3 = ampwise.find_format("mxfp8"), ampwise.find_format("e4m3")
@@ -292,21 +331,30 @@ for axes, fmt in zip(both, (E4M3, MXFP8), strict=True):
         # The rule of the MX specification: 2**8 is the largest power of two that E4M3 holds.
         scale = 2.0 ** (math.floor(math.log2(largest)) - 8) if fmt is MXFP8 else 1.0
         low, normal, high = (
-            math.log2(scale * limit) for limit in (E4M3.smallest, E4M3.smallest_normal, E4M3.max)
+            math.log2(scale * limit)
+            for limit in (E4M3.smallest, E4M3.smallest_normal, E4M3.max)
         )
         axes.add_patch(
-            Rectangle((start, normal), 32, high - normal, color=NORMAL, alpha=0.22, linewidth=0)
+            Rectangle(
+                (start, normal), 32, high - normal, color=NORMAL, alpha=0.22, linewidth=0
+            )
         )
         axes.add_patch(
-            Rectangle((start, low), 32, normal - low, color=SUBNORMAL, alpha=0.35, linewidth=0)
+            Rectangle(
+                (start, low), 32, normal - low, color=SUBNORMAL, alpha=0.35, linewidth=0
+            )
         )
     sizes, places = row.abs().log2(), torch.arange(128) + 0.5
     axes.plot(places[kept], sizes[kept], ".", color=INK, markersize=4)
     axes.plot(places[~kept], sizes[~kept], "x", color=LOST, markersize=4.5)
     scales = "no scale" if fmt is E4M3 else "a scale for every 32"
     axes.set_title(f"{fmt.title}, {scales}: {percent(1 - kept_share[fmt.title])} % lost")
-    axes.set(xlim=(0, 128), ylim=(-30, 12), xticks=range(0, 129, 32), xlabel="place in the row")
-both[0].set_yticks(range(-28, 13, 8), [f"$2^{{{e}}}$" if e else "1" for e in range(-28, 13, 8)])
+    axes.set(
+        xlim=(0, 128), ylim=(-35, 12), xticks=range(0, 129, 32), xlabel="place in the row"
+    )
+both[0].set_yticks(
+    range(-32, 13, 8), [f"$2^{{{e}}}$" if e else "1" for e in range(-32, 13, 8)]
+)
 both[0].set_ylabel("magnitude")
 show(
     figure,
@@ -316,20 +364,28 @@ show(
 )
 assert kept_share[E4M3.title] < 0.6
 assert kept_share[MXFP8.title] > 0.98
-assert (MXFP8.block_size, MXFP8.bits_per_value, E4M3.max, E4M3.smallest) == (32, 8.25, 448, 2.0**-9)
+assert (MXFP8.block_size, MXFP8.bits_per_value, E4M3.max, E4M3.smallest) == (
+    32,
+    8.25,
+    448,
+    2.0**-9,
+)
+assert ampwise.find_format("mxfp4").block_size == 32
+NVFP4 = ampwise.find_format("nvfp4")
+assert (NVFP4.block_size, NVFP4.scale, NVFP4.tensor_scale) == (16, E4M3, True)
 
 # %% [markdown]
 # ## 2. The gradients of a real model
 #
-# Weights are no problem: they are near 1, give or take a thousand, and any 16-bit format holds
-# that. Gradients are another matter. A loss is a mean over many predictions, 1024 here, so each of
+# Weights are no problem: nearly all are within a factor of a thousand of 1, and any 16-bit format
+# holds that. Gradients are another matter. A loss is a mean over many predictions, 1024 here, so each of
 # them has a share of a thousandth or less in it, and on its way back a gradient is multiplied by
 # small weights, layer after layer.
 #
 # Here is a model to look at: a GPT with four blocks that learns to write *Paradise Lost* letter by
 # letter. Its products go through `multiply`, which does what the matrix units of a GPU do under
-# autocast: operands in 16 bits, sums in FP32, a result in 16 bits. (A CPU would get there by
-# itself, but most are far slower in FP16 than in FP32.)
+# autocast: operands in 16 bits, sums in FP32, a result in 16 bits. (A CPU has autocast
+# of its own, but few CPUs multiply in FP16 quickly.)
 
 
 # %%
@@ -337,7 +393,7 @@ EMULATED = True
 
 
 def multiply(operation, *operands, **options):
-    """``operation``, under autocast as a matrix unit does it: narrow operands, FP32 sums."""
+    """``operation`` as a matrix unit does it under autocast: FP32 sums."""
     if not (EMULATED and torch.is_autocast_enabled("cpu")):
         return operation(*operands, **options)
     narrow = torch.get_autocast_dtype("cpu")
@@ -348,10 +404,19 @@ def multiply(operation, *operands, **options):
 
 class Linear(nn.Linear):
     def forward(self, x):
-        return multiply(F.linear, x, self.weight, *([] if self.bias is None else [self.bias]))
+        bias = [] if self.bias is None else [self.bias]
+        return multiply(F.linear, x, self.weight, *bias)
 
 
+# %% [markdown]
+# The model itself has no surprises: attention and a layer of ReLUs, four times, between an embedding
+# and a head.
+
+
+# %%
 class Block(nn.Module):
+    bend = staticmethod(F.relu)
+
     def __init__(self, width):
         super().__init__()
         self.ln_1, self.ln_2 = nn.LayerNorm(width), nn.LayerNorm(width)
@@ -361,23 +426,34 @@ class Block(nn.Module):
         self.contract = Linear(4 * width, width, bias=False)
 
     def forward(self, x):
-        query, key, value = self.qkv(self.ln_1(x)).unflatten(-1, (3, 4, -1)).permute(2, 0, 3, 1, 4)
-        mixed = multiply(F.scaled_dot_product_attention, query, key, value, is_causal=True)
+        query, key, value = (
+            self.qkv(self.ln_1(x)).unflatten(-1, (3, 4, -1)).permute(2, 0, 3, 1, 4)
+        )
+        mixed = multiply(
+            F.scaled_dot_product_attention, query, key, value, is_causal=True
+        )
         x = x + self.join(mixed.transpose(1, 2).flatten(-2))
-        return x + self.contract(F.relu(self.expand(self.ln_2(x))))
+        return x + self.contract(self.bend(self.expand(self.ln_2(x))))
 
 
 class GPT(nn.Module):
     def __init__(self, letters, width=48, blocks=4, context=128):
         super().__init__()
-        self.letters, self.places = nn.Embedding(letters, width), nn.Embedding(context, width)
+        self.letters, self.places = (
+            nn.Embedding(letters, width),
+            nn.Embedding(context, width),
+        )
         self.blocks = nn.Sequential(*(Block(width) for _ in range(blocks)))
         self.ln, self.head = nn.LayerNorm(width), Linear(width, letters, bias=False)
-        for matrix in (parameter for parameter in self.parameters() if parameter.ndim == 2):
+        for matrix in (
+            parameter for parameter in self.parameters() if parameter.ndim == 2
+        ):
             nn.init.normal_(matrix, std=0.02)
 
     def forward(self, x):
-        return self.head(self.ln(self.blocks(self.letters(x) + self.places.weight[: x.shape[1]])))
+        return self.head(
+            self.ln(self.blocks(self.letters(x) + self.places.weight[: x.shape[1]]))
+        )
 
 
 # %% [markdown]
@@ -450,11 +526,13 @@ assert near_one > 0.9 * weights.nonzeros
 
 # %%
 def gradients(model, x, y, dtype=None, scale=1.0):
-    """What flows back into each product, and what arrives at each weight; ``dtype``: by autocast."""
+    """What flows back into each product, and what arrives at each weight."""
     activations = {}
     hooks = [
         module.register_full_backward_hook(
-            lambda _, __, flowing, name=name: activations.update({name: flowing[0].clone()})
+            lambda _, __, flowing, name=name: activations.update(
+                {name: flowing[0].clone()}
+            )
         )
         for name, module in model.named_modules()
         if isinstance(module, Linear)
@@ -465,7 +543,9 @@ def gradients(model, x, y, dtype=None, scale=1.0):
     (loss * scale).backward()
     for hook in hooks:
         hook.remove()
-    weights = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+    weights = {
+        name: parameter.grad.clone() for name, parameter in model.named_parameters()
+    }
     return activations, weights
 
 
@@ -474,7 +554,7 @@ exact_activations, exact_weights = gradients(wide_model, x, y)
 flowing, arriving = ampwise.census(exact_activations), ampwise.census(exact_weights)
 whole = flowing.total()
 lost, short = whole.flushed("fp16"), whole.subnormal("fp16").high
-print(f"{whole.nonzeros:,} gradients of activations, from {whole.amin:.1e} to {whole.amax:.1e}")
+print(f"{whole.nonzeros:,} gradients, from {whole.amin:.1e} to {whole.amax:.1e}")
 print(f"FP16 makes {lost:,} of them zero, and takes bits from {short:,} more")
 
 # %% [markdown]
@@ -501,8 +581,14 @@ def draw_gradients(axes, census, k=0, left=-44, right=24):
         share = 100 * count / moved.nonzeros
         axes.bar(exponent + 0.5, share, width=0.88, color=FATES[fell])
     axes.axvspan(left, FP16.flush_exponent, color=LOST, alpha=0.09, linewidth=0)
-    axes.axvspan(math.log2(FP16.overflow_threshold), right, color=OVERFLOW, alpha=0.11, linewidth=0)
-    for limit in (FP16.flush_exponent, FP16.lowest_exponent, math.log2(FP16.overflow_threshold)):
+    axes.axvspan(
+        math.log2(FP16.overflow_threshold), right, color=OVERFLOW, alpha=0.11, linewidth=0
+    )
+    for limit in (
+        FP16.flush_exponent,
+        FP16.lowest_exponent,
+        math.log2(FP16.overflow_threshold),
+    ):
         axes.axvline(limit, color=INK, linewidth=0.8, linestyle="--")
     ticks = [-40, -32, -25, -14, -8, 0, 8, 16]
     axes.set(xlim=(left, right), ylabel="% of them")
@@ -512,7 +598,11 @@ def draw_gradients(axes, census, k=0, left=-44, right=24):
 def legend_of_fates(figure):
     handles = [Patch(color=colour, label=name) for name, colour in FATES.items()]
     figure.legend(
-        handles=handles, loc="outside lower center", ncols=4, handlelength=1.4, title="in FP16"
+        handles=handles,
+        loc="outside lower center",
+        ncols=4,
+        handlelength=1.4,
+        title="in FP16",
     )
 
 
@@ -522,7 +612,9 @@ def said_of(census, k=0):
     return f"{gone} % gone, {shortened} % with fewer bits"
 
 
-figure, (above, below) = plt.subplots(2, 1, figsize=(8, 4.6), sharex=True, layout="constrained")
+figure, (above, below) = plt.subplots(
+    2, 1, figsize=(8, 4.6), sharex=True, layout="constrained"
+)
 draw_gradients(above, whole)
 draw_gradients(below, arriving.total())
 above.set_title(f"gradients of activations: {said_of(whole)}")
@@ -556,15 +648,32 @@ assert arriving.total().subnormal("fp16").high / arriving.total().nonzeros < 0.5
 # sums over a thousand letters. It is the gradients that flow *between* layers that FP16 hurts. Some
 # vanish, and more than seven in ten lose bits. All of FP16's range above 1, meanwhile, is empty.
 #
-# The loss is uneven, too. Attention's queries and keys have the smallest gradients, while the
-# attention is still vague:
+# The loss is uneven, too. Nearly all that vanishes is of `qkv`, the layer that makes the queries,
+# keys and values of attention; and of its three parts, it is the keys that are hit. Their gradients
+# are small differences, as long as the attention looks at all letters alike:
+
 
 # %%
-by_layer = {name: flowing[name].flushed("fp16") / flowing[name].nonzeros for name in flowing}
-worst = sorted(by_layer, key=by_layer.get, reverse=True)[:6]
-table(["flowing back into", "% gone in FP16"], [[name, percent(by_layer[name])] for name in worst])
+def gone(gradient):
+    counted = ampwise.census(gradient)
+    return counted.flushed("fp16") / counted.nonzeros
+
+
+by_layer = {name: gone(gradient) for name, gradient in exact_activations.items()}
+last = exact_activations["blocks.3.qkv"].chunk(3, dim=-1)
+by_part = {
+    f"blocks.3.qkv, {part}": gone(g)
+    for part, g in zip(["queries", "keys", "values"], last, strict=True)
+}
+worst = sorted(by_layer, key=by_layer.get, reverse=True)[:5]
+shares = {name: by_layer[name] for name in worst} | by_part
+table(
+    ["flowing back into", "% gone in FP16"], [[n, percent(s)] for n, s in shares.items()]
+)
 assert all(name.endswith("qkv") for name in worst[:3])
-assert by_layer[worst[0]] > 0.1
+assert by_layer[worst[0]] > 0.1 > 10 * by_layer[worst[4]]
+queries, keys, values = by_part.values()
+assert keys > 2 * queries > 4 * values
 
 # %% [markdown]
 # This was a prediction, from gradients in FP32. Does it come true? Run the same pass in FP16
@@ -574,7 +683,10 @@ assert by_layer[worst[0]] > 0.1
 # %%
 def zeroed(narrow):
     """The share of the gradients that FP32 has, and that became zero."""
-    gone = sum(int(((exact_activations[name] != 0) & (narrow[name] == 0)).sum()) for name in narrow)
+    gone = sum(
+        int(((exact_activations[name] != 0) & (narrow[name] == 0)).sum())
+        for name in narrow
+    )
     return gone / whole.nonzeros
 
 
@@ -592,13 +704,17 @@ assert abs(zeroed(unscaled) - lost_share) < 0.02
 # pushes the largest gradients over the edge.
 
 # %% tags=["hide-input"]
-edge = max(k for k in range(64) if not whole.overflowed("fp16", k))  # the largest that fits
+edge = max(
+    k for k in range(64) if not whole.overflowed("fp16", k)
+)  # the largest that fits
 figure, rows = plt.subplots(3, 1, figsize=(8, 6), sharex=True, layout="constrained")
 for axes, k in zip(rows, (0, 16, edge + 8), strict=True):
     draw_gradients(axes, whole, k)
     over = whole.overflowed("fp16", k)
     scale = f"scale $\\mathbf{{2^{{{k}}}}}$" if k else "no scale"
-    beyond = f", {over.low:,} to {over.high:,} are inf: the step is lost" if over.high else ""
+    beyond = (
+        f", {over.low:,} to {over.high:,} are inf: the step is lost" if over.high else ""
+    )
     axes.set_title(f"{scale}: {said_of(whole, k)}{beyond}")
 rows[-1].set_xlabel("magnitude of a gradient of activations, times the scale")
 legend_of_fates(figure)
@@ -631,7 +747,11 @@ axes.axvspan(edge + 0.5, 36, color=OVERFLOW, alpha=0.16, linewidth=0)
 axes.axvline(16, color=INK, linewidth=0.8, linestyle="--")
 axes.text(15.7, 82, "torch begins here", ha="right", fontsize=9, color=SOFT)
 axes.text(
-    edge + 1.1, 42, "the largest gradient is inf:\nevery step is skipped", fontsize=9, color=SOFT
+    edge + 1.1,
+    42,
+    "the largest gradient is inf:\nevery step is skipped",
+    fontsize=9,
+    color=SOFT,
 )
 axes.text(0.6, 24, "fewer bits", fontsize=9)
 axes.text(-3.7, 6, "gone", fontsize=9, color="white", weight="bold")
@@ -650,7 +770,8 @@ assert 18 <= edge <= 30
 
 # %%
 scaled, _ = gradients(wide_model, x, y, torch.float16, scale=2.0**16)
-print(f"{percent(zeroed(unscaled))} % vanish without a scale, {percent(zeroed(scaled))} % with it")
+without, with_it = percent(zeroed(unscaled)), percent(zeroed(scaled))
+print(f"{without} % vanish without a scale, {with_it} % with it")
 assert zeroed(scaled) < zeroed(unscaled) / 20
 
 # %% [markdown]
@@ -662,13 +783,21 @@ assert zeroed(scaled) < zeroed(unscaled) / 20
 # %%
 product = multiply(F.linear, torch.full((1, 64), 40.0), torch.full((1, 64), 40.0)).item()
 with torch.autocast("cpu", torch.float16):
-    overflowed = multiply(F.linear, torch.full((1, 64), 40.0), torch.full((1, 64), 40.0)).item()
-print(f"a product of two ordinary rows: {product:,.0f} in FP32, {overflowed} in FP16")
-print("exp(11.08), exp(11.1) in FP16:", *torch.tensor([11.08, 11.1]).half().exp().tolist())
-print("a sum of 70,000 ones in FP16:", torch.ones(70_000, dtype=torch.float16).sum().item())
+    overflowed = multiply(
+        F.linear, torch.full((1, 64), 40.0), torch.full((1, 64), 40.0)
+    ).item()
+print(
+    f"a product of two rows of 64 forties: {product:,.0f} in FP32, {overflowed} in FP16"
+)
+print(
+    "exp(11.08), exp(11.1) in FP16:", *torch.tensor([11.08, 11.1]).half().exp().tolist()
+)
+print(
+    "a sum of 70,000 ones in FP16:", torch.ones(70_000, dtype=torch.float16).sum().item()
+)
 _, pushed = gradients(wide_model, x, y, torch.float16, scale=2.0 ** (edge + 8))
 bad = sum(not gradient.isfinite().all() for gradient in pushed.values())
-print(f"gradients at a scale of 2^{edge + 8}: {bad} of {len(pushed)} tensors have inf or NaN")
+print(f"gradients at a scale of 2^{edge + 8}: {bad} of {len(pushed)} have inf or NaN")
 assert product == 102_400
 assert overflowed == math.inf
 assert torch.tensor(11.08).half().exp().isfinite()
@@ -767,7 +896,12 @@ print(f"FP16: loss {first:.2f} -> {final:.2f}, {len(skips)} of {STEPS} steps ski
 figure, axes = plt.subplots(figsize=(8, 2.6), layout="constrained")
 scales = [math.log2(scale) for _, scale, _ in told]
 axes.step(
-    range(STEPS), scales, where="post", color=LINES["FP16"], linewidth=1.8, label="loss scale"
+    range(STEPS),
+    scales,
+    where="post",
+    color=LINES["FP16"],
+    linewidth=1.8,
+    label="loss scale",
 )
 axes.plot(
     skips,
@@ -789,45 +923,67 @@ show(
 falling = [skipped for _, _, skipped in told].index(False)
 assert skips[:falling] == list(range(falling))
 assert 3 <= falling <= 16
-assert all(told[number + 1][1] == told[number][1] / 2 for number in skips if number + 1 < STEPS)
+assert all(
+    told[number + 1][1] == told[number][1] / 2 for number in skips if number + 1 < STEPS
+)
 assert max(scales[falling:]) > scales[falling]  # it has tried to grow
+scale, clean_steps = SCALING["init_scale"], 0
+for _, told_scale, skipped in told:  # the rule written down above, step by step
+    assert told_scale == scale
+    scale, clean_steps = next_scale(
+        scale, clean_steps, skipped, SCALING["growth_interval"]
+    )
 
 # %% [markdown]
 # ### What autocast does
 #
-# Autocast decides by operation. Products run in 16 bits. For others there are lists, and they are
-# **not the same on a CPU as on CUDA**: layer_norm, sum and exp run in FP32 on CUDA, and in 16 bits
-# here; mean and batch_norm are on no list anywhere. The CPU's column is tried out; that of CUDA is
+# Autocast decides by operation. Products run in 16 bits, whatever they are given. For others there
+# are lists, and they are **not the same on a CPU as on CUDA**: softmax, layer_norm, sum and exp run in
+# FP32 on CUDA, and here in what they are given, which after a product is FP16; mean and batch_norm are
+# on no list anywhere. The CPU's column is tried out, with inputs in FP16 and in FP32; that of CUDA is
 # torch's own list, as ampwise has it. ([All of them](../concepts/autocast.md).)
 
-# %%
-half, ones = torch.ones(4, 4, dtype=torch.float16), torch.ones(4)
+# %% tags=["hide-input"]
+ones = torch.ones(4)
 TRIED = {
-    "linear": lambda: F.linear(torch.ones(4, 4), torch.ones(4, 4)),
-    "matmul": lambda: torch.ones(4, 4) @ torch.ones(4, 4),
-    "softmax.int": lambda: half.softmax(-1),
-    "layer_norm": lambda: F.layer_norm(half, (4,), ones.half(), ones.half()),
-    "batch_norm": lambda: F.batch_norm(half, ones.clone(), ones.clone(), ones, ones),
-    "exp": lambda: half.exp(),
-    "sum": lambda: half.sum(),
-    "mean": lambda: half.mean(),
-    "mse_loss": lambda: F.mse_loss(half, half),
+    "linear": lambda x: F.linear(x, torch.ones(4, 4)),
+    "matmul": lambda x: x @ torch.ones(4, 4),
+    "softmax.int": lambda x: x.softmax(-1),
+    "layer_norm": lambda x: F.layer_norm(x, (4,), ones, ones),
+    "batch_norm": lambda x: F.batch_norm(x, ones.clone(), ones.clone(), ones, ones),
+    "exp": torch.exp,
+    "sum": torch.sum,
+    "mean": torch.mean,
+    "mse_loss": lambda x: F.mse_loss(x, x),
 }
+
+
+def runs_in(operation):
+    """What it runs in under autocast on this CPU, by what comes out of it."""
+    with torch.autocast("cpu", torch.float16):
+        out = {operation(torch.ones(4, 4, dtype=given)).dtype for given in SHORT}
+    return SHORT[out.pop()] if len(out) == 1 else "as it comes"
+
+
 SHORT = {torch.float16: "FP16", torch.float32: "FP32"}
-with torch.autocast("cpu", torch.float16):
-    on_cpu = {name: SHORT[run().dtype] for name, run in TRIED.items()}
+on_cpu = {name: runs_in(operation) for name, operation in TRIED.items()}
 on_cuda = {
-    name: "FP16" if name in LOWER else "FP32" if name in IN_FP32 | FP32_OUTPUT else "as it comes"
+    name: "FP16"
+    if name in LOWER
+    else "FP32"
+    if name in IN_FP32 | FP32_OUTPUT
+    else "as it comes"
     for name in TRIED
 }
 table(
-    ["operation", "CPU, FP16 autocast", "CUDA"],
+    ["operation, in FP16 autocast", "CPU", "CUDA"],
     [[name.split(".")[0], on_cpu[name], on_cuda[name]] for name in TRIED],
 )
 assert on_cpu["linear"] == on_cuda["linear"] == "FP16"
-assert [on_cpu[name] for name in ("layer_norm", "sum", "exp")] == ["FP16"] * 3
-assert [on_cuda[name] for name in ("layer_norm", "sum", "exp")] == ["FP32"] * 3
-assert on_cuda["mean"] == on_cuda["batch_norm"] == "as it comes"
+for name in ("softmax.int", "layer_norm", "sum", "exp"):
+    assert (on_cpu[name], on_cuda[name]) == ("as it comes", "FP32")
+for name in ("mean", "batch_norm"):
+    assert on_cpu[name] == on_cuda[name] == "as it comes"
 
 # %% [markdown]
 # ## 6. The step by Engine
@@ -853,16 +1009,19 @@ for x, y in batches(steps=12):
 
 print(step, f"skipped {engine.skipped_steps} so far")
 assert all(
-    torch.equal(weight, weights_by_hand[name]) for name, weight in model.state_dict().items()
+    torch.equal(weight, weights_by_hand[name])
+    for name, weight in model.state_dict().items()
 )
 assert engine.history["skipped"] == [skipped for _, _, skipped in told[:12]]
 
 # %% [markdown]
 # ## 7. FP16 or BF16
 #
-# BF16 has FP32's exponent. The histogram of section 2 fits it without any scale, with forty powers
-# of two to spare at its lower end. It pays with three bits of mantissa: BF16 rounds eight times as
-# coarsely as FP16. (The error of a whole gradient grows by less than that, as the cell shows.)
+# BF16 has FP32's exponent. The histogram of section 2 fits it without any scale, with more than forty
+# powers of two to spare at its lower end. It pays with three bits of mantissa: BF16 rounds eight times
+# as coarsely as FP16. So eight times is the error of a gradient, too, as long as the model is smooth;
+# with ReLU it is less, since there both pay for something else as well: where rounding moves a number
+# across zero, a whole gradient is switched on or off.
 
 # %%
 for name in ("fp16", "bf16"):
@@ -873,9 +1032,12 @@ for name in ("fp16", "bf16"):
 
 def error_of(dtype, scale):
     """How far the weights' gradients are from those of FP32, as a share of their norm."""
+    _, exact = gradients(wide_model, *next(batches(seed=7)))
     _, narrow = gradients(wide_model, *next(batches(seed=7)), dtype, scale)
-    apart = sum((narrow[n].double() / scale - exact_weights[n]).square().sum() for n in narrow)
-    return math.sqrt(apart / sum(exact_weights[n].double().square().sum() for n in narrow))
+    apart = sum((narrow[n].double() / scale - exact[n]).square().sum() for n in exact)
+    return math.sqrt(
+        apart / sum(gradient.double().square().sum() for gradient in exact.values())
+    )
 
 
 def rounding_of(dtype):
@@ -883,13 +1045,19 @@ def rounding_of(dtype):
     return ((matrix.to(dtype).float() - matrix).norm() / matrix.norm()).item()
 
 
-rounding = [rounding_of(torch.float16), rounding_of(torch.bfloat16)]
-errors = [error_of(torch.float16, 2.0**16), error_of(torch.bfloat16, 1.0)]
-for what, (in_16, in_b16) in {"a rounded matrix": rounding, "the gradient": errors}.items():
-    print(f"error of {what}: FP16 {in_16:.1e}, BF16 {in_b16:.1e}: {in_b16 / in_16:.1f} times")
+errors = {"a rounded matrix": [rounding_of(torch.float16), rounding_of(torch.bfloat16)]}
+for name, bend in {"GELU": F.gelu, "ReLU": F.relu}.items():
+    Block.bend = staticmethod(bend)
+    of_both = [error_of(torch.float16, 2.0**16), error_of(torch.bfloat16, 1.0)]
+    errors[f"the gradient, with {name}"] = of_both
+print("errors, as a share:")
+for what, (in_16, in_b16) in errors.items():
+    print(f"{what}: FP16 {in_16:.1e}, BF16 {in_b16:.1e}: {in_b16 / in_16:.1f} times")
 assert whole.amin > BF16.smallest_normal * 2.0**40
-assert 7.5 < rounding[1] / rounding[0] < 8.5
-assert 2 < errors[1] / errors[0] < 8
+times = {what: in_b16 / in_16 for what, (in_16, in_b16) in errors.items()}
+assert 7.5 < times["a rounded matrix"] < 8.5
+assert 6.5 < times["the gradient, with GELU"] < 9.5
+assert 2 < times["the gradient, with ReLU"] < 6
 
 # %% [markdown]
 # Does that matter? Train once more, in BF16, by the Engine: no scale, no skipped step. The noise of
@@ -898,7 +1066,12 @@ assert 2 < errors[1] / errors[0] < 8
 # %%
 model, optimizer = fresh()
 engine = ampwise.Engine(
-    model, optimizer, precision="bf16", clip_norm=1.0, scheduler=warmup(optimizer), trace=False
+    model,
+    optimizer,
+    precision="bf16",
+    clip_norm=1.0,
+    scheduler=warmup(optimizer),
+    trace=False,
 )
 for x, y in batches():
     step = engine.step(lambda x, y: loss_of(model, x, y), x, y)
@@ -926,10 +1099,15 @@ show(
     "The same model, data, seed, warm-up and clipping in three precisions.",
 )
 last = {name: sum(curve[-10:]) / 10 for name, curve in losses.items()}
-print("mean loss of the last ten steps:", {name: round(loss, 3) for name, loss in last.items()})
+print(
+    "mean loss of the last ten steps:",
+    {name: round(loss, 3) for name, loss in last.items()},
+)
 apart = max(abs(a - b) for a, b in zip(losses["BF16"], losses["FP32"], strict=True))
 wobble = max(abs(a - b) for a, b in pairwise(losses["FP32"][-10:]))
-print(f"BF16 and FP32 are never more than {apart:.3f} apart; from step to step: up to {wobble:.3f}")
+print(
+    f"BF16 and FP32 are never more than {apart:.3f} apart; from step to step: up to {wobble:.3f}"
+)
 assert 0 < apart < wobble / 10
 assert abs(last["FP16"] - last["FP32"]) < 0.2
 
@@ -973,7 +1151,11 @@ assert "fp8" in known["NVIDIA H100 80GB HBM3"]
 
 # %%
 loss_of(model, x, y).backward()
-moments = [state[name] for state in optimizer.state.values() for name in ("exp_avg", "exp_avg_sq")]
+moments = [
+    state[name]
+    for state in optimizer.state.values()
+    for name in ("exp_avg", "exp_avg_sq")
+]
 held = {
     "weights": list(model.parameters()),
     "gradients": [parameter.grad for parameter in model.parameters()],
@@ -990,10 +1172,12 @@ table(
 assert bytes_each == {"weights": 4, "gradients": 4, "Adam's moments": 8}
 
 # %% [markdown]
-# 16 bytes a parameter, in every precision. What shrinks is what the forward pass leaves behind for
-# the backward pass: the activations. How much that is depends on the batch. `ampwise.memory` runs a
-# step on tensors that have a shape and no memory, as CUDA would run it, and counts. For this very
-# GPT (at one window, nearly all of it is the workspace that cuBLAS takes anyway):
+# 16 bytes a parameter, in FP32 as under autocast. Until the backward pass is done, autocast even adds
+# up to 2: the copies in 16 bits of the matrices that it multiplies by. What shrinks is what the forward
+# pass leaves behind for the backward pass: the activations. How much that is depends on the batch.
+# `ampwise.memory` runs a step on tensors that have a shape and no memory, as CUDA would run it, and
+# counts. For this very GPT (at one window, nearly all of it is the workspace that cuBLAS, the library
+# of matrix products, takes anyway):
 
 
 # %%
@@ -1006,18 +1190,26 @@ def make(batch=8):
 EMULATED = False  # as on a GPU, where matrix units need no help
 counted = ampwise.memory(make, precisions=["fp32", "bf16"], batch=[1, 256], largest=False)
 EMULATED = True
-rows = []
-for batch in (1, 256):
-    wide, narrow = (counted.at(precision, batch) for precision in ("fp32", "bf16"))
-    share = 100 * (1 - narrow.peak / wide.peak)
-    rows.append([batch, f"{wide.peak / 1e6:,.1f}", f"{narrow.peak / 1e6:,.1f}", f"{share:.1f} %"])
-table(["windows a batch", "FP32, peak MB", "BF16, peak MB", "saved"], rows)
-saved = {
-    batch: 1 - counted.at("bf16", batch).peak / counted.at("fp32", batch).peak for batch in (1, 256)
+peaks = {
+    batch: [counted.at(name, batch).peak for name in ("fp32", "bf16")]
+    for batch in (1, 256)
 }
+saved = {batch: 1 - narrow / wide for batch, (wide, narrow) in peaks.items()}
+table(
+    ["windows a batch", "FP32, peak MB", "BF16, peak MB", "saved"],
+    [
+        [
+            batch,
+            *(f"{peak / 1e6:,.1f}" for peak in peaks[batch]),
+            f"{100 * saved[batch]:.1f} %",
+        ]
+        for batch in peaks
+    ],
+)
 assert saved[1] < 0.03
 assert 0.25 < saved[256] < 0.4  # a third
 assert counted.at("fp32", 1).split["workspaces"] > 0.9 * counted.at("fp32", 1).peak
+assert 1.5 < counted.at("bf16", 256).most["cast cache"] / parameters <= 2
 
 # %% [markdown]
 # And for 7 B parameters, which guides like to count (one that is passed around says 122 GB in FP32
@@ -1026,21 +1218,7 @@ assert counted.at("fp32", 1).split["workspaces"] > 0.9 * counted.at("fp32", 1).p
 # its most, in GB of 10⁹ bytes. The peak is below the sum of its row, since activations go as
 # gradients come:
 
-
 # %%
-def results(name):
-    """A result of our own benchmarks: its rows as dictionaries, and all that the file says."""
-    path = ROOT / "benchmarks" / "results" / f"{name}.json"
-    file = json.loads(path.read_text(encoding="utf-8"))
-    return [dict(zip(file["columns"], row, strict=True)) for row in file["rows"]], file
-
-
-def measured_on(file):
-    machine = file["machine"]
-    where = machine.get("gpu") or f"{machine['system']}, {machine['threads']} thread(s)"
-    return f"{where}, torch {file['versions']['torch']}, {file['date']}, `{file['command']}`"
-
-
 seven_billion, file = results("lowbit_7b")
 KINDS = ["parameters", "gradients", "optimizer state", "activations"]
 SHOWN = ["precision", "optimizer", "bytes a parameter", *KINDS, "peak"]
@@ -1093,12 +1271,14 @@ for place, rows in enumerate(speed.values()):
         label = name.upper() if not place else None
         axes.bar(at, row["×FP32"], 0.25, color=LINES[name.upper()], label=label)
         axes.errorbar(at, row["×FP32"], spread, color=INK, linewidth=1)
-        axes.text(at, row["high"] + 0.12, f"{row['×FP32']:.1f}", ha="center", fontsize=8.5)
+        axes.text(
+            at, row["high"] + 0.12, f"{row['×FP32']:.1f}", ha="center", fontsize=8.5
+        )
 axes.axhline(1, color=INK, linewidth=0.9, linestyle="--", label="FP32")
 axes.set_xticks(range(len(speed)), list(speed))
 axes.set(ylabel="times as fast as FP32", xlim=(-0.5, len(speed) - 0.4))
 axes.legend(loc="upper left", ncols=4, handlelength=1.4)
-machines = sorted({source.rsplit(", ", 1)[0] for source in sources})
+machines = sorted(set(sources))
 show(
     figure,
     "Grouped bars: speed of TF32, FP16 and BF16 relative to FP32 for a small scorer, ResNet-50, GPT-2 124M, a GPT "
@@ -1106,7 +1286,10 @@ show(
     "Whole steps, as a ratio to eager FP32; thin lines span from the 10 % to the 90 % quantile. The scorer's FP16 "
     f"keeps its heads in FP32. Measured on {'; '.join(machines)}.",
 )
-gain = {title: {name: row["×FP32"] for name, row in rows.items()} for title, rows in speed.items()}
+gain = {
+    title: {name: row["×FP32"] for name, row in rows.items()}
+    for title, rows in speed.items()
+}
 assert min(gain[title]["bf16"] for title in gain if title.startswith("GPT")) > 5
 assert all(
     0.9 < gain[title]["fp16"] / gain[title]["bf16"] < 1.1
@@ -1114,15 +1297,23 @@ assert all(
     if title.startswith("GPT")
 )
 assert 1.15 < gain["ResNet-50"]["fp16"] / gain["ResNet-50"]["bf16"] < 1.35
-assert gain["small scorer"]["bf16"] < 3
+assert (
+    gain["small scorer"]["fp16"]
+    < gain["small scorer"]["tf32"]
+    < gain["small scorer"]["bf16"]
+    < 3
+)
+assert 40 < speed["small scorer"]["fp16"]["idle %"] < 60
+assert torch.get_float32_matmul_precision() == "highest"  # TF32 is off
 assert all(2 < gains["tf32"] < 4 for gains in gain.values())
 
 # %% [markdown]
 # Read three things from it. Guides promise "2 to 3 times"; a GPT gains more than five, a small
-# model stays below three. FP16 and BF16 multiply at the same rate, and yet whole steps differ
+# model stays below three, and its FP16 is behind TF32: there the GPU is idle half of the time.
+# FP16 and BF16 multiply at the same rate, and yet whole steps differ
 # either way: by a few percent in the GPTs, by about a quarter in ResNet-50, where FP16 is ahead
-# (why, we do not know). And TF32, which changes one switch and no code, brings the first factor of
-# two to four.
+# (why, we do not know). And TF32, which is one switch, `torch.set_float32_matmul_precision("high")`,
+# and off by default for matrix products, brings the first factor of two to four.
 #
 # None of it is your model on your device: `ampwise compare train:make` measures that, and says why,
 # where little is gained.
@@ -1131,8 +1322,8 @@ assert all(2 < gains["tf32"] < 4 for gains in gain.values())
 #
 # Mixed precision seldom fails with an error. Most of these run, and are wrong: first the failing
 # cell, with the damage in numbers, then the mended one. A comment such as "noqa: AMP101" tells
-# `ampwise check`, the linter, that a mistake is meant (and once, that FP16 and BF16 in one file
-# are); without it, this lesson would not pass. The model is now a small one:
+# `ampwise check`, the linter, that what it finds there is meant; without it, this lesson would not
+# pass. The model is now a small one:
 
 
 # %%
@@ -1149,7 +1340,9 @@ def half_loss(model, x, y):
 
 
 def flat(model):
-    return torch.cat([parameter.detach().flatten().float() for parameter in model.parameters()])
+    return torch.cat(
+        [parameter.detach().flatten().float() for parameter in model.parameters()]
+    )
 
 
 # %% [markdown]
@@ -1162,9 +1355,11 @@ def flat(model):
 
 # %% tags=["failing", "pitfall-no-scale"]
 def fit(forward, scaler):
-    """250 steps of a small network on sin(6x); the losses without their weight, and the share of zero gradients."""
+    """250 steps on sin(6x): the losses, unweighted, and the share of zero gradients."""
     torch.manual_seed(0)
-    model = nn.Sequential(Linear(1, 32), nn.Tanh(), Linear(32, 32), nn.Tanh(), Linear(32, 1))
+    model = nn.Sequential(
+        Linear(1, 32), nn.Tanh(), Linear(32, 32), nn.Tanh(), Linear(32, 1)
+    )
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
     x = torch.linspace(-1, 1, 512)[:, None]
     curve = []
@@ -1185,10 +1380,13 @@ def in_fp16():
     return torch.autocast("cpu", torch.float16)
 
 
-curve_fp32, _ = fit(contextlib.nullcontext, torch.amp.GradScaler("cpu", enabled=False))
+curve_fp32, zeros_fp32 = fit(
+    contextlib.nullcontext, torch.amp.GradScaler("cpu", enabled=False)
+)
 curve_unscaled, zeros_unscaled = fit(in_fp16, torch.amp.GradScaler("cpu", enabled=False))
-print(f"FP32 ends at a loss of {curve_fp32[-1]:.4f}, unscaled FP16 at {curve_unscaled[-1]:.4f},")
-print(f"with {percent(zeros_unscaled)} % of the gradients zero")
+print(f"last loss: FP32 {curve_fp32[-1]:.4f}, unscaled FP16 {curve_unscaled[-1]:.4f},")
+print(f"with {percent(zeros_fp32)} and {percent(zeros_unscaled)} % of the gradients zero")
+assert zeros_fp32 == 0
 assert zeros_unscaled > 0.5
 assert min(curve_unscaled) > 3 * min(curve_fp32)
 
@@ -1213,8 +1411,8 @@ axes.set(xlabel="step", ylabel="loss", yscale="log", xlim=(0, 249))
 axes.legend(loc="lower left")
 show(
     figure,
-    "Three loss curves on a logarithmic scale. FP32 and scaled FP16 fall together below 0.01; unscaled FP16 stays "
-    "above them.",
+    "Three loss curves on a logarithmic scale. FP32 and scaled FP16 fall together below 0.01; unscaled FP16 falls "
+    "early, too, and from step 90 on stays above them.",
     "A curve fit in FP32 and FP16. Without a loss scale, training slows down and nobody says why.",
 )
 
@@ -1226,7 +1424,10 @@ show(
 
 # %% tags=["failing", "pitfall-clip"]
 def step_clipped_early(model, x, y):
-    optimizer, scaler = (torch.optim.SGD(model.parameters(), lr=1.0), torch.amp.GradScaler("cpu"))
+    optimizer, scaler = (
+        torch.optim.SGD(model.parameters(), lr=1.0),
+        torch.amp.GradScaler("cpu"),
+    )
     scaler.scale(half_loss(model, x, y)).backward()
     nn.utils.clip_grad_norm_(model.parameters(), 0.1)  # noqa: AMP101
     scaler.step(optimizer)
@@ -1247,7 +1448,10 @@ assert moved_wrong < 1e-5
 
 # %% tags=["mended", "pitfall-clip"]
 def step_clipped(model, x, y):
-    optimizer, scaler = (torch.optim.SGD(model.parameters(), lr=1.0), torch.amp.GradScaler("cpu"))
+    optimizer, scaler = (
+        torch.optim.SGD(model.parameters(), lr=1.0),
+        torch.amp.GradScaler("cpu"),
+    )
     scaler.scale(half_loss(model, x, y)).backward()
     scaler.unscale_(optimizer)
     nn.utils.clip_grad_norm_(model.parameters(), 0.1)
@@ -1270,7 +1474,10 @@ assert 0.5 < moved / moved_wrong / 65536 < 2
 
 # %% tags=["failing", "pitfall-step-past-scaler"]
 def step_past_scaler(model, x, y):
-    optimizer, scaler = (torch.optim.SGD(model.parameters(), lr=0.1), torch.amp.GradScaler("cpu"))
+    optimizer, scaler = (
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        torch.amp.GradScaler("cpu"),
+    )
     loss = half_loss(model, x, y)
     scaler.scale(loss).backward()
     optimizer.step()  # noqa: AMP109
@@ -1289,7 +1496,10 @@ assert not wrecked < 100  # NaN, too, is not less
 
 # %% tags=["mended", "pitfall-step-past-scaler"]
 def step_by_scaler(model, x, y):
-    optimizer, scaler = (torch.optim.SGD(model.parameters(), lr=0.1), torch.amp.GradScaler("cpu"))
+    optimizer, scaler = (
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        torch.amp.GradScaler("cpu"),
+    )
     loss = half_loss(model, x, y)
     scaler.scale(loss).backward()
     scaler.step(optimizer)
@@ -1310,7 +1520,10 @@ assert after < loss
 # %% tags=["failing", "pitfall-half-weights"]
 model, x, y = toy()
 halved = copy.deepcopy(model).half()
-optimizer, scaler = (torch.optim.SGD(halved.parameters(), lr=0.1), torch.amp.GradScaler("cpu"))
+optimizer, scaler = (
+    torch.optim.SGD(halved.parameters(), lr=0.1),
+    torch.amp.GradScaler("cpu"),
+)
 scaler.scale(F.cross_entropy(halved(x.half()).float(), y)).backward()
 refused = None
 try:
@@ -1325,7 +1538,10 @@ assert refused == "Attempting to unscale FP16 gradients."
 
 # %% tags=["mended", "pitfall-half-weights"]
 model, x, y = toy()
-optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.1), torch.amp.GradScaler("cpu")
+optimizer, scaler = (
+    torch.optim.SGD(model.parameters(), lr=0.1),
+    torch.amp.GradScaler("cpu"),
+)
 scaler.scale(half_loss(model, x, y)).backward()
 scaler.unscale_(optimizer)
 print("weights:", model[0].weight.dtype, "gradients:", model[0].weight.grad.dtype)
@@ -1340,7 +1556,10 @@ assert model[0].weight.dtype == model[0].weight.grad.dtype == torch.float32
 
 # %% tags=["failing", "pitfall-was-it-skipped"]
 model, x, y = toy()
-optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.1), torch.amp.GradScaler("cpu")
+optimizer, scaler = (
+    torch.optim.SGD(model.parameters(), lr=0.1),
+    torch.amp.GradScaler("cpu"),
+)
 before = flat(model)
 scaler.scale(half_loss(model, x, y)).backward()
 scaler.step(optimizer)
@@ -1377,7 +1596,9 @@ optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, total_iters=10)
 scaler, before = torch.amp.GradScaler("cpu", init_scale=2.0**40), flat(model)
 with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # torch warns once that the scheduler came first, and not why
+    warnings.simplefilter(
+        "ignore"
+    )  # torch warns once that the scheduler came first, and not why
     for _ in range(10):
         optimizer.zero_grad()
         scaler.scale(half_loss(model, x, y)).backward()
@@ -1390,14 +1611,19 @@ assert math.isclose(rate, 0.1)
 assert not moved
 
 # %% [markdown]
-# Mended: the Engine holds its scheduler on a skip.
+# Mended: the Engine holds its scheduler on a skip. (By hand: as in section 5.)
 
 # %% tags=["mended", "pitfall-scheduler"]
 model, x, y = toy()
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, total_iters=10)
 engine = ampwise.Engine(
-    model, optimizer, "fp16", scheduler=scheduler, scaling={"init_scale": 2.0**40}, trace=False
+    model,
+    optimizer,
+    "fp16",
+    scheduler=scheduler,
+    scaling={"init_scale": 2.0**40},
+    trace=False,
 )
 for _ in range(10):
     engine.step(lambda x, y: F.cross_entropy(model(x).float(), y), x, y)
@@ -1418,7 +1644,9 @@ y = y.masked_fill(~kept, -100)
 true_gradient = torch.autograd.grad(F.cross_entropy(model(x), y), model[2].weight)[0]
 summed, averaged = torch.zeros_like(true_gradient), torch.zeros_like(true_gradient)
 for micro_x, micro_y in zip(x.chunk(4), y.chunk(4), strict=True):
-    (gradient,) = torch.autograd.grad(F.cross_entropy(model(micro_x), micro_y), model[2].weight)
+    (gradient,) = torch.autograd.grad(
+        F.cross_entropy(model(micro_x), micro_y), model[2].weight
+    )
     summed += gradient
     averaged += gradient / 4
 ratio = (summed.norm() / true_gradient.norm()).item()
@@ -1429,7 +1657,8 @@ assert ratio > 2
 assert error > 0.2
 
 # %% [markdown]
-# Mended: tell the Engine what a micro-batch weighs. Its update is that of the whole batch.
+# Mended: tell the Engine what a micro-batch weighs. Its update is that of the whole batch. (By hand:
+# `reduction="sum"`, divided by the number of targets in all four.)
 
 # %% tags=["mended", "pitfall-accumulation"]
 start = copy.deepcopy(model.state_dict())
@@ -1469,7 +1698,11 @@ def steps(model, optimizer, scaler, count):
 
 def parts():
     model, _, _ = toy()
-    return (model, torch.optim.AdamW(model.parameters(), lr=1e-3), torch.amp.GradScaler("cpu"))
+    return (
+        model,
+        torch.optim.AdamW(model.parameters(), lr=1e-3),
+        torch.amp.GradScaler("cpu"),
+    )
 
 
 model, optimizer, scaler = parts()
@@ -1503,9 +1736,10 @@ optimizer.load_state_dict(loaded["optimizer"])
 scaler.load_state_dict(loaded["scaler"])
 assert loaded["scaler"]["scale"] < 1000
 again = steps(model, optimizer, scaler, 20)
-print(f"skipped after the resume: {again}; the same weights: {torch.equal(flat(model), unbroken)}")
+same = torch.equal(flat(model), unbroken)
+print(f"skipped after the resume: {again}; the same weights: {same}")
 assert again == 0
-assert torch.equal(flat(model), unbroken)
+assert same
 
 # %% [markdown]
 # **9. A scale without a floor.** If the loss itself is inf, no scale helps, and `torch.amp` goes on
@@ -1549,7 +1783,7 @@ try:
         scaler.update()
 except ampwise.ScaleCollapsed as error:
     stopped = str(error)
-print(textwrap.fill(f"ScaleCollapsed: {stopped}", 92))
+print(textwrap.fill(f"ScaleCollapsed: {stopped}", 88))
 assert "floor" in stopped
 assert torch.equal(weight, torch.ones(3))
 
@@ -1568,7 +1802,9 @@ with torch.autocast("cpu", torch.float16):
     raised = torch.exp(a @ b.T / 0.07)
     loss = -torch.log(raised.diagonal() / raised.sum(1)).mean()
 largest = ((a @ b.T).max() / 0.07).item()
-print(f"largest similarity / 0.07: {largest:.1f}; exp of it: {raised.max()}; loss: {loss}")
+print(
+    f"largest similarity / 0.07: {largest:.1f}; exp of it: {raised.max()}; loss: {loss}"
+)
 assert 14 < largest < 14.3
 assert raised.isinf().any()
 assert not loss.isfinite()
@@ -1584,7 +1820,33 @@ print(f"loss: {loss:.4f}")
 assert loss.isfinite()
 
 # %% [markdown]
-# **11. A mask of -1e9.** FP16 has no such number.
+# **11. Autocast switched off, and nothing cast.** A loss of one's own should run in FP32, so autocast
+# is switched off around it. That casts nothing: what came out of the model is FP16, and now even a sum
+# that CUDA's autocast would have run in FP32 is FP16.
+
+# %% tags=["failing", "pitfall-switched-off"]
+x = torch.full((1, 64), 40.0)
+with torch.autocast("cpu", torch.float16):
+    features = F.linear(x, torch.eye(64))
+    with torch.autocast("cpu", enabled=False):
+        energy = features.pow(2).sum()
+print(f"{features.dtype} -> {energy.dtype}: {energy}")
+assert energy.dtype == torch.float16
+assert energy.isinf()
+
+# %% [markdown]
+# Mended: cast what comes from outside. (`@ampwise.keep("fp32")` on a function does both.)
+
+# %% tags=["mended", "pitfall-switched-off"]
+with torch.autocast("cpu", torch.float16):
+    features = F.linear(x, torch.eye(64))
+    with torch.autocast("cpu", enabled=False):
+        energy = features.float().pow(2).sum()
+print(f"{features.dtype} -> {energy.dtype}: {energy:,.0f}")
+assert energy == 64 * 40**2
+
+# %% [markdown]
+# **12. A mask of -1e9.** FP16 has no such number.
 
 # %% tags=["failing", "pitfall-mask"]
 scores, masked = (
@@ -1610,7 +1872,7 @@ assert shares.isfinite().all()
 assert not shares[masked].any()
 
 # %% [markdown]
-# **12. An epsilon that is zero.** 1e-8 protects a logarithm in FP32. In FP16 it *is* 0.
+# **13. An epsilon that is zero.** 1e-8 protects a logarithm in FP32. In FP16 it *is* 0.
 
 # %% tags=["failing", "pitfall-epsilon"]
 chance = torch.tensor([0.0, 0.5, 1.0], dtype=torch.float16)
@@ -1631,7 +1893,7 @@ assert protected.isfinite().all()
 # %% [markdown]
 # ### Precision
 #
-# **13. BF16 weights that stop moving.** Between 0.5 and 1, BF16's numbers are 2⁻⁸ apart. An update
+# **14. BF16 weights that stop moving.** Between 0.5 and 1, BF16's numbers are 2⁻⁸ apart. An update
 # of less than half of that is rounded away, each time, however many there are: 1000 steps of 0.001
 # should take a weight from 1 to 0.
 
@@ -1654,7 +1916,8 @@ assert torch.tensor([1 - 2.0**-8, 1 - 2.0**-9]).bfloat16().tolist() == [1 - 2.0*
 
 # %% [markdown]
 # Mended: keep the weights in FP32 (autocast does), or let `"bf16-pure"` round by chance or keep the
-# rest beside the weight.
+# rest beside the weight. 300 steps of 0.001 should lead to 0.7; there are 1024 weights now, since
+# chance is right in the mean.
 
 
 # %% tags=["mended", "pitfall-bf16-weights"]
@@ -1682,39 +1945,50 @@ for precision in ("bf16-pure", "bf16-pure,kahan"):
 assert all(abs(value - 0.7) < 0.01 for value in ended.values())
 
 # %% [markdown]
-# **14. One NaN, and no guard.** BF16 needs no scaler, and so nobody looks at the gradients. One NaN
-# in one gradient: clipping computes a norm of NaN, and multiplies every gradient by it.
+# **15. One NaN, and no guard.** BF16 needs no scaler, and so nobody looks at the gradients. One NaN
+# in one of them, and clipping computes a norm of NaN, and multiplies every gradient by it. (A hook
+# puts it there, in place of a bad batch.)
 
 
 # %% tags=["failing", "pitfall-nan"]
-def unguarded_step(model, x, y):
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with torch.autocast("cpu", torch.bfloat16):
-        loss = F.cross_entropy(model(x).float(), y)
-    loss.backward()
-    model[2].bias.grad[0] = math.nan  # a bad batch
-    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    optimizer.step()
+def poison(model):
+    """From now on, one number of one gradient is NaN."""
+    nan = torch.tensor([math.nan, 0.0, 0.0, 0.0])
+    return model[2].bias.register_hook(lambda gradient: gradient + nan)
 
 
 model, x, y = toy()
-unguarded_step(model, x, y)
-print(f"{percent(flat(model).isnan().float().mean().item())} % of the weights are NaN")
-assert flat(model).isnan().all()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+poison(model)
+with torch.autocast("cpu", torch.bfloat16):
+    logits = model(x)
+F.cross_entropy(logits.float(), y).backward()
+bad = (
+    torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
+    .isnan()
+    .sum()
+)
+nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+optimizer.step()
+ruined = flat(model).isnan().float().mean().item()
+print(f"NaN in {bad} gradient, and then in {percent(ruined)} % of the weights")
+assert bad == 1
+assert ruined == 1
 
 # %% [markdown]
-# Mended: a step whose gradients are not finite is skipped in every precision.
+# Mended: the Engine skips a step whose gradients are not finite, in every precision.
 
 # %% tags=["mended", "pitfall-nan"]
 model, x, y = toy()
-engine = ampwise.Engine(
-    model, torch.optim.SGD(model.parameters(), lr=0.1), "bf16", clip_norm=1.0, trace=False
-)
-before = flat(model)
-step = engine.step(lambda x, y: F.cross_entropy(model(x).float(), y) * math.nan, x, y)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+engine = ampwise.Engine(model, optimizer, "bf16", clip_norm=1.0, trace=False)
+before, hook = flat(model), poison(model)
+step = engine.step(lambda x, y: F.cross_entropy(model(x).float(), y), x, y)
 untouched = torch.equal(before, flat(model))
+hook.remove()
 following = engine.step(lambda x, y: F.cross_entropy(model(x).float(), y), x, y)
-print(f"skipped: {step.skipped}; weights untouched: {untouched}; next one: {following.applied}")
+print(f"skipped: {step.skipped}; weights untouched: {untouched};")
+print(f"a good batch after it is applied: {following.applied}")
 assert step.skipped
 assert untouched
 assert following.applied
@@ -1722,11 +1996,19 @@ assert following.applied
 # %% [markdown]
 # ## 10. Monitoring
 #
-# Three numbers tell nearly all: is the scale steady, how many steps are skipped, and what share of
-# the gradients does the format lose at this scale. The first two are in `engine.history`. The third
-# needs a count, and the Engine has it anyway, since it reads the gradients once: `engine.census()`.
+# Three numbers tell nearly all: the scale, the share of steps that are skipped, and how near the
+# gradients are to the lower end of the format. A run is well while the scale stays about where it is,
+# a skip is rare, and few gradients have fewer bits. It is not if the scale halves again and again, or
+# steps are skipped every few, or the loss jumps.
 #
-# Train the GPT for a few more steps in FP16, and ask of every layer what each format would lose:
+# The first two are in `engine.history`. The third needs a count, and the Engine has it anyway, since
+# it reads the gradients once: `engine.census()`. Mind what it can count. What FP16 made zero *at this
+# scale* is zero before anybody can look, so the census of an FP16 run finds next to nothing lost at
+# its own scale, always. What tells of it are the numbers just above the limit, those with fewer bits:
+# where they are few, those below are fewer still. And now and then a backward pass in FP32, as in
+# section 2, tells it to the last one, for what flows between the layers, too.
+#
+# Train the GPT for a few more steps in FP16:
 
 # %%
 engine = ampwise.Engine(
@@ -1740,25 +2022,37 @@ for x, y in batches(steps=4, seed=3):
             lambda name: ".".join(name.split(".")[:3]).removesuffix(".weight")
         )
         layers = {
-            name: census + layers.get(name, ampwise.Census()) for name, census in counted.items()
+            name: census + layers.get(name, ampwise.Census())
+            for name, census in counted.items()
         }
 k = round(math.log2(step.scale))
 everything = sum(layers.values(), ampwise.Census())
-lost = everything.flushed("fp16", k) / everything.nonzeros
+short = everything.subnormal("fp16", k).high / everything.nonzeros
 print(f"scale 2^{k}, skipped {engine.skipped_steps} of {len(engine.history)} steps")
 print(f"loss {step.loss:.2f}, norm of the gradients {step.grad_norm:.2f}")
-print(f"FP16 loses {percent(lost)} % of the weights' gradients at this scale")
+print(f"gradients of weights with fewer bits at this scale: {percent(short)} %")
+flows, arrives = (ampwise.census(found).total() for found in gradients(wide_model, x, y))
+lost = {
+    "weights": arrives.flushed("fp16", k) / arrives.nonzeros,
+    "activations": flows.flushed("fp16", k) / flows.nonzeros,
+}
+print(
+    "lost at it, by a pass in FP32:",
+    {of: f"{percent(share)} %" for of, share in lost.items()},
+)
 assert engine.history["scale"][-1] == step.scale
-assert lost < 0.001
+assert everything.flushed("fp16", k) < 1e-4 * everything.nonzeros  # as it always is
+assert short < 0.01
+assert lost["weights"] < 0.0001 < lost["activations"] < 0.005
 
 # %% [markdown]
-# As a picture: the share that would be lost if the gradients were stored in a format, with no
-# scale, with one scale for the model, or with the best one for each layer.
+# For every *other* scale and format the census answers well. As a picture: the share that would be
+# lost if the gradients of weights were stored in a format, with no scale, or with the best one for each
+# layer.
 
 # %% tags=["hide-input"]
 ASKED = {
     "FP16\nno scale": ("fp16", lambda census: 0),
-    f"FP16\n$2^{{{k}}}$": ("fp16", lambda census: k),
     "BF16\nno scale": ("bf16", lambda census: 0),
     "E5M2\nno scale": ("e5m2", lambda census: 0),
     "E5M2\neach layer": ("e5m2", lambda census: census.best_scale("e5m2")),
@@ -1798,7 +2092,11 @@ show(
     "and of some with.",
 )
 share_of = dict(
-    zip(ASKED, [sum(column) / len(names) for column in zip(*lost, strict=True)], strict=True)
+    zip(
+        ASKED,
+        [sum(column) / len(names) for column in zip(*lost, strict=True)],
+        strict=True,
+    )
 )
 assert share_of["BF16\nno scale"] == 0
 assert share_of["E4M3\nno scale"] > 50
@@ -1813,7 +2111,9 @@ assert share_of["E4M3\neach layer"] < share_of["E4M3\nno scale"] / 2
 
 # %%
 closed = {
-    name: flowing[name].zeros / flowing[name].count for name in flowing if name.endswith("expand")
+    name: flowing[name].zeros / flowing[name].count
+    for name in flowing
+    if name.endswith("expand")
 }
 table(
     ["flowing back into, in FP32", "% zeros"],
@@ -1827,9 +2127,9 @@ assert whole.zeros / whole.count > 0.2
 
 # %% [markdown]
 # What matters is the share that is *not* zero in wider arithmetic and becomes zero in the narrow
-# one, at the present scale, and whether it grows. That is what `flushed` counts, and what the rules
+# one, at the present scale, and whether it grows. The rules
 # [AMP601](../rules/AMP601-gradient-underflow.md) and [AMP602](../rules/AMP602-underflow-rising.md)
-# go by.
+# go by that: they estimate it from the numbers just above the limit.
 #
 # ### A run, watched from outside
 #
@@ -1864,24 +2164,40 @@ scratch = tempfile.TemporaryDirectory()  # gone with the notebook
 folder = Path(scratch.name)
 (folder / "train.py").write_text(SCRIPT, encoding="utf-8")
 
+# %% [markdown]
+# It runs to its end without an error. This is what is found:
+
+
+# %%
+def tell(text):
+    """Print it, with long lines folded."""
+    for line in text.splitlines():
+        print(textwrap.fill(line, 88, subsequent_indent="    "))
+
 
 def ampwise_says(*words):
     """What the command line prints, run in the script's folder, and its exit code."""
     out, err = io.StringIO(), io.StringIO()
-    with contextlib.chdir(folder), contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+    with (
+        contextlib.chdir(folder),
+        contextlib.redirect_stdout(out),
+        contextlib.redirect_stderr(err),
+    ):
         code = ampwise_command(list(words))
     return code, out.getvalue() + err.getvalue()
 
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # torch's own, about the scheduler
-    code, _ = ampwise_says("run", "--quiet", "--no-timing", "--output", "first", "train.py")
+    code, _ = ampwise_says(
+        "run", "--quiet", "--no-timing", "--output", "first", "train.py"
+    )
 _, text = ampwise_says("report", "first", "--json")
 first = json.loads(text)
 found = sorted({finding["code"] for finding in first["findings"]})
 for finding in first["findings"]:
     told = f"{finding['code']} {finding['name']}: {finding['message']}"
-    print(textwrap.fill(told, 92, subsequent_indent="    "))
+    tell(told)
 assert code == 0
 assert {"AMP101", "AMP204"} <= set(found)
 
@@ -1897,7 +2213,7 @@ assert {"AMP101", "AMP204"} <= set(found)
 
 # %%
 code, text = ampwise_says("check", "--output-format", "concise", "train.py")
-print(text)
+tell(text)
 assert code == 1
 assert "AMP101" in text
 assert "AMP204" in text
@@ -1910,7 +2226,7 @@ assert "AMP204" in text
 ampwise_says("check", "--fix", "train.py")
 mended = (folder / "train.py").read_text(encoding="utf-8")
 code, text = ampwise_says("check", "--output-format", "concise", "train.py")
-print(text)
+tell(text)
 assert mended.index("unscale_") < mended.index("clip_grad_norm_")
 assert code == 1
 assert "AMP101" not in text
@@ -1941,63 +2257,78 @@ assert not second["findings"]
 
 # %% [markdown]
 # The second half asks the run itself. Take it along: give it your engine, a batch and your loss,
-# after a few hundred steps.
+# after a few hundred steps. (Its last question is a step with NaN, which halves the scale.)
 
 
 # %%
 def checklist(engine, model, optimizer, loss_fn, batch):
-    """What should hold of a mixed-precision run, as pairs of a sentence and whether it does."""
+    """What should hold of an FP16 run, as pairs of a sentence and whether it does."""
     scales, skips = engine.history["scale"], engine.history["skipped"]
-    k = round(math.log2(scales[-1]))
-    gradients = engine.census().total()
-    weights = copy.deepcopy(model.state_dict())
+    recent, k = len(skips) // 2, round(math.log2(scales[-1]))
+    gradients, weights = engine.census().total(), copy.deepcopy(model.state_dict())
+    states = [value for state in optimizer.state.values() for value in state.values()]
+    few_bits = gradients.subnormal("fp16", k).high
+    yield "weights are FP32", {p.dtype for p in model.parameters()} == {torch.float32}
     yield (
-        "weights are FP32",
-        all(parameter.dtype == torch.float32 for parameter in model.parameters()),
+        "so is the optimizer's state",
+        all(value.dtype == torch.float32 for value in states if torch.is_tensor(value)),
     )
-    moments = [
-        value
-        for state in optimizer.state.values()
-        for value in state.values()
-        if torch.is_tensor(value)
-    ]
-    yield ("so is the optimizer's state", all(value.dtype == torch.float32 for value in moments))
     yield (
         "fewer than 5 % of the later steps are skipped",
-        sum(skips[len(skips) // 2 :]) < 0.025 * len(skips),
+        sum(skips[recent:]) < 0.05 * len(skips[recent:]),
     )
     yield (
         "the scale is above 1, and not sinking",
-        scales[-1] > 1 and scales[-1] >= scales[len(scales) // 2] / 2,
+        scales[-1] > 1 and scales[-1] >= scales[recent] / 2,
     )
     yield (
-        "at this scale, FP16 loses less than 0.1 %",
-        gradients.flushed("fp16", k) < 0.001 * gradients.nonzeros,
+        "fewer than 5 % of the gradients lack bits",
+        few_bits < 0.05 * gradients.nonzeros,
     )
-    yield "nothing overflows at it", gradients.overflowed("fp16", k).high == 0
     yield "losses are finite", all(math.isfinite(loss) for loss in engine.history["loss"])
-    yield ("a checkpoint has the scaler", engine.state_dict()["scaler"]["scale"] == scales[-1])
+    yield (
+        "a checkpoint has the scaler",
+        engine.state_dict()["scaler"]["scale"] == scales[-1],
+    )
     bad = engine.step(lambda *batch: loss_fn(*batch) * math.nan, *batch)
-    same = all(torch.equal(weight, weights[name]) for name, weight in model.state_dict().items())
+    same = all(
+        torch.equal(weight, weights[name]) for name, weight in model.state_dict().items()
+    )
     yield "a batch with NaN is skipped, and changes no weight", bad.skipped and same
 
 
-model, x, y = toy()
-optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-engine = ampwise.Engine(model, optimizer, "fp16", clip_norm=1.0, trace=False)
+# %% [markdown]
+# Asked of two runs of the small model: an ordinary one, and one on a loss that is too small for the
+# scale that it was given.
 
 
-def toy_loss(x, y):
-    return F.cross_entropy(model(x).float(), y)
+# %%
+def answers_of(scaling, weight=1.0):
+    """The checklist's, after 60 steps on a loss of this weight."""
+    model, x, y = toy()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    engine = ampwise.Engine(
+        model, optimizer, "fp16", clip_norm=1.0, scaling=scaling, trace=False
+    )
+
+    def toy_loss(x, y):
+        return weight * F.cross_entropy(model(x).float(), y)
+
+    for _ in range(60):
+        engine.step(toy_loss, x, y)
+    return dict(checklist(engine, model, optimizer, toy_loss, (x, y)))
 
 
-for _ in range(60):
-    engine.step(toy_loss, x, y)
-answers = list(checklist(engine, model, optimizer, toy_loss, (x, y)))
+well, ill = answers_of({}), answers_of({"init_scale": 1.0}, weight=1e-4)
 table(
-    ["of this run", "holds"], [[sentence, "yes" if holds else "NO"] for sentence, holds in answers]
+    ["", "a run", "one on a loss of 1e-4, at a scale of 1"],
+    [[asked, *("yes" if run[asked] else "NO" for run in (well, ill))] for asked in well],
 )
-assert all(holds for _, holds in answers)
+assert all(well.values())
+assert [asked for asked in ill if not ill[asked]] == [
+    "the scale is above 1, and not sinking",
+    "fewer than 5 % of the gradients lack bits",
+]
 
 # %% [markdown]
 # And what no code can check for you: that you compared the loss with an FP32 run over the first few
@@ -2057,7 +2388,10 @@ assert moved.isnan().all()
 common = everything.best_scale("e4m3")
 shares = {n: c.flushed("e4m3", common) / c.nonzeros for n, c in layers.items()}
 worst = max(shares, key=shares.get)
-own = layers[worst].flushed("e4m3", layers[worst].best_scale("e4m3")) / layers[worst].nonzeros
+own = (
+    layers[worst].flushed("e4m3", layers[worst].best_scale("e4m3"))
+    / layers[worst].nonzeros
+)
 print(f"{worst}: {percent(shares[worst])} % at 2^{common}, {percent(own)} % with its own")
 assert own < shares[worst]
 
@@ -2074,5 +2408,6 @@ assert own < shares[worst]
 # - The order is scale, backward, unscale, clip, step, update, scheduler. Or `engine.step(loss_fn,
 #   x, y)`.
 #
-# From here: [the Engine](../engine.md), [the scaler](../scaler.md), [where a NaN came
-# from](../trace.md), [FP8](../fp8.md), [memory](../memory.md), [all rules](../rules/index.md).
+# From here: [a whole run in production](../guides/production.md), [the Engine](../engine.md), [the
+# scaler](../scaler.md), [where a NaN came from](../trace.md), [FP8](../fp8.md),
+# [memory](../memory.md), [all rules](../rules/index.md).

@@ -48,6 +48,14 @@ def test_every_piece_of_code_is_introduced():
     assert all(cell.source.strip() for cell in CELLS)
 
 
+def test_code_that_is_shown_fits_a_screen():
+    """Without scrolling: a page of 1280 pixels has 92 columns. What only draws is folded."""
+    shown = [cell.source for cell in CODE if not {"hide-input", "hide-cell"} & set(tags(cell))]
+    assert len(shown) > 40
+    assert not [line for source in shown for line in source.splitlines() if len(line) > 92]
+    assert max(len(source.splitlines()) for source in shown) <= 50
+
+
 def test_every_pitfall_fails_first_and_is_mended_next():
     failing, mended = pitfalls("failing"), pitfalls("mended")
     assert list(failing) == list(mended)

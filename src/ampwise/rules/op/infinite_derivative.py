@@ -23,8 +23,8 @@ RULE = Rule(
         "about this, and no loss scale helps."
     ),
     fix=(
-        "Keep what goes in away from the point: add or clamp *inside* of the function (`(x.float() + 1e-6).sqrt()`; in FP16 1e-12 is 0), and "
-        "choose with `torch.where` before the function as well as after it."
+        "Keep what goes in away from the point: add or clamp *inside* of the function (`(x.float() + 1e-6).sqrt()`; in "
+        "FP16 1e-12 is 0), and choose with `torch.where` before the function as well as after it."
     ),
     bad="length = torch.where(x > 0, x.sqrt(), 0.0)",
     good="safe = torch.where(x > 0, x, 1.0)\nlength = torch.where(x > 0, safe.sqrt(), 0.0)",
