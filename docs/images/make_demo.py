@@ -27,9 +27,15 @@ def main() -> int:
     demo = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(demo)
     screen = Console(
-        record=True, width=demo.COLUMNS, file=io.StringIO(), force_terminal=True, highlight=False
+        record=True,
+        width=demo.COLUMNS,
+        file=io.StringIO(),
+        force_terminal=True,
+        highlight=False,
     )
-    demo.console = lambda file=None: screen if file is None else Console(file=file, highlight=False)
+    demo.console = lambda file=None: (
+        screen if file is None else Console(file=file, highlight=False)
+    )
     status = demo.main(sys.argv[1:])
     svg = screen.export_svg(title="make demo", unique_id="demo")
     svg = re.sub(r"@font-face\s*{.*?}\s*", "", svg, flags=re.DOTALL).replace(

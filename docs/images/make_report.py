@@ -21,7 +21,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder, sync_playwright() as playwright:
         file = Path(folder, "page.html")
         file.write_text(page(Run.read(RECORD)), encoding="utf-8")
-        browser = playwright.chromium.launch(executable_path=browser_path, args=["--no-sandbox"])
+        browser = playwright.chromium.launch(
+            executable_path=browser_path, args=["--no-sandbox"]
+        )
         view = browser.new_page(viewport={"width": 1000, "height": 900})
         view.goto(file.as_uri())
         view.wait_for_selector("html[data-ready]", state="attached")
