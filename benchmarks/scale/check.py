@@ -89,6 +89,10 @@ def _checkpoint(said: Sequence[Seen]) -> Iterator[tuple[str, Held]]:
         for rank in range(ranks)
     }
     yield "the manifest: bytes on files", _same("of 2 N entries", counts.files_bytes(sizes), [manifest["files"]])
+    resumed = [each["resumed"] for each in said]
+    yield "a resume: files that a rank proves", _same("2", 2, [each["proven"] for each in resumed])
+    read = max(each["read"] for each in resumed)
+    yield "a resume: tensors' files that a rank reads, at most", _same("2", counts.files_read(ranks), [read])
 
 
 def _names(operations: dict[str, int]) -> int:

@@ -20,6 +20,7 @@ __all__ = [
     "descriptors",
     "explained",
     "files_bytes",
+    "files_read",
     "operations",
     "record_files",
     "save",
@@ -133,6 +134,14 @@ def operations(*, first: bool) -> dict[str, int]:
     if not first:
         return {"create": 2, "rename": 2, "open": 3, "fsync": 3}
     return {"create": 4, "rename": 5, "open": 7, "fsync": 7}
+
+
+def files_read(ranks: int) -> int:
+    """Of tensors, by a rank that goes on, at most (guard/disk/reading.py): each whole, to prove it.
+
+    Its own, and the first one's, which has the step counters and all else that is a single number.
+    """
+    return min(ranks, 2)
 
 
 def files_bytes(sizes: dict[int, tuple[int, int]]) -> int:

@@ -31,11 +31,12 @@ from torch.nn.parallel import DistributedDataParallel
 from ampwise import Engine, Fp8, Guard
 from ampwise.engine.scaling.agreement import Agreement
 from ampwise.float8.scales import Scales
+from ampwise.guard.disk import catalog, reading
 from ampwise.guard.disk.layout import MANIFEST
 from ampwise.record.files import write_aside
 from ampwise.record.writer import Writer
 from ampwise.watch.watch import Watch
-from benchmarks.scale.recorders import Exchanges, Meetings, Operations, Seen
+from benchmarks.scale.recorders import Exchanges, Meetings, Operations, Proofs, Seen
 
 __all__ = ["LAYERS", "model", "seen"]
 
@@ -142,6 +143,16 @@ def guarded(folder: Path, exchanges: Exchanges, operations: Operations, *, timed
     return found
 
 
+def resumed(folder: Path) -> Seen:
+    """Files that this rank proves for all, and those that it reads for itself, when the run goes on."""
+    engine = engine_of(sharded())
+    with Proofs(catalog) as shared, Proofs(reading) as own:
+        guard = Guard(engine, folder, patience="1min")
+        guard.begin()
+        guard.close()
+    return {"proven": len(shared.found), "read": sum(name.endswith(".safetensors") for name in own.found)}
+
+
 def _save_s(guard: Guard, loss: Callable[[Tensor], Tensor]) -> float:
     guard.step(loss, batch())
     began = time.perf_counter()
@@ -232,6 +243,7 @@ def cases(rank: int, size: int, folder: Path, sizes: Sequence[int]) -> Seen:
         found["scales"] = scales(exchanges)
         found["explained"] = explained(exchanges)
         found["guarded"] = guarded(folder / "guard", exchanges, operations, timed=bool(sizes))
+        found["resumed"] = resumed(folder / "guard")
         found["watched"] = watched(folder / "record", exchanges, operations)
     dist.barrier()
     return found

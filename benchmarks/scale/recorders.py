@@ -9,13 +9,16 @@ from collections import Counter
 from collections.abc import Callable
 from functools import wraps
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 from torch.distributed import distributed_c10d
 
-__all__ = ["Exchanges", "Meetings", "Operations", "Seen"]
+from ampwise.guard.disk.manifest import Manifest
+
+__all__ = ["Exchanges", "Meetings", "Operations", "Proofs", "Seen"]
 
 Seen = dict[str, Any]  # by a rank, by case
 KINDS = ("all_reduce", "all_gather", "gather", "scatter", "broadcast")
@@ -84,6 +87,25 @@ class Operations:
             self.found["create" if args[2] & os.O_CREAT else "open"] += 1
         elif event == "os.rename" and str(args[0]).startswith(self._folder):
             self.found["rename"] += 1
+
+
+class Proofs:
+    """Files of a checkpoint whose checksums a module asks for, by name."""
+
+    def __init__(self, module: ModuleType) -> None:
+        self._module, self._before = module, module.verify_file
+        self.found: list[str] = []
+
+    def __enter__(self) -> Proofs:
+        self._module.verify_file = self._noting  # type: ignore[attr-defined]
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._module.verify_file = self._before  # type: ignore[attr-defined]
+
+    def _noting(self, folder: Path, name: str, manifest: Manifest) -> None:
+        self.found.append(name)
+        self._before(folder, name, manifest)
 
 
 class Meetings(Store):

@@ -130,11 +130,23 @@ class Setting:
         """Of memory, for plans and the manifest."""
         return self.model.items(self.cut, self.ranks) * self.machine.piece
 
+    # Going on
+
     @property
     def verify_s(self) -> float:
-        """Of a run that is resumed: the first rank reads all of the checkpoint (guard/resuming.py, _trouble)."""
-        rate = 1 / (1 / self.machine.sha256 + 1 / self.machine.rank_disk)
-        return self.model.bytes() / rate
+        """Each rank proves a share of the checkpoint (guard/resuming.py, _trouble)."""
+        return self.rank_bytes / self.machine.sha256 + self._moved_s()
+
+    @property
+    def read_bytes(self) -> float:
+        """Of the files that a rank needs, each of which it reads whole (guard/disk/reading.py, prepare_local_plan)."""
+        return counts.files_read(self.ranks) * self.rank_bytes
+
+    @property
+    def read_s(self) -> float:
+        """Until all ranks have them: they wait for each other once it is proven, and then again."""
+        moved = max(self.read_bytes / self.machine.rank_disk, self.ranks * self.read_bytes / self.machine.disk)
+        return self.read_bytes / self.machine.sha256 + moved
 
     # At the beginning
 
@@ -168,14 +180,14 @@ class Setting:
 
     @property
     def report_s(self) -> float:
-        """One process reads all of it (record/reader.py, Run.read): when the run ends, and for a report."""
+        """One process reads the steps of all ranks, and the layers of the first (record/reader.py, Run.read)."""
         layers = self.samples * len(self.model.tensors) * self.machine.census_s
-        return self.ranks * (Limits().rows * self.machine.row_s + layers)
+        return self.ranks * Limits().rows * self.machine.row_s + layers
 
     @property
     def report_bytes(self) -> float:
         layers = self.samples * len(self.model.tensors) * self.machine.census
-        return self.ranks * (Limits().rows * self.machine.row + layers)
+        return self.ranks * Limits().rows * self.machine.row + layers
 
 
 # --- where it ends -------------------------------------------------------------------------------------------------
@@ -203,11 +215,6 @@ def limits(machine: Machine = CLUSTER) -> list[Breaks]:
             f"the guard's {counts.GROUPS_OF_A_GUARD} gloo groups need more than {machine.descriptors:,.0f} open files",
             "guard/agreement.py, Agreement",
             lambda each: each.descriptors > machine.descriptors,
-        ),
-        Breaks(
-            "the first rank reads a checkpoint for longer than the others' patience, when a run is resumed",
-            "guard/resuming.py, _trouble",
-            lambda each: each.verify_s > PATIENCE_S,
         ),
         Breaks(
             "the record takes over 64 GB of memory to read",

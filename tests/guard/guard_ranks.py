@@ -1,13 +1,14 @@
-"""Two gloo ranks that train under a guard, case by case; writes what each rank found as JSON.
+"""Gloo ranks that train under a guard, case by case, mostly two; writes what each rank found as JSON.
 
     python guard_ranks.py FOLDER FILE
 
-Torch is loaded once: for each case, two ranks are forked. They meet in a file, and answer through pipes.
+Torch is loaded once: for each case, ranks are forked. They meet in a file, and answer through pipes.
 """
 
 import json
 import multiprocessing
 import os
+import shutil
 import signal
 import sys
 import time
@@ -22,7 +23,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ampwise import Engine, Guard, Ladder, Stopped
-from ampwise.guard.disk import reading, writing
+from ampwise.guard.disk import catalog, reading, writing
 from ampwise.guard.disk.catalog import Damaged, checkpoints
 
 LIMIT_S = 30  # for a case; all of them take a second or two if all is well
@@ -155,6 +156,73 @@ def damaged_for_one(rank, directory):
     return found(second, begun_at=begun_at, words=words, unbroken=is_unbroken(second, data(9)))
 
 
+def flipped_in_one(rank, directory):
+    """A bit of one file of the newest checkpoint, each in turn: of two ranks' files, by whoever is here."""
+    if dist.get_world_size() == len(FILES) // 2:
+        first = training(directory.parent / WRITTEN)
+        first.guard.begin()
+        for batch in data(9):
+            first.guard.step(first.loss, batch)
+            collect(first)
+        first.guard.close()
+    proven, verify_file = [], catalog.verify_file
+
+    def noted(folder, name, manifest):
+        if manifest.step == 8:
+            proven.append(name)
+        verify_file(folder, name, manifest)
+
+    catalog.verify_file, reading.verify_file = noted, lambda *_: None  # so that no other proof finds it
+    return {"": resumed(rank, directory / "whole", "", proven)} | {
+        name: resumed(rank, directory / name, name, proven) for name in FILES
+    }
+
+
+WRITTEN = "written"  # the folder of what two ranks have, which others read then
+FILES = [name for rank in range(2) for name in (writing.tensors_file(rank), writing.plain_file(rank))]
+
+
+def resumed(rank, directory, flipped, proven):
+    """Where a run goes on, and what it says, if the newest checkpoint has a bit flipped in this file."""
+    if rank == 0:
+        shutil.copytree(directory.parent.parent / WRITTEN, directory)
+        if flipped:
+            path = directory / "step-00000008" / flipped
+            path.write_bytes(path.read_bytes()[:-1] + bytes([path.read_bytes()[-1] ^ 1]))
+    dist.barrier()
+    proven.clear()
+    second = training(directory, seed=2)
+    second.guard.begin()
+    begun_at, words = second.engine.applied_steps, [finding.message for finding in second.guard.findings]
+    weights = torch.cat([each.detach().reshape(-1) for each in second.model.parameters()]).tolist()
+    second.guard.close()
+    return found(second, begun_at=begun_at, words=words, weights=weights, proven=list(proven))
+
+
+def fails_alone_while_reading(rank, directory):
+    """One rank alone has no memory for the newest checkpoint, when all have agreed that it is whole."""
+    first = training(directory)
+    first.guard.begin()
+    for batch in data(13):
+        first.guard.step(first.loss, batch)
+        collect(first)
+    first.guard.close()
+    open_for = reading._Reader.open_for
+
+    def starved(reader, tensors):
+        if rank == 1 and reader._folder.name == "step-00000012":
+            raise MemoryError("no room for the manifest")
+        return open_for(reader, tensors)
+
+    reading._Reader.open_for = starved
+    second, code = training(directory, seed=2, patience="2s"), None
+    try:
+        second.guard.begin()
+    except Stopped as stopped:
+        code = stopped.code
+    return {"code": code, "begun_at": second.engine.applied_steps}
+
+
 class Cramped(torch.autograd.Function):
     """Runs out of memory in a backward pass, when some gradients are with the others already."""
 
@@ -220,27 +288,31 @@ def gone_after_the_last_step(rank, directory):
     return found(run, code=code)
 
 
-CASES = [
-    back_to_disk_while_writing,
-    back_at_the_end,
-    damaged_for_one,
-    no_memory_on_one,
-    alive_for_long,
-    told_to_end_after_the_last_step,
-    gone_after_the_last_step,
-]
+CASES = {
+    case.__name__: (case, 2)
+    for case in [
+        back_to_disk_while_writing,
+        back_at_the_end,
+        damaged_for_one,
+        fails_alone_while_reading,
+        no_memory_on_one,
+        alive_for_long,
+        told_to_end_after_the_last_step,
+        gone_after_the_last_step,
+    ]
+} | {f"flipped_in_one_of_{world}": (flipped_in_one, world) for world in (2, 3, 1)}  # the first of them writes
 
 
 # --- ranks ---------------------------------------------------------------------------------------------------------
 
 
-def be(rank, case, directory, store, pipe):
+def be(rank, world, case, directory, store, pipe):
     torch.set_num_threads(1)
     torch._C._set_mkldnn_enabled(False)
     began = time.monotonic()
     try:
         timeout = timedelta(seconds=LIMIT_S)
-        dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2, timeout=timeout)
+        dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world, timeout=timeout)
         facts = case(rank, directory)
     except BaseException as error:  # an answer too
         traceback.print_exc()
@@ -250,13 +322,13 @@ def be(rank, case, directory, store, pipe):
     os._exit(0)  # at once: torch takes long to leave
 
 
-def answers(case, folder):
-    """What both ranks say; None of one that died."""
+def answers(name, case, world, folder):
+    """What all ranks say; None of one that died."""
     context = multiprocessing.get_context("fork")
-    store, directory = folder / f"{case.__name__}.store", folder / case.__name__
-    pipes = [context.Pipe(duplex=False) for _ in range(2)]
+    store, directory = folder / f"{name}.store", folder / name
+    pipes = [context.Pipe(duplex=False) for _ in range(world)]
     ranks = [
-        context.Process(target=be, args=(rank, case, directory, store, theirs), daemon=True)
+        context.Process(target=be, args=(rank, world, case, directory, store, theirs), daemon=True)
         for rank, (_, theirs) in enumerate(pipes)
     ]
     for process in ranks:
@@ -276,4 +348,5 @@ def answers(case, folder):
 
 if __name__ == "__main__":
     where = Path(sys.argv[1])
-    Path(sys.argv[2]).write_text(json.dumps({case.__name__: answers(case, where) for case in CASES}))
+    said = {name: answers(name, case, world, where) for name, (case, world) in CASES.items()}
+    Path(sys.argv[2]).write_text(json.dumps(said))

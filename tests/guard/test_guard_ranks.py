@@ -1,4 +1,4 @@
-"""Two ranks under a guard: whatever one of them meets, both do the same about it. Each of these went wrong once."""
+"""Ranks under a guard: whatever one of them meets, all do the same about it. Most of these went wrong once."""
 
 import json
 import os
@@ -12,6 +12,7 @@ from ampwise.guard.disk.catalog import checkpoints
 pytestmark = pytest.mark.skipif(not dist.is_available() or not hasattr(os, "fork"), reason="needs gloo and fork")
 
 PROGRAM = Path(__file__).with_name("guard_ranks.py")
+KINDS = (("tensors", "safetensors"), ("plain", "json"))
 LOADED = [
     *("ampwise.guard.guard", "ampwise.guard.disk.reading", "ampwise.guard.disk.writing", "ampwise.trace.explaining"),
     *("torch.distributed.fsdp", "torch.nn.parallel", "torch.utils.data"),
@@ -71,6 +72,34 @@ def test_what_one_rank_cannot_read_is_read_by_none(ranks):
     assert all("plain-00001.json cannot be read: Input/output error." in each for each in words)
     assert "rank 1: " in words[0]
     assert max(rank["seconds"] for rank in ranks[case]) < 9
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_a_flipped_bit_is_found_by_whichever_rank_proves_the_file(ranks, world):
+    """Two have written it: so many others as there are prove it together, each file once, before anything is read."""
+    said = ranks[f"flipped_in_one_of_{world}"]
+    files = {f"{kind}-0000{rank}.{ending}": rank for kind, ending in KINDS for rank in range(2)}
+    changed = [] if world == 2 else ["ranks-changed"]
+    whole = [each.pop("") for each in said]
+    assert [each["begun_at"] for each in whole] == [8] * world
+    assert [each["told"] for each in whole] == [changed] * world
+    assert sorted(name for each in whole for name in each["proven"]) == sorted(files)
+    assert [bool(each["proven"]) for each in whole] == [rank < 2 for rank in range(world)]
+    for name, writer in files.items():
+        found = [each[name] for each in said]
+        assert [each["begun_at"] for each in found] == [4] * world, name
+        assert [each["told"] for each in found] == [[*changed, "checkpoint-damaged"]] * world
+        (words,) = {each["words"][-1] for each in found}  # the same for all of them
+        prover = writer if world > 1 else 0
+        assert f"{f'rank {prover}: ' if prover else ''}{name} is not as it was written" in words
+        assert all(each["weights"] == found[0]["weights"] != whole[0]["weights"] for each in found)
+
+
+def test_a_rank_that_fails_alone_while_all_read_goes_on_from_no_other_checkpoint(ranks):
+    """Which is why they read in a group of its own: its next question is no answer to what the others ask there."""
+    case = "fails_alone_while_reading"
+    ended, begun_at = both(ranks, case, "code"), both(ranks, case, "begun_at")
+    assert (ended, begun_at) in {(None, 8), (70, 0)}, "all from an older one, or none"
 
 
 def test_out_of_memory_on_one_rank_is_told_and_raised_and_the_other_stops(ranks):

@@ -32,8 +32,8 @@ class Followed:
         """Look, and compare with a reading anew; whether anything was new."""
         fresh = self.follower.look()
         self.run = fresh or self.run
-        assert self.run == Run.read(self.follower.folder)
-        assert self.run.status == Run.read(self.follower.folder).status
+        anew = Run.read(self.follower.folder, layers_of_others=False)
+        assert (self.run, self.run.status) == (anew, anew.status)
         return fresh is not None
 
 

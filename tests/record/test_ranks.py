@@ -1,5 +1,8 @@
 """Several ranks, each with its part of a record."""
 
+import itertools
+from pathlib import Path
+
 import pytest
 
 from ampwise import BadInput
@@ -190,3 +193,36 @@ def test_layers_of_a_rank(start, tmp_path):
     run = Run.read(tmp_path / "run")
     assert run.total_layers() == {}
     assert run.ranks[1].total_layers() == dict(sample(3).layers)
+
+
+# --- at the same moment --------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def crowd(tmp_path, monkeypatch):
+    """After each look into the record's folder, one more rank has made its own there."""
+    listed, ranks = Path.iterdir, itertools.count(5)
+
+    def iterdir(path):
+        found = list(listed(path))
+        if path == tmp_path / "run":
+            (path / f"rank{next(ranks)}").mkdir()
+        return iter(found)
+
+    monkeypatch.setattr(Path, "iterdir", iterdir)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("force", [False, True])
+def test_ranks_that_come_while_one_makes_room_are_no_strangers(tmp_path, crowd, rank, force):
+    (tmp_path / "run").mkdir()
+    own = make_room(tmp_path / "run", rank=rank, world_size=100, force=force)
+    assert own == (tmp_path / "run" / "rank1" if rank else tmp_path / "run")
+
+
+def test_something_else_is_refused_also_in_a_crowd(tmp_path, crowd):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "rankings.csv").write_text("years of work")
+    for rank in (0, 1):
+        with pytest.raises(BadInput, match="holds no record of ampwise"):
+            make_room(tmp_path / "run", rank=rank, world_size=100, force=True)

@@ -157,7 +157,7 @@ def _read(name: str, other: str | None = None) -> Run:
     if not name:
         raise BadInput("report: the name of the record is empty. Name its folder; `.` is the one you are in.")
     try:
-        return Run.read(Path(name))
+        return Run.read(Path(name), layers_of_others=False)
     except BadInput as error:
         alone = "" if other is None else f"`ampwise report {other}` shows the other one."
         told = [str(error), why_not_a_record(Path(name)), alone]

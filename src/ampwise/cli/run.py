@@ -157,7 +157,7 @@ def _say_of_sinks(folder: Path, args: argparse.Namespace) -> None:
     if not args.sinks:
         return
     try:
-        found = [seen.finding for seen in Run.read(folder).findings]
+        found = [seen.finding for seen in Run.read(folder, layers_of_others=False).findings]
     except BadInput:
         return
     for finding in found:
@@ -172,7 +172,7 @@ def _show(folder: Path) -> None:
     from ampwise.report.summary import summary
 
     try:
-        record = Run.read(folder)
+        record = Run.read(folder, layers_of_others=False)
     except BadInput:  # torchrun has started nothing, and said why
         return
     text = summary(record, colour=wants_colour(sys.stderr), width=console(sys.stderr).width)

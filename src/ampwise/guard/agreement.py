@@ -40,7 +40,9 @@ class Agreement:
     def __init__(self, ranks: Ranks, patience: float) -> None:
         self.several = ranks.several
         self.saving: Any = None  # a group of its own, for a thread that writes meanwhile
-        self.reading: Any = None  # and one to read through, whatever that thread does
+        # And one to read through: a rank that fails there alone goes on to the next question, which would otherwise
+        # be taken for an answer to what the others still exchange. They would go on from different checkpoints.
+        self.reading: Any = None
         self._group: Any = None
         if self.several:
             self._group = _new_group(ranks.process_group, patience)

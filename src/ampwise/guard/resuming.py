@@ -86,14 +86,14 @@ class Resuming:
         return checkpoints(self._directory) if self._agreement.rank == 0 else []
 
     def _trouble(self, checkpoint: Checkpoint) -> str:
-        """What is wrong with it, as far as one can tell without loading it. The first rank reads it all."""
+        """What is wrong with it, as far as one can tell without loading it. Each rank reads a share of the files."""
         why = ""
-        if self._agreement.rank == 0:
-            try:
-                verify(checkpoint)
-            except (Damaged, OSError) as error:
-                why = str(error)
-        return self._agreement.first_says(why)
+        try:
+            verify(checkpoint, share=self._agreement.rank, of=self._agreement.size)
+        except (Damaged, OSError) as error:
+            why = str(error)
+        told = enumerate(self._agreement.all_of(why))
+        return next((f"rank {rank}: {each}" if rank else each for rank, each in told if each), "")
 
     def read(self, checkpoint: Checkpoint) -> dict[str, Any]:
         """Put all of it in place: tensors, and the rest, which is returned.

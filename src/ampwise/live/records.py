@@ -9,7 +9,7 @@ from pathlib import Path
 from ampwise.errors import BadInput, nearest
 from ampwise.record.files import ASIDE
 from ampwise.record.hints import newest_record, records_in
-from ampwise.record.layout import MANIFEST, rank_folders
+from ampwise.record.layout import MANIFEST, is_rank_folder
 
 __all__ = ["find_record", "wait_for_record"]
 
@@ -51,8 +51,7 @@ def _may_come(path: Path) -> bool:
         return not path.is_symlink() and path.absolute().parent.is_dir()
     if not path.is_dir():
         return False
-    early = {f"{MANIFEST}{ASIDE}", *(folder.name for folder in rank_folders(path).values())}
-    return all(one.name in early for one in path.iterdir())
+    return all(one.name == f"{MANIFEST}{ASIDE}" or is_rank_folder(one.name) for one in path.iterdir())
 
 
 def _guess(path: Path) -> str:

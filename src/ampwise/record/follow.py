@@ -20,7 +20,10 @@ class Follower:
         self._told: tuple[object, ...] = ()  # which ranks there were, and the trouble with them
 
     def look(self) -> Run | None:
-        """The run as ``Run.read`` would read it now, or None where nothing is new; BadInput as there."""
+        """The run as ``Run.read`` would read it now, or None where nothing is new; BadInput as there.
+
+        Without the layers of ranks but the first: nobody who looks on is shown them, and they grow the fastest.
+        """
         run = with_ranks(self._part(self.folder), self._part)
         told = (list(run.ranks), run.trouble)
         if not self._has_news and told == self._told:
@@ -40,7 +43,7 @@ class Follower:
         return max(times, default=None)
 
     def _part(self, folder: Path) -> Run:
-        part = self._parts.setdefault(folder, Part(folder))
+        part = self._parts.setdefault(folder, Part(folder, layers=folder == self.folder))
         # Kept until a run was given: what comes after this may raise, and what was read is not read again.
         self._has_news |= part.look()
         return part.run

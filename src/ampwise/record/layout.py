@@ -17,6 +17,7 @@ __all__ = [
     "MANIFEST",
     "STEPS",
     "VERSION",
+    "is_rank_folder",
     "is_record",
     "make_room",
     "rank_folder",
@@ -39,6 +40,11 @@ def rank_folders(folder: Path) -> dict[int, Path]:
     """Those that are there, by rank."""
     found = {_rank(path.name): path for path in folder.iterdir()}
     return {rank: found[rank] for rank in sorted(found) if rank}
+
+
+def is_rank_folder(name: str) -> bool:
+    """Whether a rank but the first writes to a folder of this name."""
+    return _rank(name) > 0
 
 
 def _rank(name: str) -> int:
@@ -108,8 +114,9 @@ def _refuse_foreign(folder: Path) -> None:
 
 def _foreign(folder: Path) -> bool:
     """Whether it has anything but what a record that never came to its manifest has, or one whose ranks were faster."""
-    ours = {*(name + ASIDE for name in FILES), *(path.name for path in rank_folders(folder).values())}
-    return any(path.name not in ours for path in folder.iterdir())
+    ours = {name + ASIDE for name in FILES}
+    # In one look, by names: a rank may make its folder at any moment.
+    return any(path.name not in ours and not is_rank_folder(path.name) for path in folder.iterdir())
 
 
 def _world_size(folder: Path) -> object:

@@ -56,9 +56,13 @@ class Run:
     findings_known: bool = True  # whether all that were written could be read, of every rank
 
     @classmethod
-    def read(cls, folder: str | Path) -> Run:
-        """The record in ``folder``; BadInput where there is none, or one that is too new."""
-        return with_ranks(_read_part(Path(folder)), _read_part)
+    def read(cls, folder: str | Path, *, layers_of_others: bool = True) -> Run:
+        """The record in ``folder``; BadInput where there is none, or one that is too new.
+
+        layers_of_others: False leaves those of all ranks but the first unread, and what is wrong with them untold:
+        they are most of a record of many ranks, and no report shows them.
+        """
+        return with_ranks(_read_part(Path(folder)), partial(_read_part, layers=layers_of_others))
 
     @property
     def status(self) -> str:
@@ -135,18 +139,23 @@ class Run:
 
 
 class Part:
-    """The record of one rank: its files, each read as far as it is another than at the last look."""
+    """The record of one rank: its files, each read as far as it is another than at the last look.
 
-    def __init__(self, folder: Path) -> None:
+    layers: False where nobody asks for them.
+    """
+
+    def __init__(self, folder: Path, *, layers: bool = True) -> None:
         self.folder = folder
         self._manifest = Whole(folder / MANIFEST, partial(_read_manifest, folder))
         self._steps = Tail(folder / STEPS, read_bucket, LARGEST_FILE)
         self._layers = Tail(folder / LAYERS, read_layers, LARGEST_FILE)
         self._findings = Whole(folder / FINDINGS, partial(_read_findings, folder / FINDINGS))
+        wanted = [self._layers] if layers else []
+        self._asked: list[Tail[Any] | Whole[Any]] = [self._manifest, self._steps, *wanted, self._findings]
 
     def look(self) -> bool:
         """Whether it says something else now; BadInput where it is no record, or one that is too new."""
-        news = [file.look() for file in (self._manifest, self._steps, self._layers, self._findings)]
+        news = [file.look() for file in self._asked]
         manifest, said = self._manifest.value
         if not manifest and not (self._steps.values or self._layers.values or self._findings.value[0]):
             raise BadInput(f"{self.folder}: {said} Nothing else is there to read. Name another record, or run again.")
@@ -191,8 +200,8 @@ def with_ranks(run: Run, read: Callable[[Path], Run]) -> Run:
     return replace(run, findings_known=known)
 
 
-def _read_part(folder: Path) -> Run:
-    part = Part(folder)
+def _read_part(folder: Path, *, layers: bool = True) -> Run:
+    part = Part(folder, layers=layers)
     part.look()
     return part.run
 

@@ -25,7 +25,7 @@ FROM_ANOTHER = "it came from another rank"  # what one rank can but guess
 def add_findings_of_ranks(folder: Path) -> None:
     """Judge a record whose processes have ended, and write what is found to the first rank's part."""
     try:
-        run = Run.read(folder)
+        run = Run.read(folder, layers_of_others=False)
     except BadInput:  # nothing was started
         return
     together = Findings()

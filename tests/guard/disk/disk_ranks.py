@@ -100,6 +100,12 @@ def write_ddp(rank, world, folder):
     return write(rank, world, folder, live=tensors, staged=tensors, alike=set(tensors))
 
 
+def write_numbers(rank, world, folder):
+    """What each rank needs of the others: the counters of an optimizer, the same everywhere."""
+    tensors = {f"step{place}": torch.tensor(float(place)) for place in range(8)} | {"w": torch.ones(100)}
+    return write(rank, world, folder, live=tensors, staged=tensors, alike=set(tensors))
+
+
 def write_fsdp(rank, world, folder):
     """A model that FSDP2 has sharded, written by two and read into one that is not."""
     torch.manual_seed(3)

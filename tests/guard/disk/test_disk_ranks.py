@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from ampwise.guard.disk.catalog import checkpoints, verify
+from ampwise.guard.disk import catalog
+from ampwise.guard.disk.catalog import Damaged, checkpoints, verify
 from ampwise.tensors_on_disk import read_tensors
 
 pytestmark = pytest.mark.skipif(not dist.is_available() or not hasattr(os, "fork"), reason="needs gloo and fork")
@@ -56,12 +57,75 @@ def test_others_read_what_some_have_written(ranks, tmp_path, writers, readers):
         assert [answer["plain"] for answer in found] == [{"rank": rank % writers} for rank in range(world)]
 
 
+@pytest.fixture(scope="module")
+def of_three(ranks, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("three")
+    ranks("write", 3, folder)
+    return checkpoints(folder)[0]
+
+
+def shares_that_find(checkpoint, of):
+    found = {}
+    for share in range(of):
+        try:
+            verify(checkpoint, share=share, of=of)
+        except Damaged as error:
+            found[share] = str(error)
+    return found
+
+
+@pytest.mark.parametrize("of", [1, 2, 3, 4, 7])
+def test_any_number_of_ranks_proves_each_file_once(of_three, monkeypatch, of):
+    proven = []
+    monkeypatch.setattr(catalog, "verify_file", lambda _, name, __: proven.append(name))
+    assert shares_that_find(of_three, of) == {}
+    kinds = ("tensors-0000{}.safetensors", "plain-0000{}.json")
+    assert sorted(proven) == sorted(kind.format(rank) for rank in range(3) for kind in kinds)
+    proven.clear()
+    verify(of_three, share=1, of=3)
+    assert proven == [kind.format(1) for kind in kinds]  # what it wrote itself, if it is the same one
+
+
+@pytest.mark.parametrize("of", [1, 2, 3, 4, 7])
+@pytest.mark.parametrize("kind", ["tensors-0000{}.safetensors", "plain-0000{}.json"])
+@pytest.mark.parametrize("writer", [0, 1, 2])
+def test_a_flipped_bit_is_found_by_one_of_them(of_three, of, kind, writer):
+    path = of_three.path / kind.format(writer)
+    data = path.read_bytes()
+    path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    try:
+        told = f"{path.name} is not as it was written: its checksum is another."
+        assert shares_that_find(of_three, of) == {writer % of: told}
+    finally:
+        path.write_bytes(data)
+
+
+@pytest.mark.parametrize("of", [1, 2, 4])
+def test_a_file_that_is_gone_is_told_by_the_first_whoever_was_to_prove_it(of_three, of):
+    path = of_three.path / "plain-00002.json"
+    data = path.read_bytes()
+    path.unlink()
+    try:
+        assert shares_that_find(of_three, of)[0] == "plain-00002.json is missing."
+    finally:
+        path.write_bytes(data)
+
+
 def test_what_all_have_alike_is_written_once_and_by_all(ranks, tmp_path):
     ranks("write_ddp", 2, tmp_path)
     (checkpoint,) = checkpoints(tmp_path)
     held = [list(read_tensors(checkpoint.path / f"tensors-0000{rank}.safetensors").tensors) for rank in range(2)]
     assert sorted(held[0] + held[1]) == [f"w{place}" for place in range(8)]
     assert [len(names) for names in held] == [4, 4]
+
+
+def test_numbers_that_all_read_again_are_in_one_file(ranks, tmp_path):
+    answers = ranks("write_numbers", 3, tmp_path)
+    assert [answer.get("error") for answer in answers] == [None] * 3
+    (checkpoint,) = checkpoints(tmp_path)
+    held = [list(read_tensors(checkpoint.path / f"tensors-0000{rank}.safetensors").tensors) for rank in range(3)]
+    assert [name for names in held[1:] for name in names if name.startswith("step")] == []
+    assert sorted(name for names in held for name in names) == sorted([*(f"step{place}" for place in range(8)), "w"])
 
 
 def test_a_model_that_is_fully_sharded(ranks, tmp_path):

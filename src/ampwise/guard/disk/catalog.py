@@ -24,6 +24,8 @@ from ampwise.guard.disk.layout import (
     OURS,
     SEAL,
     aside,
+    plain_file,
+    tensors_file,
 )
 from ampwise.guard.disk.manifest import Damaged, Manifest
 from ampwise.printers.terminal import printable
@@ -154,12 +156,18 @@ def _bytes(folder: Path, name: str, largest: int) -> bytes:
 # --- proving -------------------------------------------------------------------------------------------------------
 
 
-def verify(checkpoint: Checkpoint) -> None:
-    """Read all of its files and compare their checksums; Damaged, in a line, for the first that is another."""
+def verify(checkpoint: Checkpoint, *, share: int = 0, of: int = 1) -> None:
+    """Read all of its files and compare their checksums; Damaged, in a line, for the first that is another.
+
+    share, of: which of so many ranks this is, that prove it together. Each reads what some of those that wrote it have
+    written, and the first looks at all names and lengths, too. It is whole if none of them finds anything.
+    """
     manifest = read_manifest(checkpoint.path)
-    _check_sizes(checkpoint.path, manifest)
-    for name in manifest.files:
-        verify_file(checkpoint.path, name, manifest)
+    if share == 0:
+        _check_sizes(checkpoint.path, manifest)
+    for rank in range(share, manifest.world_size, of):
+        for name in (tensors_file(rank), plain_file(rank)):
+            verify_file(checkpoint.path, name, manifest)
 
 
 def verify_file(folder: Path, name: str, manifest: Manifest) -> None:

@@ -153,12 +153,22 @@ class _Planner(DefaultSavePlanner):
     def lookup_object(self, index: MetadataIndex) -> Tensor:
         return self._staged[index.fqn]
 
+    def _is_the_firsts(self, item: WriteItem) -> bool:
+        """Whether it is a whole tensor that ranks do not share the writing of."""
+        facts = item.tensor_data
+        is_number = facts is not None and math.prod(facts.size) <= 1
+        return item.type == WriteItemType.TENSOR and (is_number or item.index.fqn not in self._alike)
+
     def _first_come(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Each rank has buffers of its own, such as running means, and DDP goes on with the first rank's."""
+        """What is not spread among ranks is written by the first that has it.
+
+        Each rank has buffers of its own, such as running means, and DDP goes on with the first rank's. Single numbers,
+        such as the counters of an optimizer, all ranks read again, and a file that a rank needs it reads whole.
+        """
         seen: set[str] = set()
         kept = []
         for plan in plans:
-            whole = {item.index.fqn for item in plan.items if item.type == WriteItemType.TENSOR} - self._alike
+            whole = {item.index.fqn for item in plan.items if self._is_the_firsts(item)}
             kept.append(
                 dataclasses.replace(plan, items=[item for item in plan.items if item.index.fqn not in whole & seen])
             )

@@ -1,0 +1,41 @@
+"""Which record is meant, while ranks are about to make it."""
+
+import itertools
+from pathlib import Path
+
+import pytest
+
+from ampwise.live.records import find_record
+from ampwise.record.writer import Writer
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """After each look into it, one more rank has made its own folder there."""
+    listed, ranks = Path.iterdir, itertools.count(5)
+    (tmp_path / "run").mkdir()
+
+    def iterdir(path):
+        found = list(listed(path))
+        if path == tmp_path / "run":
+            (path / f"rank{next(ranks)}").mkdir()
+        return iter(found)
+
+    monkeypatch.setattr(Path, "iterdir", iterdir)
+    return tmp_path / "run"
+
+
+def test_a_record_may_yet_come_to_where_ranks_gather(folder):
+    (folder / "manifest.json.new").touch()
+    assert [find_record(folder) for _ in range(3)] == [None] * 3
+
+
+def test_it_is_found_when_the_first_has_come(folder):
+    Writer.create(folder, world_size=100).close("finished", 0)
+    assert find_record(folder) == folder
+
+
+@pytest.mark.parametrize("name", ["thesis.tex", "rank0", "rank01", "rankings.csv", "rank123456789"])
+def test_where_something_else_is_none_is_waited_for(folder, name):
+    (folder / name).touch()
+    assert find_record(folder) == folder
