@@ -27,9 +27,8 @@ nightly: $(STAMP) ## all tests at their full length: more examples, more steps, 
 fuzz: $(STAMP) ## 10,000 mangled scripts through `ampwise check` (for the night; `make test` has 200)
 	@AMPWISE_FUZZ=10000 $(BIN)/python -m pytest -n 2 tests/lint/test_fuzz.py $(ARGS)
 
-# Three at a time on two cores: the tests keep both busy, and what is short runs beside them.
-check: $(STAMP) ## formatter, linter, our own linter, strict types, generated docs current, the site, tests
-	@$(MAKE) --no-print-directory -j3 --output-sync=target lint docs-check types site test
+check: lint docs-check ## formatter, linter, our own linter, strict types, generated docs current, the site, tests
+	@$(MAKE) --no-print-directory -j2 --output-sync=target types site test
 
 lint: $(STAMP)
 	@$(BIN)/ruff format --check --quiet . || { echo "make: not in the house format; run: make format" >&2; exit 1; }
@@ -79,7 +78,7 @@ $(STAMP): $(NEEDS)
 	  echo "make: cannot write to $(VENV). Name a folder you own: make VENV=/path/to/venv $(MAKECMDGOALS)" >&2; exit 1; }
 	@echo "setting up $(VENV), once: about a minute"
 	@$(PYTHON) -m venv $(VENV)
-	@$(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
 	@$(BIN)/python -m compileall -q src  # bytecode, which `ampwise check` starts three times faster with
 	@touch $(STAMP)
 
