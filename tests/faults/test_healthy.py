@@ -95,3 +95,13 @@ def test_two_guards_on_one_engine_are_one_too_many(tmp_path):
     engine = Engine(model, torch.optim.SGD(model.parameters(), 0.1), "fp32")
     with Guard(engine, tmp_path / "one"), pytest.raises(ValueError, match="has a guard already"):
         Guard(engine, tmp_path / "two").begin()
+
+
+def test_what_a_kill_left_behind_is_gone_though_nothing_is_left_to_do(tmp_path):
+    train(tmp_path)
+    left = tmp_path / ".step-00000023.a5cd1e31.old"
+    left.mkdir()
+    (left / "tensors-00000.safetensors").write_text("half of it")
+    train(tmp_path)
+    assert not left.exists()
+    assert checkpoints(tmp_path)

@@ -23,7 +23,7 @@ from ampwise.finding import Finding
 from ampwise.guard.agreement import Agreement, LostRank
 from ampwise.guard.alerts import Alert, Alerts
 from ampwise.guard.checkpointing import Checkpointing
-from ampwise.guard.disk.catalog import Checkpoint, checkpoints
+from ampwise.guard.disk.catalog import Checkpoint, checkpoints, clear_leftovers
 from ampwise.guard.disk.lock import Lock
 from ampwise.guard.durations import Every, seconds
 from ampwise.guard.ends import STOPPED, Signals, Stopped, Watchdog
@@ -196,6 +196,7 @@ class Guard:
                     f"Guard({str(self.directory)!r}): no such directory can be made: {error.strerror or error}."
                 ) from error
             self._lock.acquire()
+            clear_leftovers(self.directory)  # now, as a run that has come to its end saves nothing any more
 
     def _start(self) -> None:
         if self._lock.stale:

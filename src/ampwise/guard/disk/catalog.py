@@ -32,7 +32,17 @@ from ampwise.printers.terminal import printable
 from ampwise.record.files import opened, write_aside
 from ampwise.strict_json import dumps, loads
 
-__all__ = ["Checkpoint", "Damaged", "checkpoints", "discredit", "next_number", "promote", "prune", "verify"]
+__all__ = [
+    "Checkpoint",
+    "Damaged",
+    "checkpoints",
+    "clear_leftovers",
+    "discredit",
+    "next_number",
+    "promote",
+    "prune",
+    "verify",
+]
 
 CHANGED = "is not as it was written: its checksum is another"
 LONGEST_REASON = 500
@@ -234,13 +244,18 @@ def prune(directory: str | Path, keep: int, spared: Collection[Path] = ()) -> li
     if keep < 1:
         raise BadInput(f"prune(keep={keep}): at least one checkpoint has to stay.")
     home = Path(directory)
-    gone = [path for path in _leftovers(home) if remove_ours(path)]
+    gone = clear_leftovers(home)
     beyond = [old for old in _beyond(checkpoints(home), keep) if old.path not in spared]
     gone += [old.path for old in beyond if holds_only_ours(old.path) and _removed(old)]
     if gone:
         with contextlib.suppress(OSError):  # what comes back after a power cut is removed the next time
             sync_folder(home)
     return gone
+
+
+def clear_leftovers(directory: Path) -> list[Path]:
+    """Remove what attempts left behind that were killed; returns what is gone."""
+    return [path for path in _leftovers(directory) if remove_ours(path)]
 
 
 def _beyond(found: Sequence[Checkpoint], keep: int) -> Iterator[Checkpoint]:
