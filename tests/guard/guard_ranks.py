@@ -199,30 +199,6 @@ def resumed(rank, directory, flipped, proven):
     return found(second, begun_at=begun_at, words=words, weights=weights, proven=list(proven))
 
 
-def fails_alone_while_reading(rank, directory):
-    """One rank alone has no memory for the newest checkpoint, when all have agreed that it is whole."""
-    first = training(directory)
-    first.guard.begin()
-    for batch in data(13):
-        first.guard.step(first.loss, batch)
-        collect(first)
-    first.guard.close()
-    open_for = reading._Reader.open_for
-
-    def starved(reader, tensors):
-        if rank == 1 and reader._folder.name == "step-00000012":
-            raise MemoryError("no room for the manifest")
-        return open_for(reader, tensors)
-
-    reading._Reader.open_for = starved
-    second, code = training(directory, seed=2, patience="2s"), None
-    try:
-        second.guard.begin()
-    except Stopped as stopped:
-        code = stopped.code
-    return {"code": code, "begun_at": second.engine.applied_steps}
-
-
 class Cramped(torch.autograd.Function):
     """Runs out of memory in a backward pass, when some gradients are with the others already."""
 
@@ -294,7 +270,6 @@ CASES = {
         back_to_disk_while_writing,
         back_at_the_end,
         damaged_for_one,
-        fails_alone_while_reading,
         no_memory_on_one,
         alive_for_long,
         told_to_end_after_the_last_step,

@@ -95,13 +95,6 @@ def test_a_flipped_bit_is_found_by_whichever_rank_proves_the_file(ranks, world):
         assert all(each["weights"] == found[0]["weights"] != whole[0]["weights"] for each in found)
 
 
-def test_a_rank_that_fails_alone_while_all_read_goes_on_from_no_other_checkpoint(ranks):
-    """Which is why they read in a group of its own: its next question is no answer to what the others ask there."""
-    case = "fails_alone_while_reading"
-    ended, begun_at = both(ranks, case, "code"), both(ranks, case, "begun_at")
-    assert (ended, begun_at) in {(None, 8), (70, 0)}, "all from an older one, or none"
-
-
 def test_out_of_memory_on_one_rank_is_told_and_raised_and_the_other_stops(ranks):
     case = "no_memory_on_one"
     other, starved = ranks[case]
