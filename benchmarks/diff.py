@@ -22,10 +22,10 @@ from ampwise.tune.diff.result import Difference
 from ampwise.tune.diff.side import side_of
 from ampwise.tune.step import TrainingStep, make_optimizer
 from ampwise.tune.subject import Subject, maker_of
-from benchmarks.gpt import GPT, GPT2_124M, GPT_1M, Shape
+from benchmarks.gpt import GPT2_124M, GPT_1M
 from benchmarks.harness import Result, note
 from benchmarks.step import Row, device, has_gpu, suffix
-from benchmarks.subjects import Made
+from benchmarks.subjects import gpt
 
 WANTED_STEPS, WANTED_MEMORY = 6, 1.30
 PLAIN_STEPS, TIMES = 5, 3
@@ -66,12 +66,6 @@ def _wait() -> None:
         torch.cuda.synchronize()
 
 
-def _made(shape: Shape) -> Made:
-    model = GPT(shape)
-    tokens = torch.randint(shape.vocabulary, (shape.batch, shape.length + 1))
-    return model, (tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()), model
-
-
 def difference(subject: Subject, b: str, *, floor: bool = True) -> Difference:
     """FP32 against another side."""
     sides = side_of("fp32"), side_of(b)
@@ -110,7 +104,7 @@ def main() -> None:
         torch.set_num_threads(1)
     shape = GPT2_124M if has_gpu() else GPT_1M
     torch.manual_seed(0)
-    subject = maker_of(lambda: _made(shape), "gpt").make(device())
+    subject = maker_of(lambda: gpt(shape), "gpt").make(device())
     result = Result(
         name=f"diff_{suffix()}",
         title=f"What a difference of two precisions costs on a {suffix().upper()}",

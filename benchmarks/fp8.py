@@ -123,7 +123,7 @@ def row(wide: Trained, other: Trained) -> list[str | float]:
 
 def speed(name: str, shape: Shape, wanted: float) -> Result:
     def make(batch: int = shape.batch) -> Any:
-        return subjects._gpt(shape)
+        return subjects.gpt(shape)
 
     torch._dynamo.reset()
     result = Result(

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from benchmarks.gpt import GPT, GPT2_124M, GPT_4M, Shape
 
-__all__ = ["GPT_1_3B", "RelevanceScorer", "ResNet50", "gpt2", "gpt_1_3b", "relevance", "resnet50", "small_gpt"]
+__all__ = ["GPT_1_3B", "RelevanceScorer", "ResNet50", "gpt", "gpt2", "gpt_1_3b", "relevance", "resnet50", "small_gpt"]
 
 Made = tuple[nn.Module, tuple[Tensor, ...], Callable[..., Tensor]]
 
@@ -22,20 +22,21 @@ RELEVANCE_ROWS, PATCHES, FEATURES = 64, 256, 512
 
 def gpt2(batch: int = GPT2_124M.batch) -> Made:
     """GPT-2 124M on sequences of 1,024 tokens."""
-    return _gpt(replace(GPT2_124M, batch=batch))
+    return gpt(replace(GPT2_124M, batch=batch))
 
 
 def gpt_1_3b(batch: int = GPT_1_3B.batch) -> Made:
     """A GPT of GPT-3 XL's size."""
-    return _gpt(replace(GPT_1_3B, batch=batch))
+    return gpt(replace(GPT_1_3B, batch=batch))
 
 
 def small_gpt(batch: int = GPT_4M.batch) -> Made:
     """One for a CPU."""
-    return _gpt(replace(GPT_4M, batch=batch))
+    return gpt(replace(GPT_4M, batch=batch))
 
 
-def _gpt(shape: Shape) -> Made:
+def gpt(shape: Shape) -> Made:
+    """One of any size."""
     model = GPT(shape)
     tokens = torch.randint(shape.vocabulary, (shape.batch, shape.length + 1))
     return model, (tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()), model

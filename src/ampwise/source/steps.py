@@ -17,7 +17,7 @@ from ampwise.source.paths import Path, paths_through
 from ampwise.source.precision import Autocast
 from ampwise.source.walk import Trace, events_in
 
-__all__ = ["Moment", "Region", "regions_of"]
+__all__ = ["STEPS", "Moment", "Region", "regions_of"]
 
 BACKWARDS = (Kind.BACKWARD, Kind.SCALED_BACKWARD)
 STEPS = (Kind.SCALER_STEP, Kind.OPTIMIZER_STEP)

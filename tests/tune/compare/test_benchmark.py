@@ -18,7 +18,7 @@ NANO = replace(GPT_ONE_LAYER, width=16, vocabulary=16, length=4, batch=2)
 def test_a_tiny_one_is_published(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(harness, "RESULTS", tmp_path)
     monkeypatch.setattr(measuring, "PROFILED", 1)
-    monkeypatch.setattr(subjects, "small_gpt", lambda: subjects._gpt(NANO))
+    monkeypatch.setattr(subjects, "small_gpt", lambda: subjects.gpt(NANO))
     compare.small_gpt(rounds=2, precisions=["bf16"]).publish()
     record = json.loads((tmp_path / "compare_gpt4m_cpu.json").read_text())
     assert [row[0] for row in record["rows"]] == ["fp32", "bf16"]

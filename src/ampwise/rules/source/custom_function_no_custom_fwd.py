@@ -39,7 +39,7 @@ RULE = Rule(
 )
 NEEDS = (("autocast", "ampwise"), ("autograd.Function", "import Function"))
 
-ENGINES = {"ampwise.Engine"}  # whose steps run under autocast
+UNDER_AUTOCAST = {*AUTOCASTS, "ampwise.Engine"}  # whose steps run under it
 FUNCTIONS = ("torch.autograd.Function", "torch.autograd.function.Function", "torch.autograd.function.InplaceFunction")
 PRODUCTS = Pattern(r"^(matmul|mm|bmm|mv|addmm|baddbmm|einsum|linear|conv\d?d?|conv_transpose\dd|conv\dd_\w+)$")
 CASTS = Pattern(r"\.(float|half|double|type|type_as)\(|\.to\(|autocast|dtype|custom_(fwd|bwd)")
@@ -68,7 +68,7 @@ def _header(node: ast.ClassDef) -> ast.AST:
 
 def _uses_autocast(code: Code) -> bool:
     named = (*code.nodes(ast.Name), *code.nodes(ast.Attribute))
-    return any(code.outline.imports.qualified(node) in AUTOCASTS.keys() | ENGINES for node in named)
+    return any(code.outline.imports.qualified(node) in UNDER_AUTOCAST for node in named)
 
 
 def _is_function(owner: Class, code: Code) -> bool:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from ampwise.finding import Finding, Rule, Severity
-from ampwise.source.events import Event, Kind
+from ampwise.source.events import Event
 from ampwise.source.half_models import half_models
 from ampwise.source.pattern import Pattern
 from ampwise.source.precision import Autocast
 from ampwise.source.project import Code
-from ampwise.source.steps import Region
+from ampwise.source.steps import STEPS, Region
 from ampwise.source.vocabulary import BF16, FP16
 
 __all__ = ["RULE", "check"]
@@ -32,7 +32,6 @@ RULE = Rule(
 NEEDS = (("bfloat16",), ("autocast", "float16", ".half("), (".backward(",))
 
 
-STEPS = (Kind.OPTIMIZER_STEP, Kind.SCALER_STEP)
 FP16_NAMED = Pattern(r"torch\.half|(?<!b)float16|\.half\(")
 
 
