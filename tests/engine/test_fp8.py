@@ -220,7 +220,7 @@ def test_measured_layers_are_those_that_win(monkeypatch):
 def test_measured_with_delayed_scaling(monkeypatch):
     monkeypatch.setattr(
         "ampwise.engine.fp8_fitting.measured",
-        lambda shapes, fp8, device, compiled: {each: Measured(recipe="delayed", why="it is") for each in shapes},
+        lambda shapes, *_, **__: {each: Measured(recipe="delayed", why="it is") for each in shapes},
     )
     run = training(Fp8("measured", narrow=BLOCKS))
     train(run, 6)
@@ -235,8 +235,8 @@ def test_measured_with_delayed_scaling(monkeypatch):
 def test_a_compiled_model_is_measured_compiled(monkeypatch, way):
     asked = []
 
-    def noted(shapes, fp8, device, compiled):
-        asked.append(compiled)
+    def noted(shapes, fp8, device, compiled, graphed):
+        asked.append((compiled, graphed))
         return {each: Measured(recipe=None, why="no") for each in shapes}
 
     monkeypatch.setattr("ampwise.engine.fp8_fitting.measured", noted)
@@ -247,7 +247,7 @@ def test_a_compiled_model_is_measured_compiled(monkeypatch, way):
     elif way == "in place":
         model.compile(backend="eager")
     train(run, 1, model)
-    assert asked == [way != "eager"]
+    assert asked == [(way != "eager", False)]
 
 
 # Ranks

@@ -11,7 +11,6 @@ from ampwise.float8.casting import (
     AMAX,
     E4M3,
     E5M2,
-    INVERSE,
     LIMITS,
     SATURATED,
     TOPS,
@@ -55,14 +54,14 @@ def test_values_are_those_of_torchs_cast_of_what_is_scaled(dtype, wide, shape):
     torch.manual_seed(0)
     x = (torch.randn(shape) * 0.01).to(wide)
     found = current(x, dtype)
-    scale = 1 / float(found.facts[INVERSE])
+    scale = 1 / float(found.inverse)
     assert torch.equal(bits(found.rows), bits((x.float() * scale).to(dtype)))
     height, width = shape
     assert found.columns.shape == (width, -(-height // 16) * 16)
     assert torch.equal(bits(found.columns)[:, :height], bits(found.rows).t())
     assert not bits(found.columns)[:, height:].any()
-    assert found.facts[AMAX] == x.abs().max().float()
-    assert found.facts[SATURATED] == 0
+    assert found.seen[AMAX] == x.abs().max().float()
+    assert found.seen[SATURATED] == 0
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -78,8 +77,8 @@ def test_with_a_scale_given_values_beyond_are_cut_off_and_counted(dtype):
     found = cast(x, torch.tensor(2.0), e5m2=dtype is E5M2, rows=True, columns=False)
     limit = LIMITS[dtype]
     assert found.rows.float().tolist() == [[2, -6, 4, 0], [limit, limit, -limit, 10]]
-    assert found.facts[[INVERSE, SATURATED]].tolist() == [0.5, 3.0]
-    assert found.facts[AMAX] == x.abs().max()
+    assert (float(found.inverse), float(found.seen[SATURATED])) == (0.5, 3.0)
+    assert found.seen[AMAX] == x.abs().max()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -87,20 +86,20 @@ def test_with_a_scale_given_values_beyond_are_cut_off_and_counted(dtype):
 def test_what_is_not_finite_shows(dtype, bad):
     x = torch.tensor([[1.0, bad], [2.0, 3.0]])
     found = current(x, dtype)
-    assert found.facts[INVERSE].isnan()
-    assert not found.facts[AMAX].isfinite()
+    assert found.inverse.isnan()
+    assert not found.seen[AMAX].isfinite()
     given = cast(x, torch.tensor(1.0), e5m2=dtype is E5M2, rows=True, columns=True)
     assert given.rows.float().isnan().tolist() == [[False, True], [False, False]]
-    assert not given.facts[AMAX].isfinite()
-    assert given.facts[SATURATED] == 0  # that is something else
+    assert not given.seen[AMAX].isfinite()
+    assert given.seen[SATURATED] == 0  # that is something else
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_zeros_stay_zeros(dtype):
     found = current(torch.zeros(16, 16), dtype)
     assert not bits(found.rows).any()
-    assert found.facts[AMAX] == 0
-    assert found.facts[INVERSE].isfinite()
+    assert found.seen[AMAX] == 0
+    assert found.inverse.isfinite()
 
 
 def exact(dtype, shape, scale):
@@ -124,7 +123,7 @@ def test_the_kernel_does_as_the_reference_does(dtype, is_current, shape):
     expected = reference(x, scale, dtype is E5M2, True, True)
     found = launch(x, scale, dtype is E5M2, True, True)
     for ours, theirs in zip(found, expected, strict=True):
-        assert torch.equal(ours.view(torch.uint8), theirs.view(torch.uint8))
+        assert torch.equal(bits(ours.reshape(-1)), bits(theirs.reshape(-1)))
 
 
 @pytest.mark.parametrize("bad", [INF, -INF, NAN])
@@ -133,10 +132,10 @@ def test_the_kernel_shows_what_is_not_finite(bad, is_current):
     launch = pytest.importorskip("ampwise.float8.kernel").launch_cast
     x = torch.ones(16, 32)
     x[3, 5] = bad
-    _, _, facts = launch(x, None if is_current else torch.tensor(1.0), False, True, True)
-    assert not facts[AMAX].isfinite()
-    assert bool(facts[INVERSE].isnan()) is is_current
-    assert facts[SATURATED] == 0
+    _, _, inverse, seen = launch(x, None if is_current else torch.tensor(1.0), False, True, True)
+    assert not seen[AMAX].isfinite()
+    assert bool(inverse.isnan()) is is_current
+    assert seen[SATURATED] == 0
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

@@ -10,8 +10,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from ampwise import Engine, Policy
-from ampwise.float8.casting import AMAX, E4M3, E5M2, cast, reference
+from ampwise.float8.casting import AMAX, E4M3, E5M2, SATURATED, cast, reference
 from ampwise.float8.checking import wrong_results
+from ampwise.float8.measuring import CALLS, ROUNDS, WARM_UP, replayed_in_turns
 from ampwise.float8.product import linear
 from ampwise.float8.recipe import RECIPES, Fp8
 
@@ -59,11 +60,12 @@ def test_the_kernel_is_the_reference_bit_for_bit(shape, wide, dtype, kind, curre
         expected = reference(x, scale, dtype is E5M2, rows, columns)
         assert torch.equal(codes(found.rows), codes(expected[0]))
         assert torch.equal(codes(found.columns), codes(expected[1]))
-        facts = [each.nan_to_num(-1.0, -2.0) for each in (found.facts, expected[2])]
+        assert torch.equal(found.inverse.nan_to_num(-1.0), expected[2].nan_to_num(-1.0))
+        seen = [each.nan_to_num(-1.0, -2.0) for each in (found.seen, expected[3])]
         if kind == "odd" and not current:  # a magnitude of inf or NaN: either says so
-            facts = [each[[0, 2]] for each in facts]
-            assert not found.facts[1].isfinite()
-        assert torch.equal(*facts)
+            seen = [each[SATURATED] for each in seen]
+            assert not found.seen[AMAX].isfinite()
+        assert torch.equal(*seen)
 
 
 def test_the_kernels_pass_the_check_before_training():
@@ -80,7 +82,7 @@ def test_magnitudes_are_those_of_the_reference(shape, wide, bad):
     if bad is not None:
         x[-1, -1] = bad
     expected = torch.linalg.vector_norm(x, torch.inf, dtype=torch.float32)
-    found = cast(x, None, e5m2=False, rows=True, columns=False).facts[AMAX]
+    found = cast(x, None, e5m2=False, rows=True, columns=False).seen[AMAX]
     assert torch.equal(found.nan_to_num(-1.0), expected.nan_to_num(-1.0))
 
 
@@ -175,13 +177,30 @@ def test_it_is_the_same_by_other_ways(recipe, way):
     assert losses[-1] == pytest.approx(plain[-1], rel=0.2, abs=0.05)
 
 
+@pytest.mark.parametrize("graph", [False, True])
 @pytest.mark.parametrize("compiled", [False, True])
-def test_measured_says_its_times(compiled):
-    _, model, losses = trained("fp8", Fp8("measured", backend="ampwise"), compiled=compiled)
+def test_measured_says_its_times(compiled, graph):
+    _, model, losses = trained("fp8", Fp8("measured", backend="ampwise"), compiled=compiled, graph=graph)
     assert losses[-1] < 0.5 * losses[0]
     text = Policy("fp8").describe(model)
     assert "measured:" in text
     assert "last layer" in text
+
+
+def test_what_is_replayed_is_timed_without_the_host():
+    calls = []
+    value = torch.zeros(1, device="cuda")
+    found = replayed_in_turns({"bf16": lambda: calls.append(value.add_(1))}, value.device)
+    assert len(found["bf16"]) == ROUNDS
+    assert len(calls) == WARM_UP + 1  # by the host: once more to be captured
+    assert value == 2 * WARM_UP + ROUNDS * CALLS
+
+
+@pytest.mark.parametrize("recipe", ["current", "delayed"])
+def test_compiled_layers_are_launched_by_torch_and_compute_the_same(recipe):
+    _, _, eager = trained("fp8", recipe, steps=4)
+    _, _, compiled = trained("fp8", recipe, steps=4, compiled=True)
+    assert compiled == pytest.approx(eager, rel=2e-2)
 
 
 def test_a_state_goes_on_where_it_was():

@@ -184,7 +184,8 @@ class Engine:
         )
 
     def _fitting_for(self, chosen: Precision, policy: Policy, fp8: str | Fp8 | None) -> Fitting:
-        return fitting_for(chosen, policy, self._models, self._trained.optimizers, self.device, fp8)
+        graphed = self._graphs is not None
+        return fitting_for(chosen, policy, self._models, self._trained.optimizers, self.device, fp8, graphed=graphed)
 
     def _arithmetic_of(self, chosen: Precision) -> Arithmetic:
         bare = type(self._fitting).products is Fitting.products

@@ -26,8 +26,13 @@ def fitting_for(
     optimizers: Sequence[Optimizer],
     device: torch.device,
     fp8: Any = None,
+    *,
+    graphed: bool = False,
 ) -> Fitting:
-    """What a precision needs on these models and optimizers, not put on yet; an error where it cannot be had."""
+    """What a precision needs on these models and optimizers, not put on yet; an error where it cannot be had.
+
+    graphed: passes will be replayed by CUDA graphs.
+    """
     if precision.recipe is not None:
         return EmulatedFitting(models, policy, precision.recipe)
     if precision.pure is not None:
@@ -35,7 +40,7 @@ def fitting_for(
     if precision.name == "fp8":
         from ampwise.engine.fp8_fitting import Fp8Fitting  # which few need
 
-        return Fp8Fitting(models, policy, fp8, device)
+        return Fp8Fitting(models, policy, fp8, device, graphed=graphed)
     if fp8 is not None:
         raise BadInput(
             f"Engine(precision={precision.name!r}, fp8={fp8!r}): fp8 is for precision='fp8', or Policy('fp8')."

@@ -41,8 +41,10 @@ class Fp8Fitting(Fitting):
     magnitudes that delayed scaling goes by. So a model is compiled once, as it stays.
     """
 
-    def __init__(self, models: Sequence[Module], policy: Policy, asked: Any, device: torch.device) -> None:
-        self._fp8, self._device = fp8_from(asked), device
+    def __init__(
+        self, models: Sequence[Module], policy: Policy, asked: Any, device: torch.device, *, graphed: bool = False
+    ) -> None:
+        self._fp8, self._device, self._graphed = fp8_from(asked), device, graphed
         if torch.version.hip is not None:
             raise PrecisionUnavailable("Engine(precision='fp8'): on NVIDIA GPUs only. Use precision='bf16' on AMD's.")
         self._ranks = Ranks(models)
@@ -135,7 +137,7 @@ class Fp8Fitting(Fitting):
         shapes: Shapes = {module: max(noting.shapes, key=lambda each: each[0]) for module, noting in used.items()}
         compiled = any(noting.compiled for noting in used.values())
         self.take_off()
-        found = measured(shapes, self._fp8, self._device, compiled=compiled)
+        found = measured(shapes, self._fp8, self._device, compiled=compiled, graphed=self._graphed)
         times = [found.get(module, UNUSED) for module in self._open]
         self._decide(dict(zip(self._open, self._told_by_the_first(times), strict=True)))
 

@@ -34,6 +34,6 @@ def amax_kernel(source, target, size, BLOCK: tl.constexpr, PROGRAMS: tl.constexp
 
 def launch_amax(x: Tensor, target: Tensor) -> None:
     """Of contiguous values, to where there is a zero. On the current device, which is theirs."""
-    programs = min(triton.cdiv(x.numel(), BLOCK), PROGRAMS)
+    programs = min((x.numel() + BLOCK - 1) // BLOCK, PROGRAMS)
     if programs:
         amax_kernel[(programs,)](x, target, x.numel(), BLOCK=BLOCK, PROGRAMS=programs, num_warps=WARPS)

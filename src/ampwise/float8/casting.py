@@ -18,7 +18,6 @@ __all__ = [
     "AMAX",
     "E4M3",
     "E5M2",
-    "INVERSE",
     "SATURATED",
     "Cast",
     "cast",
@@ -31,12 +30,14 @@ LIMITS = {E4M3: 448.0, E5M2: 57344.0}
 TOPS = {E4M3: 8, E5M2: 15}  # both limits are 1.75 · 2**top
 ALIGNMENT = 16  # of the sizes of an FP8 product
 
-# What is known of a cast: what to multiply by to undo the scale, the largest magnitude, how many values were cut off.
-INVERSE, AMAX, SATURATED = range(3)
+AMAX, SATURATED = range(2)  # what a cast has seen: the largest magnitude, and how many values were cut off
 
 MANTISSA_BITS, BIAS = 23, 127  # of FP32
 MANTISSA_OF_1_75 = 0x600000
 LARGEST_EXPONENT = 126  # so that a scale and its inverse are both normal numbers
+
+
+Parts = tuple[Tensor, Tensor, Tensor, Tensor]  # of a Cast, as operations return them
 
 
 class Cast(NamedTuple):
@@ -44,15 +45,20 @@ class Cast(NamedTuple):
 
     rows: Tensor  # as it lies; nothing where it is not wanted
     columns: Tensor  # transposed, filled up with zeros to a multiple of 16; nothing where it is not wanted
-    facts: Tensor  # INVERSE, AMAX, SATURATED, in FP32
+    inverse: Tensor  # what to multiply by to undo the scale
+    seen: Tensor  # AMAX, SATURATED, in FP32
 
 
 def cast(x: Tensor, scale: Tensor | None, *, e5m2: bool, rows: bool, columns: bool) -> Cast:
     """A matrix in FP8, by a scale that is given, or by the one that follows from its largest magnitude.
 
     Values beyond the format's largest are cut off there. What is not finite becomes NaN; where no scale is given, all
-    of it does, by way of INVERSE.
+    of it does, by way of the inverse.
     """
+    if torch.compiler.is_compiling() and x.device.type == "cuda":
+        from ampwise.float8.kernel import cast_by_kernels
+
+        return Cast(*cast_by_kernels(x, scale, e5m2, rows, columns))
     return Cast(*cast_fp8(x, scale, e5m2, rows, columns))
 
 
@@ -65,7 +71,7 @@ def scales_of(amax: Tensor, top: int | Tensor, margin: int = 0) -> Tensor:
     return ((exponents + BIAS) << MANTISSA_BITS).to(torch.int32).view(torch.float32)
 
 
-def _cast(x: Tensor, scale: Tensor | None, e5m2: bool, rows: bool, columns: bool) -> tuple[Tensor, Tensor, Tensor]:
+def _cast(x: Tensor, scale: Tensor | None, e5m2: bool, rows: bool, columns: bool) -> Parts:
     if x.device.type != "cuda":
         return reference(x, scale, e5m2, rows, columns)
     from ampwise.float8.kernel import launch_cast  # Triton, which only a GPU needs
@@ -73,23 +79,26 @@ def _cast(x: Tensor, scale: Tensor | None, e5m2: bool, rows: bool, columns: bool
     return launch_cast(x, scale, e5m2, rows, columns)
 
 
-def _empty(x: Tensor, scale: Tensor | None, e5m2: bool, rows: bool, columns: bool) -> tuple[Tensor, Tensor, Tensor]:
+def _empty(x: Tensor, scale: Tensor | None, e5m2: bool, rows: bool, columns: bool) -> Parts:
     return empty(x, e5m2, rows, columns)
 
 
 cast_fp8 = operation(
-    "cast_fp8(Tensor x, Tensor? scale, bool e5m2, bool rows, bool columns) -> (Tensor, Tensor, Tensor)", _cast, _empty
+    "cast_fp8(Tensor x, Tensor? scale, bool e5m2, bool rows, bool columns) -> (Tensor, Tensor, Tensor, Tensor)",
+    _cast,
+    _empty,
 )
 
 
-def empty(x: Tensor, e5m2: bool, rows: bool, columns: bool) -> tuple[Tensor, Tensor, Tensor]:
+def empty(x: Tensor, e5m2: bool, rows: bool, columns: bool) -> Parts:
     """Room for the results."""
     height, width = x.shape
     dtype = E5M2 if e5m2 else E4M3
     return (
         x.new_empty((height, width) if rows else (0, 0), dtype=dtype),
         x.new_empty((width, filled(height)) if columns else (0, 0), dtype=dtype),
-        x.new_empty(3, dtype=torch.float32),
+        x.new_empty(1, dtype=torch.float32),  # not a scalar, which torch.compile would fill with a launch of its own
+        x.new_zeros(2, dtype=torch.float32),
     )
 
 
@@ -98,7 +107,7 @@ def filled(size: int) -> int:
     return (size + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT
 
 
-def reference(x: Tensor, scale: Tensor | None, e5m2: bool, rows: bool, columns: bool) -> tuple[Tensor, Tensor, Tensor]:
+def reference(x: Tensor, scale: Tensor | None, e5m2: bool, rows: bool, columns: bool) -> Parts:
     """The same by torch's operations."""
     dtype = E5M2 if e5m2 else E4M3
     limit = LIMITS[dtype]
@@ -108,14 +117,12 @@ def reference(x: Tensor, scale: Tensor | None, e5m2: bool, rows: bool, columns: 
     used = scales_of(amax, TOPS[dtype]) if scale is None else scale
     scaled = wide * used
     values = torch.where(finite, scaled.clamp(-limit, limit), torch.nan).to(dtype)
-    by_rows, by_columns, facts = empty(x, e5m2, rows, columns)
+    by_rows, by_columns, _, seen = empty(x, e5m2, rows, columns)
     if rows:
         by_rows = values
     if columns:
         by_columns = torch.zeros_like(by_columns.view(torch.uint8)).view(dtype)
         by_columns[:, : x.shape[0]] = values.t()
-    facts[INVERSE], facts[AMAX] = 1 / used, amax
-    facts[SATURATED] = (finite & (scaled.abs() > limit)).sum()
-    if scale is None:
-        facts[INVERSE] = torch.where(amax.isfinite(), 1 / used, torch.nan)
-    return by_rows, by_columns, facts
+    seen[AMAX], seen[SATURATED] = amax, (finite & (scaled.abs() > limit)).sum()
+    inverse = torch.where(amax.isfinite(), 1 / used, torch.nan) if scale is None else 1 / used
+    return by_rows, by_columns, inverse.reshape(1), seen

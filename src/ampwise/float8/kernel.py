@@ -18,14 +18,14 @@ from torch import Tensor
 
 from ampwise.census.launch import launching_on
 from ampwise.float8.amax_kernel import launch_amax
-from ampwise.float8.casting import AMAX, E4M3, E5M2, LIMITS, TOPS, empty
+from ampwise.float8.casting import E4M3, E5M2, LIMITS, TOPS, Parts, empty, filled
 
-__all__ = ["cast_kernel", "launch_cast", "transpose_kernel"]
+__all__ = ["cast_by_kernels", "cast_kernel", "launch_cast", "transpose_kernel"]
 
 BLOCK_ROWS, BLOCK_COLUMNS, WARPS = 64, 64, 4  # the fastest of eight tiles, or within 2% of it, for all layers tried
 TRANSPOSING_ROWS = 128  # a transposed row of bytes is a whole line of memory
 
-_INFINITY = tl.constexpr(float("inf"))  # NaN cannot be such a constant: it would seem to change
+_FP32_MAX = tl.constexpr((2 - 2.0**-23) * 2.0**127)  # not infinity: torch.compile writes constants by their names
 
 
 @triton.jit
@@ -53,9 +53,14 @@ def _codes(values, E5M2: tl.constexpr):
 
 
 @triton.jit
+def _bytes(of):
+    return of.to(tl.pointer_type(tl.uint8), bitcast=True)
+
+
+@triton.jit
 def _fitted(x, scale, LIMIT: tl.constexpr):
     """Scaled, cut off at the limit, and NaN where not finite; and whether it was cut off."""
-    finite = tl.abs(x) < _INFINITY
+    finite = tl.abs(x) <= _FP32_MAX
     scaled = x * scale
     beyond = (tl.abs(scaled) > LIMIT) & finite
     values = tl.where(beyond, tl.where(x < 0, -LIMIT, LIMIT), scaled)
@@ -63,25 +68,25 @@ def _fitted(x, scale, LIMIT: tl.constexpr):
 
 
 @triton.jit
-def _add_facts(facts, x, scale, beyond, LIMIT: tl.constexpr):
+def _add_seen(seen, x, scale, beyond, LIMIT: tl.constexpr):
     """A tile's largest magnitude, and how many of its values were cut off: few tiles have anything to add."""
     # Magnitudes as integers: in their order, with what is not finite at the end, NaN too.
     largest = tl.max(tl.abs(x).to(tl.int32, bitcast=True))
-    amax = (facts + 1).to(tl.pointer_type(tl.int32))
+    amax = seen.to(tl.pointer_type(tl.int32))
     if largest > tl.load(amax):  # what is read may be of the past, and is then no larger than it is now
         tl.atomic_max(amax, largest)
     reached = largest.to(tl.float32, bitcast=True) * scale
     if (reached > LIMIT) | (reached != reached):
-        tl.atomic_add(facts + 2, tl.sum(beyond.to(tl.int32)).to(tl.float32))
+        tl.atomic_add(seen + 1, tl.sum(beyond.to(tl.int32)).to(tl.float32))
 
 
 @triton.jit
 def cast_kernel(
-    source, scales, by_rows, by_columns, facts, height, width, filled,
+    source, scales, by_rows, by_columns, inverse, seen, height, width, filled,
     LIMIT: tl.constexpr, TOP: tl.constexpr, CURRENT: tl.constexpr, E5M2: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """One tile. ``facts`` has zeros, to which tiles add, or the largest magnitude where no scale is given."""
+    """One tile. ``seen`` has zeros, to which tiles add, or the largest magnitude where no scale is given."""
     row = tl.program_id(1) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     column = tl.program_id(0) * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
     inside = (row[:, None] < height) & (column[None, :] < width)
@@ -89,26 +94,26 @@ def cast_kernel(
     tile = tl.load(source + place, mask=inside, other=0.0)
     first = (tl.program_id(0) == 0) & (tl.program_id(1) == 0)
     if CURRENT:
-        amax = tl.load(facts + 1)
+        amax = tl.load(seen)
         exponent = _exponent_for(amax, TOP)
         scale = _power_of_two(exponent)
         if first:
-            tl.store(facts, tl.where(amax < _INFINITY, _power_of_two(-exponent), float("nan")))
+            tl.store(inverse, tl.where(amax <= _FP32_MAX, _power_of_two(-exponent), float("nan")))
     else:
         scale = tl.load(scales)
         if first:
-            tl.store(facts, 1.0 / scale)
+            tl.store(inverse, 1.0 / scale)
     x = tile.to(tl.float32)
     values, beyond = _fitted(x, scale, LIMIT)
     if not CURRENT:
-        _add_facts(facts, x, scale, beyond, LIMIT)
+        _add_seen(seen, x, scale, beyond, LIMIT)
     if ROWS:
-        tl.store(by_rows + place, _codes(values, E5M2), mask=inside)
+        tl.store(_bytes(by_rows) + place, _codes(values, E5M2), mask=inside)
     if COLUMNS:
         standing, _ = _fitted(tl.trans(tile).to(tl.float32), scale, LIMIT)
         across = column[:, None].to(tl.int64) * filled + row[None, :]
         there = (column[:, None] < width) & (row[None, :] < filled)
-        tl.store(by_columns + across, _codes(standing, E5M2), mask=there)
+        tl.store(_bytes(by_columns) + across, _codes(standing, E5M2), mask=there)
 
 
 @triton.jit
@@ -119,39 +124,43 @@ def transpose_kernel(
     row = tl.program_id(1) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     column = tl.program_id(0) * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
     inside = (row[:, None] < height) & (column[None, :] < width)
-    codes = tl.load(source + row[:, None].to(tl.int64) * width + column[None, :], mask=inside, other=0)
+    codes = tl.load(_bytes(source) + row[:, None].to(tl.int64) * width + column[None, :], mask=inside, other=0)
     across = column[:, None].to(tl.int64) * filled + row[None, :]
-    tl.store(target + across, tl.trans(codes), mask=(column[:, None] < width) & (row[None, :] < filled))
+    tl.store(_bytes(target) + across, tl.trans(codes), mask=(column[:, None] < width) & (row[None, :] < filled))
 
 
-def launch_cast(
-    x: Tensor, scale: Tensor | None, e5m2: bool, rows: bool, columns: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Cast a matrix."""
+def launch_cast(x: Tensor, scale: Tensor | None, e5m2: bool, rows: bool, columns: bool) -> Parts:
+    """Cast a matrix on its device."""
+    with launching_on(x.device):
+        return cast_by_kernels(x, scale, e5m2, rows, columns)
+
+
+def cast_by_kernels(x: Tensor, scale: Tensor | None, e5m2: bool, rows: bool, columns: bool) -> Parts:
+    """The same on the current device, in steps that torch.compile can follow: it then launches the kernels itself."""
     x = x.contiguous()  # which it was when torch.compile traced it, and need not be when it runs
-    by_rows, by_columns, facts = empty(x, e5m2, rows, columns)
-    facts.zero_()
     height, width = x.shape
-    dtype = E5M2 if e5m2 else E4M3
-    to_fill = by_columns.shape[1] if columns else height
-    # At least one tile, which leaves the facts of a matrix without values.
-    grid = (max(triton.cdiv(width, BLOCK_COLUMNS), 1), max(triton.cdiv(to_fill, BLOCK_ROWS), 1))
+    dtype, to_fill = (E5M2 if e5m2 else E4M3), (filled(height) if columns else height)
     # The bytes of a matrix in FP32 are written first, then read again and transposed. Those are weights, which are few.
     in_two = columns and x.dtype == torch.float32
+    by_rows, by_columns, inverse, seen = empty(x, e5m2, rows, columns)
     lying = x.new_empty((height, width), dtype=dtype) if in_two and not rows else by_rows
-    with launching_on(x.device):
-        if scale is None:
-            launch_amax(x, facts[AMAX])
-        cast_kernel[grid](
-            x, facts if scale is None else scale, lying.view(torch.uint8), by_columns.view(torch.uint8), facts,
-            height, width, to_fill,
-            LIMIT=LIMITS[dtype], TOP=TOPS[dtype], CURRENT=scale is None, E5M2=e5m2,
-            ROWS=rows or in_two, COLUMNS=columns and not in_two,
-            BLOCK_ROWS=BLOCK_ROWS, BLOCK_COLUMNS=BLOCK_COLUMNS, num_warps=WARPS,
+    if scale is None:
+        launch_amax(x, seen)
+    # At least one tile, which leaves the inverse of a matrix without values.
+    grid = (_tiles(width, BLOCK_COLUMNS), _tiles(to_fill, BLOCK_ROWS))
+    cast_kernel[grid](
+        x, seen if scale is None else scale, lying, by_columns, inverse, seen, height, width, to_fill,
+        LIMIT=LIMITS[dtype], TOP=TOPS[dtype], CURRENT=scale is None, E5M2=e5m2,
+        ROWS=rows or in_two, COLUMNS=columns and not in_two,
+        BLOCK_ROWS=BLOCK_ROWS, BLOCK_COLUMNS=BLOCK_COLUMNS, num_warps=WARPS,
+    )  # fmt: skip
+    if in_two:
+        transpose_kernel[(grid[0], _tiles(to_fill, TRANSPOSING_ROWS))](
+            lying, by_columns, height, width, to_fill,
+            BLOCK_ROWS=TRANSPOSING_ROWS, BLOCK_COLUMNS=BLOCK_COLUMNS, num_warps=WARPS,
         )  # fmt: skip
-        if in_two:
-            transpose_kernel[(grid[0], max(triton.cdiv(to_fill, TRANSPOSING_ROWS), 1))](
-                lying.view(torch.uint8), by_columns.view(torch.uint8), height, width, to_fill,
-                BLOCK_ROWS=TRANSPOSING_ROWS, BLOCK_COLUMNS=BLOCK_COLUMNS, num_warps=WARPS,
-            )  # fmt: skip
-    return by_rows, by_columns, facts
+    return by_rows, by_columns, inverse, seen
+
+
+def _tiles(size: int, of: int) -> int:
+    return max((size + of - 1) // of, 1)

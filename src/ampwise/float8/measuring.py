@@ -19,7 +19,7 @@ from ampwise.float8.layer import fit
 from ampwise.float8.layers import is_delayed, made
 from ampwise.float8.recipe import OURS, RECIPES, TORCHAO, TRANSFORMER_ENGINE, Fp8
 
-__all__ = ["GAIN", "Measured", "Shapes", "candidates", "measured", "verdict"]
+__all__ = ["GAIN", "Measured", "Shapes", "candidates", "in_turns", "measured", "replayed_in_turns", "verdict"]
 
 GAIN = 0.03  # less than that, and the noise of a step hides it
 ALIKE = 0.02  # of two recipes so near to each other, the one that stands first
@@ -54,15 +54,25 @@ class _Shape:
 
 
 def measured(
-    shapes: Shapes, fp8: Fp8, device: torch.device, *, compiled: bool, timer: Timer | None = None
+    shapes: Shapes,
+    fp8: Fp8,
+    device: torch.device,
+    *,
+    compiled: bool,
+    graphed: bool = False,
+    timer: Timer | None = None,
 ) -> dict[nn.Linear, Measured]:
-    """For each layer, what it is to run in; layers of the same shape are measured once. Waits for the device."""
+    """For each layer, what it is to run in; layers of the same shape are measured once. Waits for the device.
+
+    Timed as they will run: compiled or not, and replayed by CUDA graphs, which spare the host its part, or not.
+    """
     recipes = candidates(fp8, device)
+    timer = timer or (replayed_in_turns if graphed else in_turns)
     found: dict[_Shape, Measured] = {}
     for module, given in shapes.items():
         shape = _shape_of(module, *given)
         if shape not in found:
-            found[shape] = _one(shape, recipes, device, compiled, timer or in_turns)
+            found[shape] = _one(shape, recipes, device, compiled, timer)
     return {module: found[_shape_of(module, *given)] for module, given in shapes.items()}
 
 
@@ -106,6 +116,22 @@ def in_turns(works: Mapping[str, Work], device: torch.device) -> dict[str, list[
             _wait(device)
             times[name].append((time.perf_counter() - start) / CALLS)
     return times
+
+
+def replayed_in_turns(works: Mapping[str, Work], device: torch.device) -> dict[str, list[float]]:
+    """The same of works that are captured first."""
+    with torch.cuda.device(device):
+        return in_turns({name: _captured(work) for name, work in works.items()}, device)
+
+
+def _captured(work: Work) -> Work:
+    for _ in range(WARM_UP):
+        work()
+    gc.collect()  # what a cycle holds of a backward pass belongs to another stream, which no capture bears
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        work()
+    return graph.replay
 
 
 def _one(shape: _Shape, recipes: list[Fp8], device: torch.device, compiled: bool, timer: Timer) -> Measured:

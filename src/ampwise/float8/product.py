@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ampwise.errors import BadInput
-from ampwise.float8.casting import AMAX, INVERSE, Cast, cast
+from ampwise.float8.casting import Cast, cast
 from ampwise.float8.operation import operation
 
 __all__ = ["linear", "multiplied", "out_dtype"]
@@ -62,25 +62,27 @@ class _Linear(torch.autograd.Function):
         by_x, by_weight = (keeps and needed for needed in ctx.needs_input_grad[:2])
         x8 = _cast(x, scales, 0, e5m2=False, rows=True, columns=by_weight)
         weight8 = _cast(weight, scales, 1, e5m2=False, rows=True, columns=by_x)
-        ctx.save_for_backward(x8.columns, weight8.columns, x8.facts, weight8.facts, scales)
+        ctx.save_for_backward(
+            x8.columns, weight8.columns, x8.inverse, weight8.inverse, x8.seen, weight8.seen, scales
+        )  # fmt: skip
         ctx.e5m2, ctx.x_dtype, ctx.weight_dtype = e5m2, x.dtype, weight.dtype
         ctx.bias_dtype = None if bias is None else bias.dtype
-        return multiplied(x8.rows, weight8.rows, x8.facts, weight8.facts, dtype, bias=bias, fast=True)
+        return multiplied(x8.rows, weight8.rows, x8.inverse, weight8.inverse, dtype, bias=bias, fast=True)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         _refuse_second_derivative()
-        x, weight, x_facts, weight_facts, scales = ctx.saved_tensors
+        x, weight, of_x8, of_weight8, x_seen, weight_seen, scales = ctx.saved_tensors
         by_x, by_weight, by_bias, by_slot = ctx.needs_input_grad[:4]
         of_x = of_weight = of_bias = of_slot = None
         if by_x or by_weight or by_slot:
             g = _cast(gradient, scales, 2, e5m2=ctx.e5m2, rows=by_x, columns=by_weight)
             if by_x:
-                of_x = multiplied(g.rows, weight, g.facts, weight_facts, ctx.x_dtype)
+                of_x = multiplied(g.rows, weight, g.inverse, of_weight8, ctx.x_dtype)
             if by_weight:
-                of_weight = multiplied(g.columns, x, g.facts, x_facts, ctx.weight_dtype)
+                of_weight = multiplied(g.columns, x, g.inverse, of_x8, ctx.weight_dtype)
             if by_slot:
-                of_slot = torch.stack([x_facts[AMAX:], weight_facts[AMAX:], g.facts[AMAX:]])
+                of_slot = torch.stack([x_seen, weight_seen, g.seen])
         if by_bias:
             of_bias = gradient.sum(0, dtype=ctx.bias_dtype)
         return of_x, of_weight, of_bias, of_slot, *NOTHING
@@ -94,42 +96,44 @@ def _cast(x: Tensor, scales: Tensor | None, place: int, *, e5m2: bool, rows: boo
 def multiplied(
     a: Tensor,
     b: Tensor,
-    a_facts: Tensor,
-    b_facts: Tensor,
+    of_a: Tensor,
+    of_b: Tensor,
     dtype: torch.dtype,
     *,
     bias: Tensor | None = None,
     fast: bool = False,
 ) -> Tensor:
-    """``a @ b.T`` of FP8 matrices, their scales undone. fast: sums with fewer bits, as is usual forward."""
+    """``a @ b.T`` of FP8 matrices, their scales undone. fast: sums with fewer bits, as is usual forward.
+
+    of_a, of_b: the inverses of their scales.
+    """
     # The kernels add a bias of 16 bits to a result of 16 bits.
     within = bias is not None and dtype in (torch.bfloat16, torch.float16)
     inside = bias.to(dtype) if bias is not None and within else None
-    out: Tensor = multiply_fp8(a, b, a_facts, b_facts, inside, dtype, fast)
+    # torch.compile calls the product itself, with less to do for the host than an operation of ours has.
+    known = torch.compiler.is_compiling() and a.device.type == "cuda"
+    out: Tensor = (_multiply if known else multiply_fp8)(a, b, of_a, of_b, inside, dtype, fast)
     return out if bias is None or within else out + bias.to(dtype)
 
 
 def _multiply(
-    a: Tensor, b: Tensor, a_facts: Tensor, b_facts: Tensor, bias: Tensor | None, dtype: torch.dtype, fast: bool
+    a: Tensor, b: Tensor, of_a: Tensor, of_b: Tensor, bias: Tensor | None, dtype: torch.dtype, fast: bool
 ) -> Tensor:
-    inverses = a_facts[INVERSE], b_facts[INVERSE]
     if a.device.type == "cuda":
-        return torch._scaled_mm(a, b.t(), *inverses, bias=bias, out_dtype=dtype, use_fast_accum=fast)
+        return torch._scaled_mm(a, b.t(), of_a, of_b, bias=bias, out_dtype=dtype, use_fast_accum=fast)
     with torch.autocast(a.device.type, enabled=False):  # the same values, multiplied in FP32
-        out = (a.float() @ b.float().t()) * inverses[0] * inverses[1]
+        out = (a.float() @ b.float().t()) * of_a * of_b
         return (out if bias is None else out + bias.float()).to(dtype)
 
 
 def _empty(
-    a: Tensor, b: Tensor, a_facts: Tensor, b_facts: Tensor, bias: Tensor | None, dtype: torch.dtype, fast: bool
+    a: Tensor, b: Tensor, of_a: Tensor, of_b: Tensor, bias: Tensor | None, dtype: torch.dtype, fast: bool
 ) -> Tensor:
     return a.new_empty((a.shape[0], b.shape[0]), dtype=dtype)
 
 
-# One operation, as torch.compile's own way with ``_scaled_mm`` fails on scales that are views (torch 2.11).
 multiply_fp8 = operation(
-    "multiply_fp8(Tensor a, Tensor b, Tensor a_facts, Tensor b_facts, Tensor? bias, ScalarType dtype, bool fast)"
-    " -> Tensor",
+    "multiply_fp8(Tensor a, Tensor b, Tensor of_a, Tensor of_b, Tensor? bias, ScalarType dtype, bool fast) -> Tensor",
     _multiply,
     _empty,
 )

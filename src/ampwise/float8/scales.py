@@ -21,6 +21,7 @@ from ampwise.float8.recipe import Fp8
 __all__ = ["OPERANDS", "Scales"]
 
 OPERANDS = ("input", "weight", "gradient")
+ALIGNED = 4  # scales a layer has room for: 16 bytes, as torch.compile copies what does not begin at a multiple of that
 
 
 class Scales:
@@ -30,7 +31,7 @@ class Scales:
         self.names = tuple(names)
         self._margin, self._by_max = fp8.margin, fp8.update == "max"
         shape = (len(self.names), len(OPERANDS))
-        self.values = torch.ones(shape, device=device)
+        self.values = torch.ones(shape[0], ALIGNED, device=device)[:, : len(OPERANDS)]
         self.history = torch.zeros(*shape, fp8.history, device=device)  # the last first; 0: nothing yet
         self.seen = torch.zeros(*shape, 2, device=device)  # since the last update: magnitude, values cut off
         self.cut_off = torch.zeros(*shape, 2, device=device)  # in all: steps in which values were cut off; values
