@@ -57,6 +57,7 @@ def cast(
     if rounding not in ("nearest", "stochastic"):
         raise BadInput(f"cast(rounding={rounding!r}): choose 'nearest' or 'stochastic'.")
     _refuse_what_has_no_values(tensor)
+    _refuse_no_dimension(tensor, dim)
     if (fused := kernels_for(tensor, found)) is not None:
         return fused(
             tensor, found, dim=dim, stochastic=rounding == "stochastic", saturate=saturate, generator=generator
@@ -102,6 +103,16 @@ def _refuse_what_has_no_values(tensor: object) -> None:
         raise UnsupportedTensor(f"cast() rounds dense tensors; this one is {tensor.layout}. Cast tensor.values().")
     if tensor.dtype == getattr(torch, "float4_e2m1fn_x2", None):
         raise UnsupportedTensor(f"cast() cannot unpack {tensor.dtype}, two values a byte. Unpack it first.")
+
+
+def _refuse_no_dimension(tensor: Tensor, dim: object) -> None:
+    """In every format, though it changes nothing where there are no blocks."""
+    most = max(tensor.dim(), 1)  # a number by itself has one, as torch has it
+    if not isinstance(dim, int) or not -most <= dim < most:
+        raise BadInput(
+            f"cast(dim={dim!r}): a dimension is expected by its number: the tensor has {tensor.dim()}, "
+            f"from {-most} to {most - 1}."
+        )
 
 
 def _working_dtype(tensor: Tensor, fmt: Format | BlockFormat) -> torch.dtype:

@@ -7,7 +7,8 @@ bits, always as many.
 
 Blocks are tiles that have one along their rows or along their columns, whichever way they lie in memory, so that
 nothing is transposed. The scales of MX are powers of two and change no bits; a quotient by NVFP4's two scales is
-rounded as if it were exact, which comparing with the exact tie decides.
+rounded as if it were exact, which comparing with the exact tie decides. The first of its two sweeps keeps the largest
+magnitude of each block, so that in the second one thread makes the scale of a block, not each of those that share it.
 """
 
 # Constants of a Triton kernel are arguments in capitals, and its branches are taken when it is compiled.
@@ -166,31 +167,23 @@ def _tile(
 
 @triton.jit
 def largest_kernel(
-    source, largest, lines, length, inner,
+    source, of_blocks, largest, lines, length, inner,
     SIZE: tl.constexpr, OTHERS: tl.constexpr, ACROSS: tl.constexpr, AXIS: tl.constexpr,
 ):  # fmt: skip
-    """The bits of the largest magnitude in blocks that are finite; ``largest`` is 0 before."""
-    start, offsets, inside = _tile(tl.program_id(0), lines, length, inner, SIZE, OTHERS, ACROSS, AXIS)
-    of_blocks = tl.max(_wide_bits(tl.load(source + start + offsets, mask=inside, other=0)) & _MASK, axis=AXIS)
-    tl.atomic_max(largest, tl.max(tl.where(of_blocks < _INFINITY, of_blocks, 0), axis=0), sem="relaxed")
+    """The largest magnitude of each block, and the bits of that of all that are finite; ``largest`` is 0 before."""
+    tile = tl.program_id(0)
+    start, offsets, inside = _tile(tile, lines, length, inner, SIZE, OTHERS, ACROSS, AXIS)
+    bits = tl.max(_wide_bits(tl.load(source + start + offsets, mask=inside, other=0)) & _MASK, axis=AXIS)
+    tl.store(of_blocks + _blocks_of(tile, OTHERS), _narrow(bits, of_blocks.dtype.element_ty))
+    of_tile = tl.max(tl.where(bits < _INFINITY, bits, 0), axis=0)
+    # Few tiles are beyond those before them; all the others need not stand in line for one address.
+    tl.atomic_max(largest, of_tile, mask=of_tile > tl.load(largest), sem="relaxed")
 
 
 @triton.jit
-def _quotient(values, factor, whole, MANTISSA: tl.constexpr, LOWEST: tl.constexpr, MAX: tl.constexpr):
-    """``values / (factor * whole)``, rounded to nearest and not beyond MAX; the factor has few bits.
-
-    An approximate quotient finds the place between two values of the format; where the exact one lies in it is told by
-    the exact tie. A quotient that is taken for one in the next place is near its end, and comes to the same value.
-    """
-    quotient = values * (1.0 / (factor * whole))
-    unit = _unit(quotient.to(tl.int32, bitcast=True), MANTISSA, LOWEST)
-    inverse = ((254 << 23) - unit).to(tl.float32, bitcast=True)
-    unit = unit.to(tl.float32, bitcast=True)
-    units = (quotient * inverse).to(tl.int32)
-    below = units.to(tl.float32) * unit
-    beyond = _beyond(values, below + 0.5 * unit, factor, whole)
-    up = (beyond > 0) | ((beyond == 0) & ((units & 1) == 1))
-    return tl.minimum(below + tl.where(up, unit, 0.0), MAX)
+def _blocks_of(tile, OTHERS: tl.constexpr):
+    """Where what is kept of a tile's blocks lies."""
+    return tile.to(tl.int64) * OTHERS + tl.arange(0, OTHERS)
 
 
 @triton.jit
@@ -200,12 +193,53 @@ def _beyond(values, others, factor, whole):
     Others and factor have few bits, so that with half of a significand their product is exact.
     """
     high = (whole.to(tl.int32, bitcast=True) & _HIGH_HALF).to(tl.float32, bitcast=True)
-    return (values - others * (factor * high)) - others * (factor * (whole - high))
+    return tl.fma(-others, factor * (whole - high), tl.fma(-others, factor * high, values))
+
+
+@triton.jit
+def _quotient(values, inverse, factor, whole, MANTISSA: tl.constexpr, LOWEST: tl.constexpr, MAX: tl.constexpr):
+    """``values / (factor * whole)``, rounded to nearest and not beyond MAX; ``inverse`` is about that of the divisor.
+
+    An approximate quotient finds the place between two values of the format; where the exact one lies in it is told by
+    the exact tie. A quotient that is taken for one in the next place is near its end, and comes to the same value.
+
+    There is no conversion to an integer in it, which would cost as much as eight additions, and every product that is
+    added to is exact: whether it is rounded before changes nothing.
+    """
+    HALF: tl.constexpr = 0.5 ** (MANTISSA + 1)  # of the distance of values at 1
+    ADDER: tl.constexpr = 1.5 * 2.0 ** (23 - MANTISSA)  # at 1, the last bit of it is that distance
+    quotient = values * inverse
+    power = tl.maximum(quotient.to(tl.int32, bitcast=True) & _INFINITY, (LOWEST + 127) << 23)
+    power = power.to(tl.float32, bitcast=True)
+    added = tl.fma(power, ADDER, tl.fma(power, -HALF, quotient))
+    below = tl.fma(power, -ADDER, added)
+    beyond = _beyond(values, tl.fma(power, HALF, below), factor, whole)
+    # The last bit of what was added to tells which value is even: where nothing is beyond the tie, an odd one goes up.
+    up = (beyond.to(tl.int32, bitcast=True) | (added.to(tl.int32, bitcast=True) & 1)) > 0
+    return tl.minimum(tl.where(up, tl.fma(power, 2 * HALF, below), below), MAX)
+
+
+@triton.jit
+def _two_scales(of_blocks, largest, MAX: tl.constexpr, MANTISSA: tl.constexpr, LOWEST: tl.constexpr,
+                SMALLEST: tl.constexpr, SCALE_MAX: tl.constexpr):  # fmt: skip
+    """A scale for each block, NaN where it is not finite, that of the whole, and what lifts it away from zero.
+
+    Where products would fall below FP32's smallest, everything is compared 2**64 times larger.
+    """
+    amax = tl.load(largest).to(tl.float32, bitcast=True)
+    of_format = amax * 0.0 + MAX * SCALE_MAX  # a tensor, as a rounded division takes it
+    whole = tl.div_rn(amax, of_format)
+    whole = tl.where(whole > 0.0, whole, 1.0)
+    lift = tl.where(whole < 2.0**-60, 2.0**64, 1.0)
+    inverse = 1.0 / (MAX * (whole * lift))
+    scale = _quotient(of_blocks * lift, inverse, MAX, whole * lift, MANTISSA, LOWEST, SCALE_MAX)
+    scale = tl.where(scale > 0.0, scale, SMALLEST)
+    return tl.where(of_blocks < float("inf"), scale, float("nan")), whole, lift
 
 
 @triton.jit
 def block_kernel(
-    source, target, lines, length, inner, largest, seed,
+    source, target, lines, length, inner, of_blocks, largest, seed,
     MANTISSA: tl.constexpr, LOWEST: tl.constexpr, CEILING: tl.constexpr, MAX: tl.constexpr, MAX_BITS: tl.constexpr,
     TOP: tl.constexpr, SCALES_UP: tl.constexpr, TENSOR_SCALE: tl.constexpr,
     SCALE_MANTISSA: tl.constexpr, SCALE_LOWEST: tl.constexpr,
@@ -214,29 +248,28 @@ def block_kernel(
 ):  # fmt: skip
     """Round to a block format: TOP is the exponent of its elements' largest value.
 
-    TENSOR_SCALE: ``largest`` is what ``largest_kernel`` found, of which the FP32 scale of the whole tensor is made.
+    TENSOR_SCALE: ``largest_kernel`` has found what is ``of_blocks``, and the ``largest``, of which the FP32 scale of
+    the whole tensor is made.
     """
     tile = tl.program_id(0)
     start, offsets, inside = _tile(tile, lines, length, inner, SIZE, OTHERS, ACROSS, AXIS)
     bits = _wide_bits(tl.load(source + start + offsets, mask=inside, other=0))
-    of_block = tl.max(bits & _MASK, axis=AXIS, keep_dims=True)
-    finite = of_block < _INFINITY
-    magnitude = tl.where(finite, bits & _MASK, 0).to(tl.float32, bitcast=True)
     if TENSOR_SCALE:
-        of_block = tl.where(finite, of_block, 0).to(tl.float32, bitcast=True)
-        amax = tl.load(largest).to(tl.float32, bitcast=True)
-        of_format = amax * 0.0 + MAX * SCALE_MAX  # a tensor, as a rounded division takes it
-        whole = tl.div_rn(amax, of_format)
-        whole = tl.where(whole > 0.0, whole, 1.0)
-        # Where products would fall below FP32's smallest, everything is compared 2**64 times larger.
-        lift = tl.where(whole < 2.0**-60, 2.0**64, 1.0)
-        scale = _quotient(of_block * lift, MAX, whole * lift, SCALE_MANTISSA, SCALE_LOWEST, SCALE_MAX)
-        scale = tl.where(scale > 0.0, scale, SCALE_SMALLEST)
-        elements = _quotient(magnitude * lift, scale, whole * lift, MANTISSA, LOWEST, MAX)
+        of_block = _wide_bits(tl.load(of_blocks + _blocks_of(tile, OTHERS))).to(tl.float32, bitcast=True)
+        scale, whole, lift = _two_scales(
+            of_block, largest, MAX, SCALE_MANTISSA, SCALE_LOWEST, SCALE_SMALLEST, SCALE_MAX
+        )
+        inverse = tl.expand_dims(1.0 / (scale * (whole * lift)), AXIS)
+        scale = tl.expand_dims(scale, AXIS)
+        magnitude = tl.abs(bits.to(tl.float32, bitcast=True)) * lift
+        elements = _quotient(magnitude, inverse, scale, whole * lift, MANTISSA, LOWEST, MAX)
         if STOCHASTIC:  # what is a value of the format stays what it is
-            exact = _beyond(magnitude * lift, elements, scale, whole * lift) == 0
-            elements = tl.where(exact, elements, magnitude * lift * (1.0 / (scale * (whole * lift))))
+            exact = _beyond(magnitude, elements, scale, whole * lift) == 0
+            elements = tl.where(exact, elements, magnitude * inverse)
     else:
+        of_block = tl.max(bits & _MASK, axis=AXIS, keep_dims=True)
+        finite = of_block < _INFINITY
+        magnitude = tl.where(finite, bits & _MASK, 0).to(tl.float32, bitcast=True)
         whole = 1.0
         shared = (of_block >> 23) - 127 - TOP
         if SCALES_UP:
@@ -251,6 +284,7 @@ def block_kernel(
     elif not TENSOR_SCALE:
         rounded = _nearest(elements.to(tl.int32, bitcast=True), MANTISSA, LOWEST, CEILING, False)
         elements = tl.minimum(rounded, MAX_BITS).to(tl.float32, bitcast=True)
-    made = (elements * scale * whole).to(tl.int32, bitcast=True)
-    made = tl.where(finite, _with_sign(made, bits, True), _NAN)
+    made = _with_sign((elements * scale * whole).to(tl.int32, bitcast=True), bits, True)
+    if not TENSOR_SCALE:
+        made = tl.where(finite, made, _NAN)
     tl.store(target + start + offsets, _narrow(made, target.dtype.element_ty), mask=inside)

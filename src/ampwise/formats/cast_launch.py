@@ -126,13 +126,16 @@ def _launch_blocks(source: Tensor, target: Tensor, fmt: BlockFormat, dim: int, s
         "SIZE": size, "OTHERS": others, "ACROSS": across, "AXIS": int(inner == 1),
         "num_warps": WARPS, "enable_fp_fusion": False,
     }  # fmt: skip
-    largest = source
+    of_blocks = largest = source
     if fmt.tensor_scale:
+        of_blocks = source.new_empty(programs * others)
         largest = torch.zeros(1, dtype=torch.int32, device=source.device)
-        cast_kernel.largest_kernel[(programs,)](_words(source), largest, lines, length, inner, **tiles)
+        cast_kernel.largest_kernel[(programs,)](
+            _words(source), _words(of_blocks), largest, lines, length, inner, **tiles
+        )
     cast_kernel.block_kernel[(programs,)](
-        _words(source), _words(target), lines, length, inner, largest, source if seed is None else seed,
-        **constants, STOCHASTIC=seed is not None, **tiles,
+        _words(source), _words(target), lines, length, inner, _words(of_blocks), largest,
+        source if seed is None else seed, **constants, STOCHASTIC=seed is not None, **tiles,
     )  # fmt: skip
 
 
