@@ -21,8 +21,15 @@ from ampwise.float8.layer import Ours, fit, is_fitted, unfit
 from ampwise.float8.layers import made
 from ampwise.float8.recipe import RECIPES, Fp8
 
+pytestmark = pytest.mark.filterwarnings("ignore:mkldnn_matmul")  # what torch says of a CPU without BF16
 needs_torchao = pytest.mark.skipif(importlib.util.find_spec("torchao") is None, reason="torchao is not installed")
 OF_TORCHAO = [recipe for recipe, backends in RECIPES.items() if backends[0] == "torchao"]
+
+
+@pytest.fixture(autouse=True)
+def as_in_training():
+    with torch.autocast("cpu", torch.bfloat16):
+        yield
 
 
 def layer(inputs=48, outputs=32):
@@ -53,6 +60,15 @@ def test_a_layer_stays_the_object_it_is():
     assert "forward" not in module.__dict__
     assert torch.equal(module(x), plain)
     unfit(module)  # nothing to do
+
+
+def test_where_a_model_turns_autocast_off_it_gets_fp32():
+    module, x = layer(), torch.randn(4, 48)
+    fit(module, Ours(e5m2=True))
+    with torch.autocast("cpu", enabled=False):
+        assert torch.equal(module(x), F.linear(x, module.weight, module.bias))
+        assert module(x.bfloat16()).dtype == torch.bfloat16  # in 16 bits it is FP8, with or without autocast
+    assert module(x).dtype == torch.bfloat16
 
 
 def test_copies_have_weights_and_scales_of_their_own():
@@ -96,7 +112,7 @@ def test_blocks_alike_are_compiled_once(delayed):
             given = (torch.zeros(3, 2, requires_grad=True), torch.ones(3)) if delayed else ()
             fit(module, made(module, Fp8()), *given)
         block.compile(backend=backend, fullgraph=True)
-    x = torch.randn(4, 48, requires_grad=True)
+    x = torch.randn(4, 48, dtype=torch.bfloat16, requires_grad=True)
     for block in blocks:
         x = block(x)
     x.sum().backward()
@@ -120,7 +136,7 @@ def test_a_weight_in_parts_is_refused():
 def test_torchaos_layers_compute_as_torchao_does(recipe):
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
-    module, x = layer(), torch.randn(16, 48)
+    module, x = layer(), torch.randn(16, 48, dtype=torch.bfloat16)  # torchao asks for CUDA's autocast alone
     before = dict(module.__dict__)
     theirs = copy.deepcopy(module)
     config = Float8LinearConfig.from_recipe_name(by_torchao.NAMES[recipe])
@@ -136,6 +152,31 @@ def test_torchaos_layers_compute_as_torchao_does(recipe):
     unfit(module)
     assert module.__dict__.keys() == before.keys()
     assert torch.equal(module(x), F.linear(x, module.weight, module.bias))
+
+
+@needs_torchao
+@pytest.mark.parametrize("recipe", OF_TORCHAO)
+@pytest.mark.parametrize("shape", [(3, 7), (1,), (2, 0), (16,)])
+def test_torchaos_layers_take_any_number_of_rows(monkeypatch, recipe, shape):
+    summed = []
+    mm = torch.mm
+
+    def noted(a, b, *args, **kwargs):
+        summed.append(a.shape[1])
+        return mm(a, b, *args, **kwargs)
+
+    module = layer()
+    fit(module, made(module, Fp8(recipe)))
+    monkeypatch.setattr(torch, "mm", noted)
+    x = torch.randn(*shape, 48, requires_grad=True)
+    out = module(x)
+    out.float().square().sum().backward()
+    wide = F.linear(x, module.weight, module.bias)
+    assert out.shape == wide.shape
+    assert out.numel() == 0 or near(out, wide)
+    gradient = torch.autograd.grad(wide.float().square().sum(), module.weight)[0]
+    assert torch.linalg.vector_norm(module.weight.grad - gradient) <= 0.1 * gradient.norm()
+    assert all(each % 16 == 0 for each in summed)  # which is what a GPU takes
 
 
 @needs_torchao
@@ -227,7 +268,7 @@ def test_transformer_engine_computes_with_the_modules_parameters(stand_in):
     delayed = {"margin": 1, "fp8_format": "hybrid", "amax_history_len": 4, "amax_compute_algo": "most_recent"}
     assert stand_in == [({"delayed": delayed}, False)]
     module.weight = nn.Parameter(torch.zeros_like(module.weight))  # as FSDP does
-    assert torch.equal(module(x), module.bias.expand(4, -1))
+    assert torch.equal(module(x), module.bias.expand(4, -1).bfloat16())
 
 
 def test_transformer_engine_with_current_scaling(stand_in):

@@ -33,9 +33,33 @@ def test_only_what_wins_beyond_noise_is_taken(times, recipe):
 
 
 def test_a_gain_that_drowns_in_noise_is_none():
-    noisy = {"bf16": [0.8e-4, 1e-4, 1.2e-4], "current": [0.9e-4] * 3}
+    noisy = {"bf16": [0.8e-4, 0.8e-4, 1e-4, 1.2e-4, 1.2e-4], "current": [0.9e-4] * 5}
     assert verdict(noisy, "").recipe is None
-    assert verdict({**noisy, "bf16": [1e-4] * 3}, "").recipe == "current"
+    assert verdict({**noisy, "bf16": [1e-4] * 5}, "").recipe == "current"
+    assert verdict({**noisy, "bf16": [0.8e-4] + [1e-4] * 4}, "").recipe == "current"  # once is nothing
+
+
+def test_what_slows_the_machine_for_a_round_slows_both():
+    slow = [1, 3, 1, 9, 1, 2, 1]
+    times = {"bf16": [1e-4 * each for each in slow], "current": [0.9e-4 * each for each in slow]}
+    assert verdict(times, "").recipe == "current"
+
+
+def test_a_recipe_that_cannot_run_is_left_out(monkeypatch):
+    work = measuring._work
+
+    def failing(module, *args):
+        if len(made) == 1:
+            made.append(None)
+            return lambda: torch.ones(2) @ torch.ones(3)
+        made.append(None)
+        return work(module, *args)
+
+    made = []
+    monkeypatch.setattr(measuring, "_work", failing)
+    layer = nn.Linear(64, 32)
+    found = measured({layer: (8, torch.float32)}, OURS, CPU, compiled=False)[layer]
+    assert "delayed, 8×64→32; current failed: inconsistent tensor size" in found.why
 
 
 def test_each_shape_is_timed_once_by_work_that_runs():
@@ -52,7 +76,7 @@ def test_each_shape_is_timed_once_by_work_that_runs():
     found = measured(dict.fromkeys(layers, (8, torch.float32)), OURS, CPU, compiled=False, timer=timer)
     assert asked == [["bf16", "current", "delayed"]] * 2
     assert [each.recipe for each in found.values()] == ["current"] * 3
-    assert found[layers[0]].why == "measured: 1000 µs in bf16, 200 µs current, 8×64→32"
+    assert found[layers[0]].why == "measured: 250 µs in bf16, 50 µs current, 8×64→32"  # four at a time
     assert all(parameter.grad is None for layer in layers for parameter in layer.parameters())
     assert torch.equal(torch.random.get_rng_state(), state)
 

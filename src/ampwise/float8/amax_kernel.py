@@ -20,11 +20,11 @@ PROGRAMS = 132 * 8  # enough to fill a Hopper; each adds one atomic operation
 
 
 @triton.jit
-def amax_kernel(source, target, size, BLOCK: tl.constexpr, PROGRAMS: tl.constexpr):
+def amax_kernel(source, target, size, BLOCK: tl.constexpr):
     """One share of the values. As integers magnitudes keep their order, and NaN is the largest."""
     first = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     largest = tl.zeros([BLOCK], tl.int32)
-    for start in range(0, size, BLOCK * PROGRAMS):
+    for start in range(0, size, BLOCK * tl.num_programs(0)):
         place = first + start
         x = tl.load(source + place, mask=place < size, other=0.0).to(tl.float32)
         bits = tl.abs(x).to(tl.int32, bitcast=True)
@@ -36,4 +36,4 @@ def launch_amax(x: Tensor, target: Tensor) -> None:
     """Of contiguous values, to where there is a zero. On the current device, which is theirs."""
     programs = min((x.numel() + BLOCK - 1) // BLOCK, PROGRAMS)
     if programs:
-        amax_kernel[(programs,)](x, target, x.numel(), BLOCK=BLOCK, PROGRAMS=programs, num_warps=WARPS)
+        amax_kernel[(programs,)](x, target, x.numel(), BLOCK=BLOCK, num_warps=WARPS)

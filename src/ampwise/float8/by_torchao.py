@@ -8,9 +8,11 @@ import re
 from dataclasses import replace
 from typing import Any
 
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ampwise.errors import BadInput, MissingDependency
+from ampwise.float8.casting import ALIGNMENT
 from ampwise.float8.choosing import choices
 from ampwise.float8.product import out_dtype
 from ampwise.float8.recipe import RECIPES, TORCHAO, fp8_from
@@ -45,8 +47,13 @@ class ByTorchao:
             module.__dict__.pop(name, None)
 
     def __call__(self, module: nn.Linear, x: Tensor) -> Tensor:
-        out: Tensor = self._forward(module, x.to(out_dtype(x)))  # torchao asks for CUDA's autocast alone
-        return out
+        if not x.numel():
+            return F.linear(x.to(out_dtype(x)), module.weight.to(out_dtype(x)), None)
+        rows = x.numel() // x.shape[-1]
+        short = -rows % ALIGNMENT  # rows are what the weight's gradient sums over
+        given = F.pad(x.reshape(rows, -1), (0, 0, 0, short)) if short else x
+        out: Tensor = self._forward(module, given.to(out_dtype(x)))  # torchao asks for CUDA's autocast alone
+        return out[:rows].reshape(*x.shape[:-1], -1) if short else out
 
 
 def prepare(model: nn.Module, fp8: Any = "tensorwise", *, all_gather: bool = True, emulate: bool = False) -> nn.Module:

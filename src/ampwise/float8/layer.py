@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ampwise.errors import BadInput
 from ampwise.float8.product import linear
 
-__all__ = ["How", "Noting", "Ours", "fit", "is_fitted", "unfit"]
+__all__ = ["SLOT", "How", "Noting", "Ours", "fit", "is_fitted", "unfit"]
 
 How = Callable[[nn.Linear, Tensor], Tensor]
 
@@ -93,6 +93,11 @@ def is_fitted(module: nn.Module) -> bool:
 
 
 def forward(module: nn.Linear, input: Any) -> Tensor:
-    """The one of fitted layers, by the name that pickle will look for."""
+    """The one of fitted layers, by the name that pickle will look for.
+
+    Where a model turns autocast off for what it wants in FP32, that is what it gets, as in BF16.
+    """
+    if input.dtype == torch.float32 and not torch.is_autocast_enabled(input.device.type):
+        return F.linear(input, module.weight, module.bias)
     how: How = module.fp8_layer  # type: ignore[assignment]
     return how(module, input)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import gc
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -15,15 +15,18 @@ from ampwise.errors import MissingDependency, PrecisionUnavailable
 from ampwise.float8.by_torchao import float8_of_torchao
 from ampwise.float8.by_transformer_engine import transformer_engine
 from ampwise.float8.checking import refuse_wrong_kernels
-from ampwise.float8.layer import fit
+from ampwise.float8.layer import SLOT, fit
 from ampwise.float8.layers import is_delayed, made
 from ampwise.float8.recipe import OURS, RECIPES, TORCHAO, TRANSFORMER_ENGINE, Fp8
 
 __all__ = ["GAIN", "Measured", "Shapes", "candidates", "in_turns", "measured", "replayed_in_turns", "verdict"]
 
 GAIN = 0.03  # less than that, and the noise of a step hides it
+LOSSES = 1  # rounds that a recipe may lose, of ROUNDS: by chance alone, that happens once in sixteen times
 ALIKE = 0.02  # of two recipes so near to each other, the one that stands first
 CALLS, ROUNDS = 8, 7  # back to back, so that launching counts as it does in a step; and how often
+TOGETHER = 4  # layers a call: what a call costs the host by itself, and a compiled block once, is shared
+ENOUGH = 2**41  # operations, about 3 ms of a large GPU, that hide what a call costs: then a layer is timed alone
 WARM_UP = 3
 
 Shapes = Mapping[nn.Linear, tuple[int, torch.dtype]]  # how many rows a layer is given, and of what type
@@ -51,6 +54,11 @@ class _Shape:
 
     def __str__(self) -> str:
         return f"{self.rows}×{self.inputs}→{self.outputs}"
+
+    @property
+    def together(self) -> int:
+        """How many layers are timed in one call."""
+        return 1 if 6 * self.rows * self.inputs * self.outputs > ENOUGH else TOGETHER
 
 
 def measured(
@@ -88,21 +96,26 @@ def candidates(fp8: Fp8, device: torch.device) -> list[Fp8]:
 
 
 def verdict(times: Mapping[str, list[float]], shape: str) -> Measured:
-    """From times in BF16 and in each recipe, in seconds."""
-    wide = statistics.median(times["bf16"])
-    noise = (max(times["bf16"]) - min(times["bf16"])) / wide / 2
-    medians = {name: statistics.median(each) for name, each in times.items() if name != "bf16"}
-    if not medians:
+    """From times in BF16 and in each recipe, in seconds: a place is a round, in which all took turns.
+
+    A recipe has to gain in almost every round, each compared within itself: what slows the machine for a while slows
+    both.
+    """
+    wide = times["bf16"]
+    ratios = {name: [a / b for a, b in zip(each, wide, strict=True)] for name, each in times.items() if name != "bf16"}
+    if not ratios:
         return Measured(recipe=None, why=f"measured: no recipe could run {shape}")
+    medians = {name: statistics.median(each) for name, each in ratios.items()}
     fastest = min(medians.values())
     best = next(name for name, each in medians.items() if each <= fastest * (1 + ALIKE))
-    text = f"measured: {wide * 1e6:.0f} µs in bf16, {medians[best] * 1e6:.0f} µs {best}, {shape}"
-    wins = medians[best] <= wide * (1 - max(GAIN, min(noise, 0.5)))
-    return Measured(recipe=best if wins else None, why=text)
+    in_bf16, in_best = (statistics.median(times[name]) * 1e6 for name in ("bf16", best))
+    wins = medians[best] <= 1 - GAIN and sum(ratio > 1 for ratio in ratios[best]) <= LOSSES
+    why = f"measured: {in_bf16:.0f} µs in bf16, {in_best:.0f} µs {best}, {shape}"
+    return Measured(recipe=best if wins else None, why=why)
 
 
 def in_turns(works: Mapping[str, Work], device: torch.device) -> dict[str, list[float]]:
-    """Seconds of a call, for each work and round: works take turns, so that what slows the machine slows all."""
+    """Seconds of a work, for each of them and each round: they take turns, so that what slows the machine slows all."""
     times: dict[str, list[float]] = {name: [] for name in works}
     for work in works.values():
         for _ in range(WARM_UP):
@@ -136,46 +149,66 @@ def _captured(work: Work) -> Work:
 
 def _one(shape: _Shape, recipes: list[Fp8], device: torch.device, compiled: bool, timer: Timer) -> Measured:
     try:
-        return verdict(timer(dict(_works(shape, recipes, device, compiled)), device), str(shape))
+        works = dict(_works(shape, recipes, device, compiled))
+        failed = {name: error for name, work in works.items() if (error := _failure(work))}
+        if "bf16" in failed:
+            return Measured(recipe=None, why=f"could not be measured, {shape}: {failed['bf16']}")
+        times = timer({name: each for name, each in works.items() if name not in failed}, device)
+        of_one = {name: [each / shape.together for each in taken] for name, taken in times.items()}
+        found = verdict(of_one, str(shape))
+        return replace(found, why="; ".join([found.why, *(f"{name} failed: {each}" for name, each in failed.items())]))
     except torch.OutOfMemoryError:
         return Measured(recipe=None, why=f"no memory left to measure {shape}")
     finally:
         gc.collect()
 
 
+def _failure(work: Work) -> str:
+    """Why it cannot run: the first line. What one recipe cannot do is no reason for training to end."""
+    try:
+        work()
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:
+        return (str(error).strip() or type(error).__name__).partition("\n")[0]
+    return ""
+
+
 def _works(shape: _Shape, recipes: list[Fp8], device: torch.device, compiled: bool) -> Iterator[tuple[str, Work]]:
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        x = torch.randn(shape.rows, shape.inputs, device=device).to(shape.dtype).requires_grad_()
+        numbers = [torch.randn(shape.rows, shape.inputs, device=device) for _ in range(shape.together)]
+        inputs = [each.to(shape.dtype).requires_grad_() for each in numbers]
         gradient = torch.randn(shape.rows, shape.outputs, device=device).to(torch.bfloat16)
-        first = _linear(shape, device)
-    yield "bf16", _work(first, x, gradient, compiled)
+        wide = [_linear(shape, device) for _ in inputs]
+    yield "bf16", _work(wide, inputs, gradient, compiled)
     for fp8 in recipes:
-        module = _linear(shape, torch.device("meta"))  # which draws no random numbers
-        module.weight, module.bias = first.weight, first.bias
-        fit(module, made(module, fp8), *(_delayed(device) if is_delayed(fp8) else ()))
-        yield fp8.recipe, _work(module, x, gradient, compiled)
+        yield fp8.recipe, _work([_narrow(each, shape, fp8) for each in wide], inputs, gradient, compiled)
 
 
-def _delayed(device: torch.device) -> tuple[Tensor, Tensor]:
-    """A slot and scales."""
-    return torch.zeros(3, 2, device=device, requires_grad=True), torch.ones(3, device=device)
+def _narrow(wide: nn.Linear, shape: _Shape, fp8: Fp8) -> nn.Linear:
+    """The same in FP8, with the same weights."""
+    module = _linear(shape, torch.device("meta"))  # which draws no random numbers
+    module.weight, module.bias = wide.weight, wide.bias
+    device = wide.weight.device
+    slot_and_scales = (torch.zeros(3, 2, device=device, requires_grad=True), torch.ones(3, device=device))
+    fit(module, made(module, fp8), *(slot_and_scales if is_delayed(fp8) else ()))
+    return module
 
 
-def _work(module: nn.Linear, x: Tensor, gradient: Tensor, compiled: bool) -> Work:
-    def call(x: Tensor) -> Tensor:
-        out: Tensor = module(x)
-        return out
+def _work(modules: Sequence[nn.Linear], inputs: Sequence[Tensor], gradient: Tensor, compiled: bool) -> Work:
+    def call(inputs: Sequence[Tensor]) -> list[Tensor]:
+        return [module(x) for module, x in zip(modules, inputs, strict=True)]
 
     # Compiled versions are kept with the code, a few for each; so each has code of its own.
     call.__code__ = call.__code__.replace()
     forward = torch.compile(call, dynamic=False) if compiled else call
-    kind = x.device.type
-    leaves = [x, *module.parameters()]
+    slots = [slot for module in modules if (slot := module.__dict__.get(SLOT)) is not None]
+    leaves = [*inputs, *slots, *(parameter for module in modules for parameter in module.parameters())]
 
     def work() -> None:
-        with torch.autocast(kind, torch.bfloat16):  # noqa: AMP303 (a GPU with FP8 has it)
-            out = forward(x)
-        out.backward(gradient)
+        with torch.autocast(gradient.device.type, torch.bfloat16):  # noqa: AMP303 (a GPU with FP8 has it)
+            out = forward(inputs)
+        torch.autograd.backward(out, [gradient] * len(out))
         for leaf in leaves:
             leaf.grad = None
 
