@@ -27,8 +27,12 @@ nightly: $(STAMP) ## all tests at their full length: more examples, more steps, 
 fuzz: $(STAMP) ## 10,000 mangled scripts through `ampwise check` (for the night; `make test` has 200)
 	@AMPWISE_FUZZ=10000 $(BIN)/python -m pytest -n 2 tests/lint/test_fuzz.py $(ARGS)
 
-check: lint docs-check ## formatter, linter, our own linter, strict types, generated docs current, the site, tests
-	@$(MAKE) --no-print-directory -j2 --output-sync=target types site test
+check: lint ## formatter, linter, our own linter, strict types, generated docs current, the site, tests
+	@$(MAKE) --no-print-directory -j3 --output-sync=target test docs-check-beside types-beside site-beside
+
+# Tests wait now and then, for a browser or a clock: what runs beside them fills the gaps, and gives way to them.
+%-beside: $(STAMP)
+	@nice -n 5 $(MAKE) --no-print-directory $*
 
 lint: $(STAMP)
 	@$(BIN)/ruff format --check --quiet . || { echo "make: not in the house format; run: make format" >&2; exit 1; }
@@ -78,8 +82,10 @@ $(STAMP): $(NEEDS)
 	  echo "make: cannot write to $(VENV). Name a folder you own: make VENV=/path/to/venv $(MAKECMDGOALS)" >&2; exit 1; }
 	@echo "setting up $(VENV), once: about a minute"
 	@$(PYTHON) -m venv $(VENV)
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
-	@$(BIN)/python -m compileall -q src  # bytecode, which `ampwise check` starts three times faster with
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --upgrade pip
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --constraint constraints.txt --editable '.[dev]'
+# Bytecode, as pip would make it, but on all cores. Some packages have files for other Pythons, which do not compile.
+	@$(BIN)/python -W ignore -m compileall -qq -j 0 src $(VENV)/lib || true
 	@touch $(STAMP)
 
 clean: ## remove what was built

@@ -140,7 +140,10 @@ def speed(name: str, shape: Shape, wanted: float) -> Result:
         result.rows.append(tried(wide, f"ampwise {recipe}, graph", make, recipe, graph=True))
     for recipe in TORCHAO:
         result.rows.append(tried(wide, f"torchao {recipe}, converted by itself", make, converted=recipe))
-    result.notes.append("graph: Engine(graph=True), which the host has almost nothing to do for.")
+    result.notes.append(
+        "graph: Engine(graph=True), which the host has almost nothing to do for. "
+        "Its peak leaves out what a graph keeps."
+    )
     result.notes.append(f"Wanted: ≥ {wanted} over BF16.")
     return result
 

@@ -99,7 +99,13 @@ def test_a_gpu_that_it_does_not_fit_is_exit_code_1(capsys):
         ([*SIZES, "--fsdp", "8", "--ddp"], "--fsdp and --ddp: gradients are exchanged by one or by the other."),
         ([*SIZES, "--gpu", "h300"], "unknown device 'h300'."),
         ([*SIZES, "--optimizer", "adamv"], "unknown optimizer 'adamv'."),
-        ([*SIZES, "--precision", "fp8"], "unknown precision 'fp8'."),
+        ([*SIZES, "--precision", "fp8"], "precision 'fp8': there is such a precision, and its memory is not counted."),
+        (
+            [*SIZES, "--precision", "bf16-pure,kahn"],
+            "unknown precision 'kahn'. Did you mean kahan? The precisions are fp32, tf32, fp16, bf16, bf16-pure; after "
+            "bf16-pure and a comma, kahan, bf16-states or elementwise.",
+        ),
+        ([*SIZES, "--precision", "bf16,kahan"], "'kahan' is an option of bf16-pure: bf16-pure,kahan."),
         ([*SIZES, "--heads", "3"], "the hidden size is not divisible by the number of heads."),
         (["{train}:nonesuch"], "has no function 'nonesuch'."),
         (["{train}:needs"], "it needs arguments (width)"),

@@ -274,6 +274,118 @@ def test_a_function_without_modules_is_emulated_again(reentrant):
     assert same(*results)
 
 
+class Checkpointed(nn.Module):
+    """A method that is computed again, with products of its own around a layer, or before one."""
+
+    def __init__(self, again, ends_in_layer):
+        super().__init__()
+        torch.manual_seed(0)
+        self.weight, self.layer, self.head = nn.Parameter(torch.randn(32, 32) / 6), nn.Linear(32, 32), nn.Linear(32, 8)
+        self.again, self.ends_in_layer = again, ends_in_layer
+
+    def attend(self, x):
+        if self.ends_in_layer:
+            return self.layer(torch.tanh(x @ self.weight))
+        return torch.tanh(self.layer(x) @ self.weight)
+
+    def forward(self, x):
+        if self.again is None:
+            return self.head(self.attend(x))
+        return self.head(checkpoint(self.attend, x, use_reentrant=self.again))
+
+
+@pytest.mark.parametrize("ends_in_layer", [True, False])
+@pytest.mark.parametrize("kept", ["head", "layer"])
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_function_is_emulated_again_where_modules_are_kept(reentrant, kept, ends_in_layer):
+    results = []
+    for again in (None, reentrant):
+        policy = Policy("emulate:mxfp4").keep("fp32", kept)
+        model, engine, loss_fn = training(policy, Checkpointed(again, ends_in_layer))
+        for number in range(2):
+            engine.step(loss_fn, batch(number).requires_grad_())
+        results.append(weights(model))
+    assert same(*results)
+
+
+class Nested(Checkpointed):
+    """A checkpointed function in another."""
+
+    def inner(self, x):
+        with torch.no_grad():
+            aside = x @ self.weight
+        return torch.tanh(self.attend(x + aside) @ self.weight.T)
+
+    def outer(self, x):
+        x = self.inner(x) if self.again is None else checkpoint(self.inner, x, use_reentrant=self.again[1])
+        return torch.tanh(x @ self.weight)
+
+    def forward(self, x):
+        return self.head(
+            self.outer(x) if self.again is None else checkpoint(self.outer, x, use_reentrant=self.again[0])
+        )
+
+
+@pytest.mark.parametrize("kept", ["head", "layer"])
+@pytest.mark.parametrize("reentrant", [(True, True), (True, False), (False, True), (False, False)])
+def test_of_checkpoints_in_checkpoints_all_is_emulated_again(reentrant, kept):
+    results = []
+    for again in (None, reentrant):
+        policy = Policy("emulate:e4m3/mxfp4").keep("fp32", kept)
+        model, engine, loss_fn = training(policy, Nested(again, True))
+        engine.step(loss_fn, batch().requires_grad_())
+        results.append(weights(model))
+    torch.testing.assert_close(*results)  # gradients of one weight are summed in another order
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_what_was_not_emulated_is_not_when_it_is_computed_again(reentrant):
+    """A product outside of the model, of the loss function."""
+    results = []
+    for again in (False, True):
+        torch.manual_seed(0)
+        model, engine, _ = training("emulate:mxfp4", nn.Linear(32, 32))
+
+        def outside(x):
+            return torch.tanh(x @ x.mT)
+
+        def loss_fn(x, model=model, outside=outside, again=again):
+            x = model(x)
+            return (checkpoint(outside, x, use_reentrant=reentrant) if again else outside(x)).square().mean()
+
+        engine.step(loss_fn, batch())
+        results.append(weights(model))
+    assert same(*results)
+
+
+def test_products_of_a_function_of_ones_own_stay_wide_in_its_backward_pass():
+    class Own(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, weight):
+            ctx.save_for_backward(x, weight)
+            return x @ weight
+
+        @staticmethod
+        def backward(ctx, gradient):
+            x, weight = ctx.saved_tensors
+            return gradient @ weight.T, x.T @ gradient
+
+    class Calls(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(32, 16))
+
+        def forward(self, x):
+            return Own.apply(x, self.weight)
+
+    model, x = Calls(), torch.randn(4, 32)
+    with emulated(model, {model: recipe_named("mxfp4")}):
+        out = model(x)
+        out.sum().backward()
+    assert not torch.allclose(out, x @ model.weight, rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(model.weight.grad, x.T @ torch.ones(4, 16))
+
+
 def test_gradients_of_gradients_are_gradients():
     layer, recipe = nn.Linear(32, 16, bias=False), recipe_named("e4m3")
     engine = Engine(layer, torch.optim.SGD(layer.parameters(), lr=0.1), "emulate:e4m3")
@@ -345,6 +457,83 @@ def test_evaluation_in_what_was_trained_in():
         outside = model(batch())
     assert torch.equal(inside, expected)
     assert not torch.equal(outside, expected)
+
+
+class Einsum(nn.Module):
+    def forward(self, x):
+        return torch.einsum("bij,bkj->bik", x, x) @ x.softmax(-1)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        Net,
+        Einsum,
+        lambda: nn.Sequential(nn.Conv1d(5, 32, 3), nn.ConvTranspose1d(32, 5, 3)),
+        lambda: nn.TransformerEncoderLayer(32, 2, 64, batch_first=True).eval(),
+        lambda: nn.LSTMCell(32, 8),
+    ],
+)
+def test_in_inference_mode_products_are_emulated_too(make):
+    """Where torch hands over whole operations, and not their products."""
+    torch.manual_seed(0)
+    model = make()
+    x, recipes = batch()[:, 0] if isinstance(model, nn.LSTMCell) else batch(), {model: recipe_named("mxfp4")}
+    with torch.no_grad(), emulated(model, recipes):
+        expected = model(x)
+    with torch.inference_mode(), emulated(model, recipes):
+        inside = model(x)
+    with emulated(model, recipes), torch.inference_mode():
+        later = model(x.clone())  # a tensor that has no gradients, wherever it is used
+    with torch.inference_mode():
+        plain = model(x)
+    assert same(inside, expected)
+    assert same(later, expected)
+    assert not same(inside, plain)
+
+
+def test_of_tensors_made_in_inference_mode_products_are_emulated_outside_of_it():
+    with torch.inference_mode():
+        model, x = Net().requires_grad_(False), batch().clone()
+    results = []
+    for each, given in ((model, x), (Net().requires_grad_(False), batch())):
+        with emulated(each, {each: recipe_named("mxfp4")}):
+            results.append(each(given))
+    assert same(*results)
+
+
+def test_in_inference_mode_kept_modules_stay_wide():
+    model, engine, _ = training(Policy("emulate:mxfp4").keep("fp32", "blocks.1").keep("bf16", "head"))
+    with torch.no_grad(), engine.autocast():
+        expected = model(batch())
+    with torch.inference_mode(), engine.autocast():
+        assert same(model(batch()), expected)
+    assert expected.dtype == torch.bfloat16
+
+
+def test_in_inference_mode_what_is_compiled_runs_as_it_was_written():
+    model = Net()
+    compiled = torch.compile(model, backend="eager")
+    with torch.inference_mode():
+        plain = compiled(batch())  # compiled before the engine comes
+    engine = Engine(compiled, torch.optim.SGD(model.parameters(), lr=LR), "emulate:mxfp4")
+    with torch.no_grad(), engine.autocast():
+        expected = model(batch())
+    with torch.inference_mode():
+        with engine.autocast():
+            assert same(compiled(batch()), expected)
+        assert same(compiled(batch()), plain)
+
+
+@pytest.mark.parametrize("off", [torch.no_grad, torch.inference_mode])
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_a_product_of_nested_tensors_is_told(off):
+    layer = nn.Linear(8, 4)
+    engine = Engine(layer, torch.optim.SGD(layer.parameters(), lr=LR), "emulate:mxfp4")
+    x = torch.nested.nested_tensor([torch.randn(3, 8), torch.randn(2, 8)])
+    with off(), engine.autocast(), pytest.warns(UserWarning, match="ampwise: linear is not emulated: torch runs it as"):
+        found = layer(x)
+    torch.testing.assert_close(found.unbind()[0], layer(x.unbind()[0]))
 
 
 @pytest.mark.parametrize("precision", ["emulate:mxfp8", "emulate:nvfp4,stochastic", "emulate:fp16"])
@@ -483,3 +672,28 @@ def test_stochastic_rounding_on_a_gpu_is_repeatable():
     first = run(1)
     assert same(first, run(1))
     assert not same(first, run(2))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kept", ["head", "layer"])
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_on_a_gpu_a_function_is_emulated_again_where_modules_are_kept(reentrant, kept):
+    """There the backward pass has a thread of its own, which counts nodes from the beginning."""
+    results = []
+    for again in (None, reentrant):
+        policy = Policy("emulate:mxfp4").keep("fp32", kept)
+        model, engine, loss_fn = training(policy, Checkpointed(again, True).cuda())
+        for number in range(4):
+            engine.step(loss_fn, batch(number).cuda().requires_grad_())
+        results.append(weights(model))
+    torch.testing.assert_close(*results)
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_in_inference_mode():
+    model = Net().cuda()
+    results = []
+    for off in (torch.no_grad, torch.inference_mode):
+        with off(), emulated(model, {model: recipe_named("mxfp4")}):
+            results.append(model(batch().cuda()))
+    assert same(*results)

@@ -36,6 +36,10 @@ def test_what_is_no_model_is_refused(model, wrong):
     refused(re.escape(f"Engine(model=...): a torch.nn.Module is expected, or a list of them, not {wrong}."), model, [])
 
 
+def test_a_typo_in_a_recipe_needs_no_gpu_to_be_found():
+    refused("unknown FP8 recipe 'delayd'. Did you mean delayed", precision="fp8", fp8="delayd", error=UnknownName)
+
+
 def test_a_model_with_nothing_to_train_is_refused():
     model = net().requires_grad_(False)
     refused("none of its parameters requires a gradient, so there is nothing to train", model, optimizer_of(model))
@@ -191,6 +195,7 @@ BAD_LOSSES = sorted(bad_losses(None))
 RUNNING = {"none": False, "apply": False, "flush": False, "state_dict": False, "step": False}  # of the model's forward
 
 
+@pytest.mark.half_by_day
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("before", [(), (1, 2), (1, 2, 3)], ids=["at first", "between windows", "within a window"])
 @pytest.mark.parametrize("kind", BAD_LOSSES)

@@ -1,6 +1,7 @@
 """An engine in FP8, on a CPU that is taken for a device that has it: the products are then those of the same values."""
 
 import copy
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -16,9 +17,10 @@ import ampwise
 from ampwise import Engine, Fp8, Policy
 from ampwise.engine import engine as engines
 from ampwise.engine.precision.precision import BEYOND, Chosen
-from ampwise.errors import BadInput, PrecisionUnavailable
+from ampwise.errors import BadInput, MissingDependency, PrecisionUnavailable
 from ampwise.float8 import measuring
 from ampwise.float8.by_torchao import prepare
+from ampwise.float8.decided import put_there_before
 from ampwise.float8.layer import is_fitted
 from ampwise.float8.measuring import Measured
 
@@ -166,6 +168,60 @@ def test_a_state_goes_on_where_it_was():
     assert train(second, 4) == train(whole, 4)
 
 
+def put_back(run, states):
+    for part, state in zip((run.model, run.optimizer, run.engine), states, strict=True):
+        part.load_state_dict(state)
+
+
+def states_of(run):
+    return copy.deepcopy([run.model.state_dict(), run.optimizer.state_dict(), run.engine.state_dict()])
+
+
+def test_a_state_from_before_the_first_step_begins_anew():
+    run = training(Fp8("delayed", narrow=BLOCKS))
+    beginning = states_of(run)
+    first = train(run, 5)
+    put_back(run, beginning)
+    assert [run.model.get_submodule(name).fp8_scales for name in NAMES] == [None] * 4
+    assert train(run, 5) == first
+
+
+def test_a_state_from_before_layers_were_measured_begins_its_scales_anew(monkeypatch):
+    monkeypatch.setattr(
+        "ampwise.engine.fp8_fitting.measured",
+        lambda shapes, *_, **__: {each: Measured(recipe="delayed", why="it is") for each in shapes},
+    )
+    run = training(Fp8("measured", narrow=BLOCKS))
+    beginning = states_of(run)
+    train(run, 4)
+    put_back(run, beginning)
+    state = run.engine.state_dict()["fitting"]["delayed"]
+    assert state["steps"] == 0
+    assert not state["history"].any()
+    assert sorted(fitted(run.model)) == sorted(NAMES)  # what was measured holds
+
+
+def test_a_state_that_is_loaded_changes_no_layer_where_nothing_has_changed(monkeypatch):
+    monkeypatch.setattr(
+        "ampwise.engine.fp8_fitting.measured",
+        lambda shapes, *_, **__: {each: Measured(recipe="delayed", why="it is") for each in shapes},
+    )
+    run = training(Fp8("measured", narrow=BLOCKS))
+    train(run, 3)
+    before = run.engine._fitting.phase
+    run.engine.load_state_dict(run.engine.state_dict())
+    assert run.engine._fitting.phase == before  # a graph that was captured can go on
+
+
+def test_a_state_of_another_format_brings_magnitudes_and_no_scales():
+    first, second = training(Fp8("delayed", narrow=BLOCKS)), training(Fp8("delayed", narrow=BLOCKS, gradients="e4m3"))
+    train(first, 3)
+    put_back(second, states_of(first))
+    for operand in second.engine.fp8_report().operands:
+        assert operand.fmt == "e4m3"
+        assert 224 < max(operand.amaxes) * operand.scale <= 448
+
+
 def test_it_can_be_left_for_another_precision_and_come_back_to():
     run = training(Fp8("delayed", narrow=BLOCKS))
     train(run, 2)
@@ -177,6 +233,22 @@ def test_it_can_be_left_for_another_precision_and_come_back_to():
     train(run, 2)
     run.engine.change_precision("fp8")
     assert sorted(fitted(run.model)) == sorted(NAMES)
+
+
+@pytest.mark.parametrize("before", [
+    Policy("fp8").keep("bf16", "blocks.0.up"),
+    Policy("fp8").keep("bf16", *NAMES),
+    Policy("bf16").keep("fp32", "blocks.0.up", "blocks.1"),
+])  # fmt: skip
+def test_what_was_kept_becomes_fp8_when_it_is_kept_no_more(before):
+    run = training(Fp8(narrow=BLOCKS))
+    run.engine.change_precision(before)
+    train(run, 1)
+    run.engine.change_precision(Policy("fp8"))
+    assert sorted(run.engine.fp8_layers) == sorted(fitted(run.model)) == sorted(NAMES)
+    train(run, 1)
+    run.engine.change_precision(before)
+    train(run, 1)
 
 
 def test_describe_says_what_runs_how():
@@ -206,8 +278,8 @@ def test_measured_layers_are_those_that_win(monkeypatch):
     assert fitted(run.model) == run.engine.fp8_layers == ["blocks.0.up", "blocks.1.up"]
     assert asked == [["bf16", "current", "delayed"]] * 2
     text = run.engine.policy.describe(run.model)
-    assert "fp8      measured: 1000 µs in bf16, 500 µs current, 24×32→64" in text
-    assert "bf16     measured: 1000 µs in bf16, 2000 µs current, 24×64→32" in text
+    assert "fp8      measured: 250 µs in bf16, 125 µs current, 24×32→64" in text
+    assert "bf16     measured: 250 µs in bf16, 500 µs current, 24×64→32" in text
     train(run, 2)
     assert len(asked) == 2
     resumed = training(Fp8("measured", narrow=BLOCKS, backend="ampwise"))
@@ -248,6 +320,18 @@ def test_a_compiled_model_is_measured_compiled(monkeypatch, way):
         model.compile(backend="eager")
     train(run, 1, model)
     assert asked == [(way != "eager", False)]
+
+
+@pytest.mark.parametrize("backend", ["torchao", "transformer-engine"])
+def test_a_backend_to_be_measured_that_is_missing_is_missed_at_once(monkeypatch, backend):
+    for name in ("torchao.float8", "transformer_engine.pytorch"):
+        monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(
+        MissingDependency, match=rf"^Fp8\('measured', backend='{backend}'\) takes Fp8\('.*not installed.*Get it: pip "
+    ) as error:
+        training(Fp8("measured", narrow=BLOCKS, backend=backend))
+    assert "\n" not in str(error.value)
+    training(Fp8("measured", narrow=BLOCKS))  # where none is asked for by name, whoever is there
 
 
 # Ranks
@@ -311,6 +395,77 @@ def test_torchaos_layers_for_fsdp2_are_found(one_rank):
     assert "by torchao, put there before" in engine.policy.describe(model)
 
 
+# Layers that were torchao's before
+
+
+def prepared(policy="fp8", *, all_gather=False):
+    pytest.importorskip("torchao")
+    torch.manual_seed(0)
+    model = prepare(Net(), Fp8("tensorwise", narrow=BLOCKS), all_gather=all_gather, emulate=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+    return SimpleNamespace(model=model, optimizer=optimizer, engine=Engine(model, optimizer, policy))
+
+
+def outputs(run):
+    with torch.no_grad(), run.engine.autocast():
+        return run.model(torch.arange(8).reshape(2, 4))
+
+
+def test_torchaos_layers_can_be_kept_left_and_come_back_to():
+    wide, run = training(precision="bf16"), prepared()
+    narrow = outputs(run)
+    assert not torch.equal(narrow, outputs(wide))
+    assert sorted(run.engine.fp8_layers) == sorted(NAMES)
+    assert {each for each, _ in put_there_before(run.model).values()} == {"fp8"}
+    run.engine.change_precision("bf16")
+    assert put_there_before(run.model) == {}
+    assert torch.equal(outputs(run), outputs(wide))
+    run.engine.change_precision(Policy("bf16").keep("fp32", "blocks.0.up"))
+    wide.engine.change_precision(Policy("bf16").keep("fp32", "blocks.0.up"))
+    assert torch.equal(outputs(run), outputs(wide))
+    run.engine.change_precision("fp8")
+    assert torch.equal(outputs(run), narrow)
+    assert sorted(run.engine.fp8_layers) == sorted(NAMES)
+    train(run, 2)
+
+
+@pytest.mark.parametrize("kept", [("blocks.0",), ("blocks.0.up", "blocks.0.down")])
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+def test_torchaos_layers_that_are_kept_are_wide(kept, precision):
+    run, others = prepared(Policy("fp8").keep(precision, *kept)), ["blocks.1.up", "blocks.1.down"]
+    assert run.engine.fp8_layers == others
+    block, x = run.model.blocks[0], torch.randn(4, 32)
+    wide = training(precision=Policy("bf16").keep(precision, *kept)).model.blocks[0]
+    with torch.no_grad(), run.engine.autocast():
+        assert torch.equal(block(x), wide(x))
+    text = run.engine.policy.describe(run.model)
+    assert f"kept by '{kept[0]}'" in text
+    train(run, 2)
+    run.engine.change_precision("fp8")
+    assert sorted(run.engine.fp8_layers) == sorted(NAMES)
+    assert "forward" not in block.up.__dict__
+    run.engine.change_precision(Policy("fp8").keep(precision, *kept))
+    run.engine.change_precision("bf16")
+    with torch.no_grad(), run.engine.autocast():
+        assert block.up(x).dtype == torch.bfloat16
+    train(run, 1)
+
+
+def test_weights_that_are_gathered_in_fp8_cannot_be_wide():
+    with pytest.raises(
+        BadInput,
+        match=r"^Engine\(precision='fp8'\): blocks\.0\.up is kept by 'blocks\.0', but its weights come in FP8 only, as "
+        r".* Prepare the model with prepare\(model, all_gather=False\), or not at all\.$",
+    ):
+        prepared(Policy("fp8").keep("bf16", "blocks.0"), all_gather=True)
+    run = prepared(all_gather=True)
+    with pytest.raises(
+        BadInput, match=r"^change_precision\(\): not with blocks\.0\.up: its weights come in FP8 only, as"
+    ):
+        run.engine.change_precision("bf16")
+    assert (run.engine.precision, sorted(run.engine.fp8_layers)) == ("fp8", sorted(NAMES))
+
+
 # What is lost
 
 
@@ -332,6 +487,53 @@ def test_a_sampled_step_counts_what_vanishes():
     assert table[0].split() == ["layer", "operand", "format", "scale", "largest", "cut", "off", "in", "to", "zero"]
     assert table[2].split()[:5] == ["blocks.0.up", "weight", "e4m3", "256", "1"]
     assert sorted(fitted(run.model)) == sorted(NAMES)
+
+
+def test_a_sampled_step_leaves_layers_as_they_were():
+    run = training(Fp8("delayed", narrow=BLOCKS), accumulate=2)
+    train(run, 4)
+    layer, fitting = run.model.blocks[0].up, run.engine._fitting
+    before = (layer.fp8_layer, layer.fp8_slot, layer.fp8_scales.data_ptr(), fitting.phase)
+    assert not fitting.plain
+    run.engine.sample_fp8()
+    assert fitting.plain  # in all of its micro-batches: none of them is for a graph
+    train(run, 1)
+    assert fitting.plain
+    train(run, 1)
+    assert not fitting.plain
+    assert (layer.fp8_layer, layer.fp8_slot, layer.fp8_scales.data_ptr(), fitting.phase) == before
+    assert {each.flushed_share for each in run.engine.fp8_report().operands} != {None}
+
+
+def test_a_step_that_is_to_be_sampled_is_so_after_a_rollback():
+    run = training(Fp8("delayed", narrow=BLOCKS))
+    beginning = states_of(run)
+    train(run, 3)
+    run.engine.sample_fp8()
+    put_back(run, beginning)
+    train(run, 1)
+    assert None not in {each.flushed_share for each in run.engine.fp8_report().operands}
+
+
+def test_layers_of_different_recipes_are_reported_in_their_own_formats(monkeypatch):
+    pytest.importorskip("torchao")
+    recipes = {"blocks.0.up": "rowwise", "blocks.0.down": "tensorwise", "blocks.1.up": "delayed"}
+    run = training(Fp8("measured", narrow=BLOCKS))
+    modules = {run.model.get_submodule(name): recipe for name, recipe in recipes.items()}
+    monkeypatch.setattr(
+        "ampwise.engine.fp8_fitting.measured",
+        lambda *_, **__: {each: Measured(recipe=recipe, why="") for each, recipe in modules.items()},
+    )
+    train(run, 3)
+    run.engine.sample_fp8()
+    train(run, 1)
+    report = {(each.layer, each.operand): each for each in run.engine.fp8_report().operands}
+    assert {name: report[name, "gradient"].fmt for name in recipes} == {
+        "blocks.0.up": "e4m3", "blocks.0.down": "e5m2", "blocks.1.up": "e5m2"
+    }  # fmt: skip
+    assert report["blocks.0.up", "input"].scale is None  # one for each row
+    assert None not in {each.flushed_share for each in report.values()}
+    assert None not in {each.scale for (name, _), each in report.items() if name != "blocks.0.up"}
 
 
 def test_values_cut_off_again_and_again_are_a_finding():

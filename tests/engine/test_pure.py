@@ -188,6 +188,123 @@ def test_with_the_rest_kept_fp32_weights_come_back_to_the_bit():
     train(engine, 4)
 
 
+def test_the_rest_is_kept_from_the_start():
+    """Put on and taken off, nothing has happened; and steps are those on FP32 weights, to the bit."""
+    engine, oracle = run("bf16-pure,kahan"), Net()
+    model = engine.models[0]
+    torch.manual_seed(0)
+    oracle.load_state_dict(Net().state_dict())
+    engine.change_precision("fp32")
+    assert same(model.state_dict(), oracle.state_dict())
+    engine.change_precision("bf16-pure,kahan")
+    optimizer = torch.optim.AdamW(oracle.parameters(), lr=1e-3, fused=True)
+    for number in range(3):
+        for mine, its in zip(model.parameters(), oracle.parameters(), strict=True):
+            torch.manual_seed(number)
+            mine.grad = torch.randn(mine.shape).bfloat16().to(mine.dtype)
+            its.grad = mine.grad.float()
+        with engine._fitting.stepping(engine.optimizers[0]):
+            engine.optimizers[0].step()
+        optimizer.step()
+    engine.change_precision("fp32")
+    assert same([*model.parameters()], [*oracle.parameters()])
+
+
+def test_weights_that_nobody_trains_are_rounded_once():
+    """To keep what BF16 does not hold of them would cost what it saves."""
+    model = Net()
+    before = model.first.weight.detach().clone()
+    engine = Engine(model, torch.optim.SGD(model.head.parameters(), lr=0.1), "bf16-pure,kahan")
+    engine.change_precision("fp32")
+    assert torch.equal(model.first.weight, before.bfloat16().float())
+    assert not torch.equal(model.first.weight, before)
+
+
+def test_weights_that_someone_sets_to_zero_are_zero():
+    """Whatever was kept of what they were."""
+    engine = run("bf16-pure,kahan")
+    train(engine, 1)
+    weight = engine.models[0].first.weight
+    assert (engine._fitting._update.rests[weight] < 0).any()
+    weight.data.zero_()
+    (step,) = train(engine, 2)
+    assert not step.skipped
+    assert weight.isfinite().all()
+    weight.data.fill_(-0.0)
+    engine.change_precision("fp32")
+    assert weight.isfinite().all()
+    assert weight.abs().max() < 1e-40
+
+
+def test_a_state_that_was_given_does_not_change_any_more():
+    engine = run("bf16-pure,kahan")
+    train(engine, 1)
+    state = engine.state_dict()
+    before = copy.deepcopy(state["fitting"])
+    train(engine, 2)
+    assert same(state["fitting"], before)
+
+
+def test_what_was_kept_of_other_weights_is_forgotten():
+    """A state of another precision has nothing of the kind."""
+    engine, other = run("bf16-pure,kahan"), run("fp32")
+    train(engine, 1)
+    engine.models[0].load_state_dict(other.models[0].state_dict())
+    engine.load_state_dict(other.state_dict(), other_precision=True)
+    assert not engine._fitting.rests
+    train(engine, 2)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("after", ["bf16", "fp32"])
+def test_a_model_that_was_bf16_before_is_fp32_afterwards(kind, after):
+    """With what was kept of its weights; else its small updates would be lost from there on."""
+    torch.manual_seed(0)
+    model = Net().bfloat16()
+    engine = Engine(model, torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True), kind)
+    train(engine, 1, 2, 3)
+    narrow = {name: each.detach().clone() for name, each in model.named_parameters()}
+    engine.change_precision(after)
+    assert {each.dtype for each in model.state_dict().values() if each.is_floating_point()} == {torch.float32}
+    assert torch.equal(model.first.weight.bfloat16(), narrow["first.weight"])
+    assert torch.equal(model.first.weight, narrow["first.weight"].float()) == ("kahan" not in kind)
+    assert engine.optimizers[0].state[model.first.weight]["exp_avg"].dtype == torch.float32
+    engine.optimizers[0].param_groups[0]["lr"] = 1e-5
+    before = model.first.weight.detach().clone()
+    assert not any(step.skipped for step in train(engine, 4, 5))
+    assert (model.first.weight != before).float().mean() > 0.9
+    engine.change_precision(kind)
+    assert model.first.weight.dtype == torch.bfloat16
+    train(engine, 6)
+
+
+def test_tables_that_were_bf16_of_a_model_that_was_not_stay_so():
+    model = Net()
+    model.table = model.table.bfloat16()
+    engine = Engine(model, torch.optim.AdamW(model.parameters()), "bf16-pure")
+    engine.change_precision("bf16")
+    assert model.table.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("given", [torch.float32, torch.bfloat16])
+def test_from_one_kind_of_it_to_another(given):
+    """A guard does so: it keeps a module in FP32, and goes on."""
+    torch.manual_seed(0)
+    model = Net().to(given)
+    engine = Engine(model, torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True), "bf16-pure,kahan")
+    train(engine, 1, 2)
+    rests = engine.state_dict()["fitting"]["rests"]
+    engine.change_precision(Policy("bf16-pure,kahan").keep("fp32", "head"))
+    assert (model.first.weight.dtype, model.head.weight.dtype) == (torch.bfloat16, torch.float32)
+    assert torch.equal(engine.state_dict()["fitting"]["rests"][0], rests[0])
+    train(engine, 3)
+    engine.change_precision("bf16-pure")
+    assert model.first.weight.dtype == model.head.weight.dtype == torch.bfloat16
+    train(engine, 4)
+    engine.change_precision("bf16")
+    assert {each.dtype for each in model.parameters()} == {torch.float32}
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("set_to_none", [False, True])
 def test_there_and_back_again(kind, set_to_none):
@@ -253,8 +370,22 @@ def test_ddp_is_made_for_bf16_weights_or_refused():
     for engine in engines:
         train(engine, 1, 2, 3)
     assert same([*plain.parameters()], [*twin.parameters()])
-    engines[0].change_precision("bf16")  # weights that were BF16 before stay so
-    assert plain[0].weight.dtype == torch.bfloat16
+    refuses_to_leave(engines[0], "DistributedDataParallel")
+
+
+def refuses_to_leave(engine, wrapper):
+    """And nothing has changed."""
+    before = everything(engine)
+    for other in ("bf16", "fp32", "bf16-pure", Policy("bf16-pure").keep("fp32", "0")):
+        with pytest.raises(BadInput) as refused:
+            engine.change_precision(other)
+        assert str(refused.value) == (
+            f"change_precision(): {wrapper} was made for BF16 weights, and they cannot become FP32 under it. Save, and "
+            "go on from FP32 weights in a new process."
+        )
+    assert same(everything(engine), before)
+    assert engine.precision.startswith("bf16-pure")
+    train(engine, 4)
 
 
 @pytest.mark.skipif(torch.__version__ < "2.7", reason="FSDP2 needs a GPU before")
@@ -275,6 +406,7 @@ def test_shards_are_stepped_as_the_whole_is(kind):
     assert same([each.detach() for each in plain.parameters()], [each.detach() for each in shards])
     state = engines[1].optimizers[0].state[next(sharded.parameters())]
     assert hasattr(state["exp_avg"], "placements")
+    refuses_to_leave(engines[1], "fully_shard")
 
 
 @pytest.mark.parametrize("kind", KINDS[1:3])

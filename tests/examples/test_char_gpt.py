@@ -5,8 +5,6 @@ from __future__ import annotations
 import io
 import json
 import math
-import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -65,11 +63,18 @@ def test_it_runs_and_prints_every_layer(small, capsys, monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize("words", [["--steps", "2"], ["--help"]], ids=" ".join)
-def test_a_terminal_without_arrows_is_shown_their_code(words):
-    environment = {**os.environ, "PYTHONIOENCODING": "latin-1", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, SCRIPT, *words], capture_output=True, env=environment, timeout=120)
-    assert done.returncode == 0, done.stderr
-    assert (rb"\u2192" in done.stdout) == (rb"\u2192" in done.stderr) == ("--steps" in words)
+def test_a_terminal_without_arrows_is_shown_their_code(small, monkeypatch, words):
+    streams = {name: io.TextIOWrapper(io.BytesIO(), encoding="latin-1") for name in ("stdout", "stderr")}
+    for name, stream in streams.items():
+        monkeypatch.setattr(sys, name, stream)
+    try:
+        code = small.main(words)
+    except SystemExit as leaving:  # with which argparse ends its help
+        code = leaving.code
+    assert code == 0
+    for stream in streams.values():
+        stream.flush()
+        assert (rb"\u2192" in stream.buffer.getvalue()) == ("--steps" in words)
 
 
 def test_a_narrow_terminal_gets_two_tables(small):

@@ -107,6 +107,30 @@ def test_wide_by_name_and_narrow_does_not_make_the_impossible_possible():
         whys(model, Fp8(narrow=("haed",)))
 
 
+def test_wide_and_narrow_take_what_is_inside_of_a_module():
+    model = gpt(head=nn.Linear(BIG, 1024))
+    found = whys(model, Fp8(wide=("blocks.0",)))
+    assert found["blocks.0.up"] == found["blocks.0.down"] == "wide by 'blocks.0'"
+    assert found["blocks.1.up"] is True
+    assert set(whys(model, Fp8(wide=("blocks",))).values()) == {"wide by 'blocks'", "last layer: the loss sees it"}
+    small = gpt(small=nn.ModuleDict({"in": nn.Linear(32, 32), "out": nn.Linear(32, 32)}), head=nn.Linear(BIG, 1024))
+    assert whys(small)["small.in"] == "small: 1024 weights gain less than casting costs"
+    found = whys(small, Fp8(narrow=("small",)))
+    assert found["small.in"] is found["small.out"] is True
+    assert found["head"] == "last layer: the loss sees it"
+    with pytest.raises(UnknownName, match=r"unknown module 'bloks'"):
+        whys(model, Fp8(wide=("bloks",)))
+
+
+def test_the_region_of_a_policy_is_no_forward_of_its_own():
+    model = gpt(middle=nn.Linear(BIG, BIG), head=nn.Linear(BIG, 1024))
+    with Policy("bf16").keep("fp32", "middle").apply(model):
+        assert whys(model)["middle"] is True
+    model["middle"].forward = lambda x: x
+    with Policy("bf16").keep("fp32", "middle").apply(model):
+        assert whys(model)["middle"] == "a forward of its own was put on it"
+
+
 def test_the_reasons_are_in_the_description():
     with torch.device("meta"):
         model = gpt(odd=nn.Linear(BIG, 1000), head=nn.Linear(BIG, 1024))

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from ampwise import Policy
 from ampwise.errors import BadInput, MissingDependency
 from ampwise.float8 import by_torchao, by_transformer_engine
 from ampwise.float8.by_torchao import prepare
@@ -185,6 +186,8 @@ def test_prepare_puts_torchaos_layers_in_for_fsdp2():
     prepare(model, Fp8("tensorwise", narrow=("1",)), emulate=True)
     assert [type(each).__name__ for each in model] == ["Linear", "Float8Linear", "Linear"]
     assert type(model[1].weight.data).__name__ == "WeightWithDynamicFloat8CastTensor"
+    (line,) = [line for line in Policy("bf16").describe(model).splitlines() if "Float8Linear" in line]
+    assert "fp8 " in line  # whatever the precision around it
 
 
 def test_prepare_is_for_torchaos_tensorwise():
@@ -228,6 +231,13 @@ def stand_in(request, monkeypatch):
             seen.append((active[-1], self.training))
             return super().forward(x)
 
+        def get_extra_state(self):  # a pickle, as a tensor
+            seen.append("saved")
+            return torch.zeros(1, dtype=torch.uint8)
+
+        def set_extra_state(self, state):
+            seen.append("unpickled")
+
     active = [None]
 
     @contextmanager
@@ -269,6 +279,15 @@ def test_transformer_engine_computes_with_the_modules_parameters(stand_in):
     assert stand_in == [({"delayed": delayed}, False)]
     module.weight = nn.Parameter(torch.zeros_like(module.weight))  # as FSDP does
     assert torch.equal(module(x), module.bias.expand(4, -1).bfloat16())
+
+
+def test_transformer_engine_is_given_no_saved_state_as_it_would_run_what_is_in_it(stand_in):
+    module = layer()
+    fit(module, made(module, Fp8("delayed", "transformer-engine")))
+    saved = module.state_dict()
+    module.load_state_dict({**saved, "_extra_state": torch.zeros(1, dtype=torch.uint8)}, strict=False)
+    assert list(saved) == ["weight", "bias"]
+    assert stand_in == []
 
 
 def test_transformer_engine_with_current_scaling(stand_in):

@@ -1,8 +1,12 @@
 """What can be asked of FP8, and what is said where it cannot be had."""
 
+import importlib.util
+
 import pytest
 
 from ampwise.errors import BadInput, UnknownName
+from ampwise.float8.by_torchao import NAMES
+from ampwise.float8.casting import E4M3, E5M2
 from ampwise.float8.recipe import RECIPES, Fp8, fp8_from
 
 
@@ -16,7 +20,25 @@ def test_each_recipe_has_a_backend_by_itself(recipe):
 def test_measured_is_by_whoever_is_there():
     assert Fp8("measured").made_by is None
     assert Fp8("measured", history=4).by("delayed") == Fp8("delayed", "ampwise", history=4)
+    assert Fp8("measured", history=4, margin=1, update="last").by("current") == Fp8("current", "ampwise")
     assert Fp8("measured", gradients="e4m3").by("rowwise") == Fp8("rowwise", "torchao")
+    assert Fp8("measured", "transformer-engine", margin=1).by("delayed") == Fp8(
+        "delayed", "transformer-engine", margin=1
+    )
+
+
+@pytest.mark.parametrize(
+    ("fp8", "fmt"),
+    [(Fp8(), "e5m2"), (Fp8(gradients="e4m3"), "e4m3"), (Fp8("delayed"), "e5m2"), (Fp8("tensorwise"), "e5m2"),
+     (Fp8("rowwise"), "e4m3"), (Fp8("rowwise+hp-weight-grad"), "e4m3")],
+)  # fmt: skip
+def test_gradients_have_the_format_of_their_recipe(fp8, fmt):
+    assert fp8.gradient_format == fmt
+    if fp8.made_by == "torchao" and importlib.util.find_spec("torchao"):
+        from torchao.float8 import Float8LinearConfig
+
+        config = Float8LinearConfig.from_recipe_name(NAMES[fp8.recipe])
+        assert config.cast_config_grad_output.target_dtype is {"e5m2": E5M2, "e4m3": E4M3}[fmt]
 
 
 @pytest.mark.parametrize(
@@ -40,6 +62,18 @@ def test_measured_is_by_whoever_is_there():
         ({"history": 0}, BadInput, r"history=0\): a whole number from 1 to 1024 is expected, of steps"),
         ({"history": True}, BadInput, "history=True"),
         ({"margin": -1}, BadInput, "margin=-1"),
+        (
+            {"recipe": "current", "margin": 3, "update": "last"},
+            BadInput,
+            r"^Fp8\('current', margin=3, update='last'\): history, margin and update are those of 'delayed' scaling. "
+            r"Leave them out, or use Fp8\('delayed', margin=3, update='last'\)\.$",
+        ),
+        ({"recipe": "rowwise", "history": 4}, BadInput, r"Fp8\('rowwise', history=4\): .* of 'delayed' scaling"),
+        (
+            {"recipe": "measured", "backend": "torchao", "margin": 1},
+            BadInput,
+            r"Fp8\('measured', backend='torchao', margin=1\): .* of 'delayed' scaling",
+        ),
         ({"wide": "head"}, BadInput, "wide='head'.: a tuple of names or globs"),
         ({"narrow": ("",)}, BadInput, "narrow="),
     ],
@@ -52,6 +86,6 @@ def test_what_makes_no_sense_is_refused(asked, error, text):
 def test_an_engine_takes_a_name_or_an_fp8():
     assert fp8_from(None) == Fp8()
     assert fp8_from("rowwise") == Fp8("rowwise")
-    assert fp8_from(Fp8(margin=1)) == Fp8(margin=1)
+    assert fp8_from(Fp8("delayed", margin=1)) == Fp8("delayed", margin=1)
     with pytest.raises(BadInput, match=r"Engine\(fp8=8\): a recipe by name, 'current', .* or ampwise.Fp8\(...\)"):
         fp8_from(8)

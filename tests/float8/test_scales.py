@@ -96,6 +96,32 @@ def test_a_state_goes_on_where_it_was_by_the_names_of_layers():
     assert new.steps == 2
 
 
+@pytest.mark.parametrize("other", [{}, {"gradients": "e4m3"}, {"margin": 2}, {"update": "last"}, {"history": 2}])
+def test_loaded_magnitudes_make_the_scales_that_they_would_have_made_here(other):
+    old, here, new = (Scales(["a", "b"], Fp8("delayed", **each), CPU) for each in ({}, other, other))
+    for amax in (512.0, 64.0, 3.0):
+        for scales in (old, here):
+            see(scales, 0, amax, 2 * amax, 4 * amax)
+            scales.update()
+    new.load(old.state())
+    assert new.values.tolist() == here.values.tolist()
+    assert torch.equal(new.history, here.history)
+
+
+def test_what_was_there_before_a_state_is_gone():
+    scales = Scales(["a", "b"], Fp8("delayed"), CPU)
+    beginning = scales.state()
+    see(scales, 0, 9.0, 9.0, 9.0, cut_off=3.0)
+    scales.update()
+    see(scales, 1, 9.0, 9.0, 9.0)
+    scales.load(beginning)
+    assert all(torch.equal(scales.state()[key], beginning[key]) for key in ("scales", "history", "cut_off"))
+    assert scales.known() == [False, False]
+    assert scales.steps == 0
+    scales.update()
+    assert not scales.history.any()
+
+
 def test_states_that_do_not_fit_are_refused():
     scales = Scales(["a"], Fp8("delayed"), CPU)
     state = scales.state()

@@ -136,9 +136,21 @@ def test_a_dimension_is_as_if_it_were_the_last(name, dim):
     assert torch.equal(found.nan_to_num(nan=7.0), expected.nan_to_num(nan=7.0))
 
 
-def test_a_dimension_that_is_not_there():
-    with pytest.raises(IndexError, match="Dimension out of range"):
-        cast(torch.ones(3), "mxfp8", dim=1)
+@pytest.mark.parametrize("name", ["mxfp8", "e4m3"])
+@pytest.mark.parametrize("dim", [4, 2, -3, "x", None, 1.0])
+def test_a_dimension_that_is_not_there(name, dim):
+    with pytest.raises(BadInput) as caught:
+        cast(torch.ones(3, 2), name, dim=dim)
+    assert str(caught.value) == (
+        f"cast(dim={dim!r}): a dimension is expected by its number: the tensor has 2, from -2 to 1."
+    )
+
+
+@pytest.mark.parametrize("dim", [0, -1])
+def test_a_number_by_itself_has_a_dimension_as_torch_has_it(dim):
+    assert cast(torch.tensor(3.3), "mxfp8", dim=dim).shape == ()
+    with pytest.raises(BadInput, match=r"^cast\(dim=1\): .* the tensor has 0, from -1 to 0\.$"):
+        cast(torch.tensor(3.3), "mxfp8", dim=1)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)

@@ -704,7 +704,7 @@ def test_a_sealed_manifest_with_a_number_that_nothing_can_follow_is_refused(tmp_
 
 @pytest.mark.parametrize("graphed", [False, True])
 def test_an_engine_in_graphs_has_no_wider_precision(tmp_path, monkeypatch, graphed):
-    monkeypatch.setattr(Engine, "is_graphed", property(lambda engine: graphed))
+    monkeypatch.setattr(Engine, "precision_stays", property(lambda engine: "in graphs" if graphed else ""))
     run = training(tmp_path, precision="bf16", ladder=Ladder(skips=1, rollbacks=0), engine={"trace": False})
     with pytest.raises(Stopped):
         train(run, data(12, bad=[5]))

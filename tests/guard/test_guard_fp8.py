@@ -20,7 +20,7 @@ def engine(policy, layers=LAYERS, flagged=()):
     return SimpleNamespace(
         policy=policy,
         precision=policy.base,
-        is_graphed=False,
+        precision_stays="",
         fp8_layers=list(layers),
         device=torch.device("cpu"),
         findings=[RULE.at(Place(module=name, step=3), "cut off") for name in flagged],

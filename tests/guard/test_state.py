@@ -247,6 +247,7 @@ def test_put_back_it_goes_on_as_it_went_and_more_than_once(make, begun):
         assert same(everything(run), ended)
 
 
+@pytest.mark.half_by_day
 @every_optimizer
 @pytest.mark.parametrize("begun", [True, False], ids=["", "before the first step"])
 def test_read_from_disk_into_a_new_training_it_goes_on_as_it_went(make, begun, tmp_path):

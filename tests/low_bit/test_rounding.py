@@ -36,6 +36,15 @@ def test_what_bf16_holds_stays(upper, noise):
     assert bits(float(held[0])) == upper << 16
 
 
+@given(st.integers(0, 2**16 - 1).filter(lambda upper: upper & 0x7FFF < 0x7F80), st.integers(-(2**15), 2**15 - 1))
+def test_a_number_joined_with_the_rest_of_another_is_still_about_itself(upper, rest):
+    """Someone may have written to a weight since: less than BF16's step away, and never NaN."""
+    value = torch.tensor([upper << 16], dtype=torch.int64).to(torch.int32).view(torch.float32)
+    joined = join_(value.clone(), torch.tensor([rest], dtype=torch.int16))
+    assert joined.isfinite().all()
+    assert abs(bits(float(joined[0])) - (upper << 16)) <= 2**15
+
+
 @given(st.floats(2**-100, 2**100, width=32) | st.floats(-(2.0**100), -(2.0**-100), width=32))
 def test_on_average_it_is_the_value_itself(value):
     """Over all noise there is, exactly: no luck in it."""

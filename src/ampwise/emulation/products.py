@@ -8,24 +8,22 @@ recipe of the forward product that it belongs to.
 
 from __future__ import annotations
 
-import sys
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
-import torch.utils.checkpoint
 from torch import Tensor
-from torch.autograd.function import BackwardCFunction
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import Module
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ampwise.compiled import as_written
+from ampwise.emulation.nodes import Nodes, checkpoints_around, in_backward
 from ampwise.emulation.recipe import Recipe
-from ampwise.emulation.surroundings import below_others, by_its_parts
+from ampwise.emulation.surroundings import below_others, by_its_parts, is_taken_apart
 
 __all__ = ["Emulation", "emulated"]
 
@@ -42,14 +40,14 @@ MATRICES: dict[Any, tuple[int, int]] = {
     aten.dot.default: (0, 1),
 }
 CHANNELS, OUTPUTS = 1, 0  # of a convolution's input and weight
-MOST_NOTED = 2**17  # forward products, or storages
+MOST_NOTED = 2**17  # storages
 # What has products in it that are not seen: recurrent layers as one operation, and products in formats of their own.
 WHOLE = frozenset({
     "_cudnn_rnn", "miopen_rnn", "mkldnn_rnn_layer", "_trilinear", "_scaled_mm", "_grouped_mm", "_sparse_mm",
     "_scaled_dot_product_flash_attention", "_scaled_dot_product_efficient_attention",
     "_scaled_dot_product_cudnn_attention", "_scaled_dot_product_flash_attention_for_cpu",
 })  # fmt: skip
-RECOMPUTING = torch.utils.checkpoint.__file__
+OF_NESTED_TENSORS = frozenset({"linear", "matmul"})  # those of others are taken apart
 
 
 def emulated(model: Module, recipes: Mapping[Module, Recipe | None]) -> AbstractContextManager[None]:
@@ -68,7 +66,7 @@ class Emulation:
 
     def __init__(self, model: Module, recipes: Mapping[Module, Recipe | None]) -> None:
         self._model, self._recipes = model, _inherited(model, recipes)
-        self._mode = _Products(set(recipes.values()))
+        self._mode = _Products()
 
     @contextmanager
     def on(self) -> Iterator[None]:
@@ -102,58 +100,64 @@ def _inherited(model: Module, recipes: Mapping[Module, Recipe | None]) -> dict[M
 
 
 class _Products(TorchDispatchMode):
-    def __init__(self, recipes: Collection[Recipe | None]) -> None:
+    def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._only = next(iter(recipes)) if len(recipes) == 1 else None
         self._told: set[str] = set()
-        self._inside: list[Recipe | None] = []
-        self._recipes: dict[int, Recipe] = {}  # of forward products, by the number of the node that runs each backward
+        self._inside: list[tuple[Recipe | None, int]] = []  # modules: with how many checkpoints around
+        self._nodes = Nodes()
         # By which gradients are told: they are born in the backward pass, or are no operands of a forward product. To
         # look at one alone will not do: a checkpoint stops before its last product, and a user may bring a gradient.
         self._operands, self._born_in_backward = _Storages(), _Storages()
 
     def enters(self, recipe: Recipe | None) -> Callable[..., None]:
-        return lambda module, args: self._inside.append(recipe)
+        def enter(module: Module, args: Any) -> None:
+            self._note()
+            self._inside.append((recipe, checkpoints_around()))
+
+        return enter
 
     def leaves(self, module: Module, args: Any, output: Any) -> None:
         self._inside.pop()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        operands = _operands(func, args)
-        recipe = None if operands is None else self._recipe(operands)
-        if operands is None and self._inside and self._inside[-1] is not None:
-            self._tell_if_whole(func)
-        if recipe is None or operands is None:
+        if is_taken_apart(func, args):
+            with self:
+                return func.decompose(*args, **(kwargs or {}))
+        operands, recipe = _operands(func, args), self._here()
+        self._note()
+        if recipe is None:
             result = func(*args, **(kwargs or {}))
-        elif func in MATRICES:
-            result = _matrix_product(func, args, kwargs or {}, recipe, self._gradient_among(operands))
-        elif func is aten.convolution.default:
-            result = _convolution(args, recipe)
+        elif operands is None:
+            self._tell_if_whole(func)
+            result = func(*args, **(kwargs or {}))
         else:
-            result = _convolution_backward(args, recipe)
-        if _in_backward():
+            result = self._product(func, args, kwargs or {}, recipe, operands)
+        if in_backward():
             given = {each.untyped_storage()._cdata for each in _tensors(args)}
             self._born_in_backward.add(each for each in _tensors(result) if each.untyped_storage()._cdata not in given)
         return result
 
-    def _recipe(self, operands: Sequence[Tensor]) -> Recipe | None:
+    def _here(self) -> Recipe | None:
         """That of the module we are in, or of the forward product that a backward one belongs to."""
-        node: Any = torch._C._current_autograd_node()
-        if self._inside:
-            recipe = self._inside[-1]
-        elif node is None:
-            recipe = None
-        else:
-            recipe = self._recipes.get(node._sequence_nr()) or (self._only if _recomputes(node) else None)
-        if recipe is not None and torch.is_grad_enabled():
-            self._note(recipe)
-            if not _in_backward():
-                self._operands.add(operands)
-        return recipe
+        return self._inside[-1][0] if self._inside else self._nodes.recipe()
+
+    def _note(self) -> None:
+        if not self._nodes.has_new:
+            return
+        around, here = checkpoints_around(), self._here()
+        outer = (recipe for recipe, checkpoints in reversed(self._inside) if checkpoints < around)
+        self._nodes.note(here, next(outer, self._nodes.recipe()) if around else here)
+
+    def _product(self, func: Any, args: Any, kwargs: Any, recipe: Recipe, operands: Sequence[Tensor]) -> Any:
+        if torch.is_grad_enabled() and not in_backward():
+            self._operands.add(operands)
+        if func in MATRICES:
+            return _matrix_product(func, args, kwargs, recipe, self._gradient_among(operands))
+        return _convolution(args, recipe) if func is aten.convolution.default else _convolution_backward(args, recipe)
 
     def _tell_if_whole(self, func: Any) -> None:
         name = func.overloadpacket.__name__
-        if name in WHOLE and name not in self._told:
+        if (name in WHOLE or name in OF_NESTED_TENSORS) and name not in self._told:
             self._told.add(name)
             warnings.warn(
                 f"ampwise: {name} is not emulated: torch runs it as one operation, whose products are not seen. It "
@@ -161,14 +165,9 @@ class _Products(TorchDispatchMode):
                 stacklevel=2,
             )
 
-    def _note(self, recipe: Recipe) -> None:
-        if len(self._recipes) > MOST_NOTED:  # of steps long past
-            self._recipes = dict(list(self._recipes.items())[MOST_NOTED // 2 :])
-        self._recipes[torch._C._autograd._get_sequence_nr() - 1] = recipe
-
     def _gradient_among(self, operands: Sequence[Tensor]) -> tuple[bool, ...]:
         """Which of the operands is a gradient."""
-        if not _in_backward():
+        if not in_backward():
             return (False,) * len(operands)
         born = tuple(operand in self._born_in_backward for operand in operands)
         return born if len(set(born)) > 1 else tuple(operand not in self._operands for operand in operands)
@@ -193,22 +192,6 @@ class _Storages:
     def __contains__(self, tensor: Tensor) -> bool:
         known = self._references.get(tensor.untyped_storage()._cdata)
         return known is not None and not known.expired()
-
-
-def _in_backward() -> bool:
-    """In a backward pass, and not where it computes a checkpointed part again."""
-    node = torch._C._current_autograd_node()
-    return node is not None and not _recomputes(node)
-
-
-def _recomputes(node: Any) -> bool:
-    """Gradients are on, and not for a second backward pass: a checkpoint, or a function of the user's own, does it."""
-    if not torch.is_grad_enabled():
-        return False
-    frame = None if isinstance(node, BackwardCFunction) else sys._getframe()
-    while frame is not None and frame.f_code.co_filename != RECOMPUTING:
-        frame = frame.f_back
-    return isinstance(node, BackwardCFunction) or frame is not None
 
 
 def _tensors(values: Any) -> Iterator[Tensor]:

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import lru_cache
 from typing import Any
 
 import torch
+from torch._ops import key_extractor
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack, _pop_mode, _push_mode
+from torch.utils._pytree import tree_leaves
 
-__all__ = ["below_others", "by_its_parts"]
+__all__ = ["below_others", "by_its_parts", "is_taken_apart"]
+
+BACKENDS = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.BackendSelect)
 
 
 @contextmanager
@@ -21,6 +26,25 @@ def by_its_parts() -> Iterator[None]:
         yield
     finally:
         torch.backends.mha.set_fastpath_enabled(was)
+
+
+def is_taken_apart(func: Any, args: Any) -> bool:
+    """Of operations that are made of others, which a mode has to take apart by itself.
+
+    Autograd does it before a mode sees them; in inference mode, and for tensors made there, it is left out. What has a
+    kernel of its own, such as a layer of nested tensors, stays one operation.
+    """
+    if not _is_composite(func):
+        return False
+    tensors = [each for each in tree_leaves(args) if isinstance(each, torch.Tensor)]
+    backend = key_extractor(tensors, BACKENDS).highestPriorityTypeId()
+    return not torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), backend)
+
+
+@lru_cache(maxsize=8192)
+def _is_composite(func: Any) -> bool:
+    composite = torch._C.DispatchKey.CompositeImplicitAutograd
+    return torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), composite)
 
 
 @contextmanager

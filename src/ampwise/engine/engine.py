@@ -8,7 +8,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,6 +34,7 @@ from ampwise.engine.clipping import Clipping
 from ampwise.engine.fitting import Fitting
 from ampwise.engine.fittings import fitting_for
 from ampwise.engine.graph import Graphs
+from ampwise.engine.numbers import on_device, posted, total_of
 from ampwise.engine.passes import Pass
 from ampwise.engine.pieces import Piece, split
 from ampwise.engine.precision.arithmetic import Arithmetic
@@ -56,13 +57,11 @@ from ampwise.engine.window import Weight, Window, shared
 from ampwise.errors import BadInput
 from ampwise.evidence.narrow import NarrowLayers
 from ampwise.finding import Finding
-from ampwise.float8.recipe import Fp8
+from ampwise.float8.recipe import Fp8, fp8_from
 from ampwise.sinks.metrics import Row
 from ampwise.trace.replay import Settings
 
 __all__ = ["Engine"]
-
-T = TypeVar("T")
 
 
 class Engine:
@@ -137,6 +136,7 @@ class Engine:
         self._set_to_none = set_to_none
         self.device = where(self._models)
         self._graphs = Graphs(self.device) if graph else None
+        fp8_from(fp8)  # before the device is asked: a typo needs no GPU to be found
         chosen, self.why = choose(precision.base if isinstance(precision, Policy) else precision, self.device)
         self.policy = precision if isinstance(precision, Policy) else Policy(precision)
         self._fp8 = fp8
@@ -239,7 +239,7 @@ class Engine:
         self._inside = True
         try:
             weights = [self._weight_of(piece.args, piece.kwargs) for piece in pieces]
-            total = _total(weights)
+            total = total_of(weights)
             factor = self._window.factor(total, self._typical)
             extras = [
                 self._one_piece(loss_fn, piece.weighed(weight, total), factor, len(pieces) - place)
@@ -295,14 +295,19 @@ class Engine:
                 loss, extra = self._run(loss_fn, args, kwargs)
                 return self._backward(self._window.share(loss, factor), {}), extra
 
-        if self._graphs is None:
+        if self._graphs is None or self._fitting.plain:
             share, extra = one_pass((args, kwargs, factor))
         else:
             if factor is not None:  # a number would become a constant of the graph
-                factor = _on_device(factor, self.device)
-            given, parameters = (args, kwargs, factor), self._trained.all_parameters
-            fixed = (self._window.divisor, self._fitting.phase)
-            share, extra = self._graphs.run(one_pass, loss_fn, fixed, given, parameters)
+                factor = on_device(factor, self.device)
+            share, extra = self._graphs.run(
+                one_pass,
+                loss_fn,
+                phase=self._fitting.phase,
+                fixed=self._window.divisor,
+                args=(args, kwargs, factor),
+                parameters=self._trained.all_parameters,
+            )
         if kept is not None and self._bad_steps is not None:
             self._bad_steps.pass_ended(kept, share)
         return share, extra
@@ -464,14 +469,14 @@ class Engine:
     def change_precision(self, precision: str | Policy) -> None:
         """Go on in another precision, or with another policy, from the next step on. Between windows only.
 
-        Weights and the state of optimizers stay as they are. Where the loss needs a scale from now on, it is found
-        anew. What the device cannot do is refused, and nothing has changed.
+        Weights and the state of optimizers stay as they are; after "bf16-pure" they are FP32. Where the loss needs a
+        scale from now on, it is found anew. What the device cannot do is refused, and nothing has changed.
         """
         self._refuse_inside("change_precision")
         if self._window.touched:
             raise BadInput("change_precision() in the middle of a window: change it when step.closed is true.")
-        if self._graphs is not None:
-            raise BadInput("change_precision(): not with graph=True, whose graphs have the precision in them.")
+        if self.precision_stays:
+            raise BadInput(f"change_precision(): {self.precision_stays}")
         policy = precision if isinstance(precision, Policy) else Policy(precision)
         chosen, why = choose(policy.base, self.device)
         policy.modules(self._model)  # which refuses what matches nothing
@@ -511,9 +516,10 @@ class Engine:
         return self._trained.optimizers
 
     @property
-    def is_graphed(self) -> bool:
-        """Passes are captured in CUDA graphs, with the precision in them."""
-        return self._graphs is not None
+    def precision_stays(self) -> str:
+        """Why the precision cannot be changed any more; empty where it can."""
+        in_graphs = "not with graph=True, whose graphs have the precision in them."
+        return self._fitting.stays if self._graphs is None else in_graphs
 
     @property
     def ranks(self) -> Ranks:
@@ -660,8 +666,7 @@ class Engine:
             schedulers=len(self._schedules),
             other=other_precision,
         )
-        if state["precision"] == self.precision:
-            self._fitting.load(state.get("fitting", {}))
+        self._fitting.load(state.get("fitting", {}) if state["precision"] == self.precision else {})
         if self.scaler.is_enabled() and state["scaler"]:
             self.scaler.load_state_dict(state["scaler"])
         self._drop_gradients()
@@ -739,7 +744,7 @@ class Engine:
         outcome, lrs = None, []
         try:
             self._schedules.settle()  # which decides on the learning rate of this step
-            lrs = [_posted(lr) for lr in self._trained.lrs]
+            lrs = [posted(lr) for lr in self._trained.lrs]
             if self._telling is not None:
                 self._telling.step_begins(self.scaler._scale if self.scaler.is_enabled() else None)
             if self._bad_steps is not None:
@@ -779,7 +784,7 @@ class Engine:
         if divisor is not None:
             if self._window.total is not None:
                 self._window.agreed = divisor = self._ranks.mean(divisor, self.device)
-            self.scaler._besides = _on_device(divisor, self.device)
+            self.scaler._besides = on_device(divisor, self.device)
         self.scaler._aside = self._window.loss
         self._clipping.clip_(self.scaler, stepping, self._trained.in_model_order)
 
@@ -794,7 +799,6 @@ class Engine:
         outcome.let_go()
         self._closed += 1
         self._ranks.window_closed()
-        self._fitting.step_ended()
         step = self._step_of(outcome, lrs, extra)
         self.history.append(step)
         if self._telling is not None:
@@ -805,9 +809,12 @@ class Engine:
         self._begun = False
         if self._set_to_none and self._graphs is None:
             self._trained.drop_gradients()  # whose memory the next forward pass can use
-        if self._bad_steps is not None:
-            self._bad_steps.closed(step, outcome)
-        self._schedules.after(outcome, stepping)  # last, as a scheduler may refuse to go on
+        try:  # the window is over whatever these say, which may refuse to go on
+            self._fitting.step_ended()
+        finally:
+            if self._bad_steps is not None:
+                self._bad_steps.closed(step, outcome)
+            self._schedules.after(outcome, stepping)
         return step
 
     def _step_of(self, outcome: Outcome, lrs: Sequence[float | Posted], extra: Any) -> Step:
@@ -815,7 +822,7 @@ class Engine:
             self._closed,
             self.precision,
             self._window.loss if outcome.posted is None else None,
-            loss_divisor=_posted(self._window.correction()),
+            loss_divisor=posted(self._window.correction()),
             outcome=outcome,
             lrs=lrs,
             extra=extra,
@@ -847,25 +854,3 @@ def _scaler(device: torch.device, scaled: bool, options: Mapping[str, Any] | Non
         return GradScaler(device, enabled=scaled, process_group=process_group, **(options or {}))
     except TypeError as error:
         raise BadInput(f"Engine(scaling=...): {error}. The options are those of ampwise.GradScaler.") from None
-
-
-def _total(weights: Sequence[Weight | None]) -> Weight | None:
-    """Of all pieces of a micro-batch; None where nothing is weighed."""
-    total: Weight | None = None
-    for weight in weights:
-        if weight is not None:
-            wide = weight.double() if isinstance(weight, Tensor) else weight  # a mask may be summed in bytes
-            total = wide if total is None else total + wide
-    return total
-
-
-def _on_device(number: Weight, device: torch.device) -> Tensor:
-    """In FP32. A number is filled in, since a copy from the host would wait."""
-    if isinstance(number, Tensor):
-        return there(number.float(), device)
-    return torch.full((), number, dtype=torch.float32, device=device)
-
-
-def _posted(number: T | Tensor) -> T | Posted:
-    """A number that may change before someone asks."""
-    return Posted(number.detach().reshape(1)) if isinstance(number, Tensor) else number

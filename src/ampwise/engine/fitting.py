@@ -22,6 +22,12 @@ class Fitting:
     """
 
     phase = 0  # it goes up when what passes do is another than before: graphs of them are captured anew
+    plain = False  # passes are to run as they are written, for now: they are in no graph
+
+    @property
+    def stays(self) -> str:
+        """Why it cannot be taken off again, and what to do; empty where it can."""
+        return ""
 
     def put_on(self) -> None:
         """Change model and optimizers as the precision needs them."""

@@ -49,6 +49,7 @@ class Graphs:
     def __init__(self, device: torch.device) -> None:
         if device.type != "cuda":
             raise BadInput(f"Engine(graph=True): CUDA graphs need a CUDA device, and the model is on {device}.")
+        self._phase = 0
         self._seen: dict[Hashable, int] = {}
         self._captured: dict[Hashable, Captured] = {}
         self._functions: dict[int, Any] = {}  # by identity; held, so that another does not come by the same
@@ -56,8 +57,23 @@ class Graphs:
         self._gradients: dict[Parameter, Tensor] = {}  # where the graphs add them up
         self._pool = torch.cuda.graph_pool_handle()
 
-    def run(self, one_pass: Pass, function: Any, fixed: Hashable, args: Any, parameters: Sequence[Parameter]) -> Any:
-        """``one_pass(args)``, replayed if it can be. It runs ``function``, and depends on nothing but ``fixed``."""
+    def run(
+        self,
+        one_pass: Pass,
+        function: Any,
+        *,
+        phase: int,
+        fixed: Hashable,
+        args: Any,
+        parameters: Sequence[Parameter],
+    ) -> Any:
+        """``one_pass(args)``, replayed if it can be. It runs ``function``, and depends on nothing but ``fixed``.
+
+        In another phase than before it does something else, and what was captured is not used again.
+        """
+        if phase != self._phase:
+            self._phase = phase
+            self._forget()
         leaves, shape = tree_flatten(args)
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         self._functions[id(function)] = function
@@ -81,6 +97,12 @@ class Graphs:
             )
         self._seen[key] = self._seen.get(key, 0) + 1
         return self._seen[key] <= WARM_UP
+
+    def _forget(self) -> None:
+        """All graphs, and with them the memory they have: others are captured into another."""
+        self._seen.clear()
+        self._captured.clear()
+        self._pool = torch.cuda.graph_pool_handle()
 
     def clear_gradients(self, parameters: Sequence[Parameter]) -> None:
         """Begin a window: zeros where a graph adds, nothing elsewhere."""

@@ -19,18 +19,30 @@ from ampwise.low_bit.care import looked_after, rounds_by_chance
 from ampwise.low_bit.loading import load_as_saved
 from ampwise.low_bit.pure import PURE, Pure
 from ampwise.low_bit.update import Update, is_kept_of
-from ampwise.low_bit.weights import narrow_, to_narrow, widen_
+from ampwise.low_bit.weights import (
+    narrow_,
+    narrow_buffers,
+    narrow_ones,
+    to_narrow,
+    widen_,
+    widen_buffers_,
+    wrapper_of,
+)
 
 __all__ = ["PureFitting"]
 
 
 class PureFitting(Fitting):
-    """The model's weights in BF16 while it is on, but for those that the policy keeps."""
+    """The model's weights in BF16 while it is on, but for those that the policy keeps.
+
+    When it is taken off they are FP32, all of them: BF16 weights without this care would stand still.
+    """
 
     def __init__(self, models: Sequence[Module], policy: Policy, optimizers: Sequence[Optimizer], pure: Pure) -> None:
         whole = models[0] if len(models) == 1 else ModuleList(models)
-        self._changed = to_narrow(models, _kept_wide(whole, policy))
-        self._optimizers = optimizers
+        self._models, self._optimizers = models, optimizers
+        self._weights = to_narrow(models, _kept_wide(whole, policy))
+        self._buffers: list[Tensor] = []  # BF16 ones of a model that was BF16 before
         self._update = Update(pure)
         self._hooks: list[RemovableHandle] = []
         self._by_themselves: list[tuple[Any, bool]] = []  # those that round by chance, and whether they did before
@@ -38,7 +50,8 @@ class PureFitting(Fitting):
             _refuse(optimizer, pure)
 
     def put_on(self) -> None:
-        narrow_(self._changed)
+        self._buffers = narrow_buffers(self._models) if narrow_ones(self._models) else []
+        self._update.rests = narrow_(self._weights, set(self._parameters) if self._update.pure.kahan else ())
         optimizer: Any
         for optimizer in self._optimizers:
             looked_after.add(optimizer)
@@ -48,15 +61,27 @@ class PureFitting(Fitting):
                 optimizer.bf16_stochastic_round = True
 
     def take_off(self) -> None:
-        widen_(self._changed, self._update.rests)
+        changed = narrow_ones(self._models)
+        widen_(changed, self._update.rests)
+        widen_buffers_(self._buffers)
         for handle in self._hooks:
             handle.remove()
         for optimizer, before in self._by_themselves:
             optimizer.bf16_stochastic_round = before
         for optimizer in self._optimizers:
             looked_after.discard(optimizer)
-            for parameter in self._changed:
+            for parameter in changed:
                 _widen_state(optimizer.state.get(parameter, {}), parameter)
+
+    @property
+    def stays(self) -> str:
+        wrapper = wrapper_of(self._models, self._parameters)
+        if wrapper is None:
+            return ""
+        return (
+            f"{wrapper} was made for BF16 weights, and they cannot become FP32 under it. Save, and go on from FP32 "
+            "weights in a new process."
+        )
 
     def stepping(self, optimizer: Optimizer) -> AbstractContextManager[Any]:
         if self._left_to_itself(optimizer):
@@ -64,11 +89,12 @@ class PureFitting(Fitting):
         return self._update.around(optimizer)
 
     def state(self) -> dict[str, Any]:
-        rests = [self._update.rests.get(each) for each in self._parameters] if self._update.pure.kahan else []
+        found = [self._update.rests.get(each) for each in self._parameters] if self._update.pure.kahan else []
+        rests = [None if rest is None else rest.clone() for rest in found]  # which go on being written to
         return {"drawn": self._update.noise.drawn, "rests": rests}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        drawn, rests = state.get("drawn", 0), state.get("rests", [])
+        drawn, rests = state.get("drawn", self._update.noise.drawn), state.get("rests", [])
         parameters = self._parameters if rests else []
         if not isinstance(drawn, int) or len(rests) != len(parameters):
             raise BadInput(f"load_state_dict(): what {PURE} has kept of weights is of other weights than these.")

@@ -2,6 +2,10 @@
 
 Written against its documentation (te.Linear, te.fp8_autocast, recipe.DelayedScaling, recipe.Float8CurrentScaling),
 and tested with a stand-in: it could not be run here.
+
+Its scales and histories are not saved. ``get_extra_state`` gives a pickle in the form of a tensor, and
+``set_extra_state`` runs it: a checkpoint could then run code, which SECURITY.md promises that it cannot. A run that is
+resumed begins a history anew.
 """
 
 from __future__ import annotations

@@ -12,19 +12,20 @@ from torch import nn
 from ampwise.errors import UnknownName
 from ampwise.float8.casting import ALIGNMENT
 from ampwise.float8.layer import is_fitted
-from ampwise.float8.recipe import Fp8
+from ampwise.float8.prepared import is_prepared, under_policies
+from ampwise.float8.recipe import TORCHAO, Fp8
 
-__all__ = ["AS_NO_LAYER", "WIDE", "Choice", "choices"]
+__all__ = ["AS_NO_LAYER", "BY_TORCHAO", "WIDE", "Choice", "choices"]
 
 WIDE = "bf16"  # what layers run in that are not in FP8
 SMALL = 2**18  # weights, below which casting takes longer than is gained: 512 × 512
 FEW = 512  # outputs, of something that by its name chooses among experts
 ROUTERS = frozenset({"gate", "gating", "wg"})  # and whatever has "router" in its name
 DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
-TORCHAO_LAYER = "Float8Linear"
 WITH_MATRICES = (nn.Linear, nn.Embedding, nn.EmbeddingBag, nn.modules.conv._ConvNd, nn.Bilinear, nn.RNNBase)
 KEPT, ASKED = "kept by", "wide by"
 AS_NO_LAYER = "no linear layer"  # why everything else is not in FP8
+BY_TORCHAO = "by torchao, put there before"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,20 +76,24 @@ class _Model:
         self._last = by_order[-1] if by_order and by_order[-1] in alone else None
 
     def choice(self, name: str, module: nn.Linear) -> Choice:
-        if _is_torchao(module):
-            return Choice(name=name, fp8=True, why="by torchao, put there before", recipe="torchao")
-        why = next(filter(None, self._impossible(name, module)), None)
+        why = next(filter(None, self._asked_wide(name)), None)
+        if why is None and is_prepared(module):
+            return Choice(name=name, fp8=True, why=BY_TORCHAO, recipe=TORCHAO)
+        if why is None:
+            why = next(filter(None, self._impossible(name, module)), None)
         if why is None and not _matches(name, self._fp8.narrow):
             why = next(filter(None, self._unwise(name, module)), None)
         if why is not None:
             return Choice(name=name, fp8=False, why=why)
         return Choice(name=name, fp8=True, why=f"{self._fp8.recipe} scaling", recipe=self._fp8.recipe)
 
-    def _impossible(self, name: str, module: nn.Linear) -> Iterator[str | None]:
+    def _asked_wide(self, name: str) -> Iterator[str | None]:
         pattern = self._kept_by(name)
         yield f"{KEPT} {pattern!r}" if pattern else None
         pattern = _matches(name, self._fp8.wide)
         yield f"{ASKED} {pattern!r}" if pattern else None
+
+    def _impossible(self, name: str, module: nn.Linear) -> Iterator[str | None]:
         yield _forward_of_its_own(module)
         above = self._named.get(name.rpartition(".")[0])
         yield "nn.MultiheadAttention uses its weight without calling it" if _uses_inside(above) else None
@@ -109,26 +114,26 @@ class _Model:
 
     def _kept_by(self, name: str) -> str | None:
         """Whether a policy has it, or a module around it, in a precision of its own."""
-        while name:
-            module = self._named.get(name)
-            if module is not None and module in self._kept:
-                return self._kept[module]
-            name = name.rpartition(".")[0]
-        return None
+        modules = (self._named.get(each) for each in _upwards(name))
+        return next((self._kept[module] for module in modules if module is not None and module in self._kept), None)
 
 
 def _matches(name: str, patterns: Iterable[str]) -> str | None:
-    return next((pattern for pattern in patterns if fnmatchcase(name, pattern)), None)
+    """The pattern that it, or a module around it, is called by."""
+    names = [*_upwards(name)]
+    return next((pattern for pattern in patterns if any(fnmatchcase(each, pattern) for each in names)), None)
 
 
-def _is_torchao(module: nn.Module) -> bool:
-    return any(each.__name__ == TORCHAO_LAYER for each in type(module).__mro__)
+def _upwards(name: str) -> Iterator[str]:
+    while name:
+        yield name
+        name = name.rpartition(".")[0]
 
 
 def _forward_of_its_own(module: nn.Linear) -> str | None:
     if type(module).forward is not nn.Linear.forward:
         return f"{type(module).__name__} has a forward of its own"
-    put_on = module.__dict__.get("forward")
+    put_on = under_policies(module)
     if put_on is None or is_fitted(module) or getattr(put_on, "__func__", None) is nn.Linear.forward:
         return None
     return "a forward of its own was put on it"

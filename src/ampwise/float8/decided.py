@@ -8,10 +8,11 @@ from weakref import WeakKeyDictionary
 
 from torch import nn
 
-from ampwise.float8.choosing import AS_NO_LAYER, WIDE, Choice, choices
+from ampwise.float8.choosing import AS_NO_LAYER, BY_TORCHAO, WIDE, Choice, choices
+from ampwise.float8.prepared import is_prepared, is_wide
 from ampwise.float8.recipe import Fp8
 
-__all__ = ["decided_on", "described", "forget"]
+__all__ = ["decided_on", "described", "forget", "put_there_before"]
 
 _DECIDED: WeakKeyDictionary[nn.Module, Choice] = WeakKeyDictionary()
 
@@ -34,3 +35,8 @@ def described(model: nn.Module, kept: Mapping[nn.Module, str]) -> dict[nn.Module
         module: (choice.precision, choice.why) for module, choice in found.items()
     }
     return {module: layers.get(module, (WIDE, AS_NO_LAYER)) for module in model.modules()}
+
+
+def put_there_before(model: nn.Module) -> dict[nn.Module, tuple[str, str]]:
+    """Layers of torchao's, which run in FP8 whatever the precision around them is; described as above."""
+    return {each: ("fp8", BY_TORCHAO) for each in model.modules() if is_prepared(each) and not is_wide(each)}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from ampwise.errors import BadInput, UnknownName
@@ -20,6 +20,8 @@ RECIPES: dict[str, tuple[str, ...]] = {
     "rowwise+hp-weight-grad": (TORCHAO,),
 }
 MEASURED = "measured"  # whichever of them is fastest for a layer, or BF16
+DELAYED, OF_DELAYED = "delayed", ("history", "margin", "update")  # and its parameters
+BY_ROW = ("rowwise", "rowwise+hp-weight-grad")  # a scale for each row, and all in E4M3
 BACKENDS = tuple(dict.fromkeys(backend for backends in RECIPES.values() for backend in backends))
 GRADIENTS = ("e5m2", "e4m3")
 UPDATES = ("max", "last")
@@ -39,7 +41,7 @@ class Fp8:
     history, margin, update: of ``"delayed"``: how many steps count, how many powers of two are left free above them,
         and whether their largest magnitude decides (``"max"``) or the last (``"last"``).
     wide, narrow: globs of module names that stay in BF16, and of those that become FP8 though they are the first, the
-        last, a router or small.
+        last, a router or small; with all that is inside of them.
 
     >>> Fp8("delayed", history=32).made_by, Fp8("rowwise").made_by
     ('ampwise', 'torchao')
@@ -68,6 +70,7 @@ class Fp8:
                 f"Fp8({self.recipe!r}, gradients={self.gradients!r}): the recipes of {self.made_by} have their own "
                 "format for gradients. Leave it out, or use 'current' or 'delayed' by ampwise."
             )
+        _check_of_delayed(self)
 
     @property
     def made_by(self) -> str | None:
@@ -78,7 +81,13 @@ class Fp8:
         """The same by one of the recipes that are measured, where its backend has these parameters."""
         backend = self.backend or RECIPES[recipe][0]
         gradients = self.gradients if backend == OURS else GRADIENTS[0]
-        return Fp8(recipe, backend, gradients, self.history, self.margin, self.update)
+        of_delayed = {name: getattr(self, name) for name in OF_DELAYED} if recipe == DELAYED else {}
+        return Fp8(recipe, backend, gradients, **of_delayed)
+
+    @property
+    def gradient_format(self) -> str:
+        """What gradients are cast to; torchao's recipes by row have their own."""
+        return "e4m3" if self.recipe in BY_ROW else self.gradients
 
 
 def fp8_from(asked: Any) -> Fp8:
@@ -109,6 +118,21 @@ def _check_backend(recipe: str, backend: object) -> None:
         raise BadInput(
             f"Fp8({recipe!r}, backend={backend!r}): {backend} has {has}. "
             f"{recipe!r} is there by {' or '.join(RECIPES[recipe])}."
+        )
+
+
+def _check_of_delayed(fp8: Fp8) -> None:
+    """Parameters that nothing would go by."""
+    if fp8.recipe == DELAYED or (fp8.recipe == MEASURED and fp8.made_by in (None, *RECIPES[DELAYED])):
+        return
+    defaults = {field.name: field.default for field in fields(fp8)}
+    given = {name: getattr(fp8, name) for name in OF_DELAYED if getattr(fp8, name) != defaults[name]}
+    if given:
+        backend = f", backend={fp8.backend!r}" if fp8.recipe == MEASURED else ""
+        shown = ", ".join(f"{name}={value!r}" for name, value in given.items())
+        raise BadInput(
+            f"Fp8({fp8.recipe!r}{backend}, {shown}): {', '.join(OF_DELAYED[:-1])} and {OF_DELAYED[-1]} are those of "
+            f"{DELAYED!r} scaling. Leave them out, or use Fp8({DELAYED!r}, {shown})."
         )
 
 

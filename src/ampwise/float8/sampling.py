@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from functools import partial
 
 import torch
@@ -15,20 +15,31 @@ from ampwise.evidence.narrow import NarrowLayers, NarrowOperand
 from ampwise.finding import Finding
 from ampwise.float8.casting import E4M3, E5M2, TOPS, scales_of
 from ampwise.float8.layer import How
+from ampwise.float8.recipe import Fp8
 from ampwise.float8.scales import OPERANDS, Scales
 from ampwise.rules import rules_about
 
 __all__ = ["Sample", "Sampled", "findings_of", "narrow_layers"]
 
 ROOM = "float8"
-Sample = dict[str, Census]  # by operand
+
+# What has a scale of its own in an operand, in each product that it is part of.
+WHOLE, ROWS, COLUMNS = "whole", "rows", "columns"
+ALONG = {ROWS: 1, COLUMNS: 0}  # the dimension that is looked through for a scale
+WITH_SCALES: dict[str, Mapping[str, tuple[str, ...]]] = {
+    "rowwise": dict.fromkeys(OPERANDS, (ROWS, COLUMNS)),
+    "rowwise+hp-weight-grad": {"input": (ROWS,), "weight": (ROWS, WHOLE), "gradient": (ROWS,)},
+}
+
+Sample = dict[tuple[str, str], Census]  # by operand, and by what has a scale; parts with theirs multiplied
 
 
 class Sampled:
     """A layer as it runs, whose operands are counted. Waits for the device: it is for one step."""
 
-    def __init__(self, how: How, sample: Sample) -> None:
+    def __init__(self, how: How, fp8: Fp8, sample: Sample) -> None:
         self._how, self._sample = how, sample
+        self._with_scales = _with_scales(fp8)
         for name in ("put_on", "take_off"):
             if hasattr(how, name):
                 setattr(self, name, getattr(how, name))
@@ -43,23 +54,37 @@ class Sampled:
         return out
 
     def _count(self, operand: str, tensor: Tensor) -> None:
-        with torch.no_grad():
-            found = census(tensor.detach())
-        known = self._sample.get(operand)
-        # A weight is the same in all micro-batches of a step.
-        self._sample[operand] = found if known is None or operand == "weight" else known + found
+        for part in {WHOLE, *self._with_scales[operand]}:
+            with torch.no_grad():
+                found = census(_scaled(tensor.detach(), part))
+            known = self._sample.get((operand, part))
+            # A weight is the same in all micro-batches of a step.
+            self._sample[operand, part] = found if known is None or operand == "weight" else known + found
+
+
+def _with_scales(fp8: Fp8) -> Mapping[str, tuple[str, ...]]:
+    return WITH_SCALES.get(fp8.recipe, dict.fromkeys(OPERANDS, (WHOLE,)))
+
+
+def _scaled(tensor: Tensor, part: str) -> Tensor:
+    """Each row or column by the scale that torchao gives it, a power of two; a whole tensor as it is."""
+    if part == WHOLE or not tensor.numel():
+        return tensor
+    matrix = tensor.reshape(-1, tensor.shape[-1]).float()
+    amax = matrix.abs().amax(ALONG[part], keepdim=True)
+    return matrix * scales_of(amax, TOPS[E4M3])
 
 
 def narrow_layers(
-    names: Sequence[str], samples: Mapping[str, Sample], scales: Scales | None, step: int, *, e5m2: bool
+    layers: Mapping[str, Fp8], samples: Mapping[str, Sample], scales: Scales | None, step: int
 ) -> NarrowLayers:
-    """What is known of these layers. Waits for the device where there are scales to read."""
+    """What is known of these layers, by name. Waits for the device where there are scales to read."""
     delayed = {} if scales is None else dict(_counted(scales))
     return NarrowLayers(
         step=step,
         operands=tuple(
-            _operand(name, operand, samples.get(name, {}).get(operand), delayed.get((name, operand)), e5m2)
-            for name in names
+            _operand(name, operand, fp8, samples.get(name, {}), delayed.get((name, operand)))
+            for name, fp8 in layers.items()
             for operand in OPERANDS
         ),
     )
@@ -81,27 +106,33 @@ def _counted(scales: Scales) -> Iterator[tuple[tuple[str, str], tuple[float, lis
 def _operand(
     name: str,
     operand: str,
-    counted: Census | None,
+    fp8: Fp8,
+    sample: Sample,
     delayed: tuple[float, list[float], list[float], int] | None,
-    e5m2: bool,
 ) -> NarrowOperand:
-    dtype = E5M2 if operand == "gradient" and e5m2 else E4M3
-    fmt = "e5m2" if dtype is E5M2 else "e4m3"
+    fmt = fp8.gradient_format if operand == "gradient" else "e4m3"
     scale, amaxes, (steps_cut_off, values_cut_off), steps = delayed or (None, [], (0.0, 0.0), 0)
+    counted, parts = sample.get((operand, WHOLE)), _with_scales(fp8)[operand]
     if counted is not None and counted.finite and scale is None:
-        scale = float(scales_of(torch.tensor(counted.amax), TOPS[dtype]))
+        scale = float(scales_of(torch.tensor(counted.amax), TOPS[E5M2 if fmt == "e5m2" else E4M3]))
         amaxes = [counted.amax]
     share = None
     if counted is not None and counted.finite and counted.nonzeros and scale is not None:
-        share = counted.flushed(fmt, round(math.log2(scale))) / counted.nonzeros
+        scales = {WHOLE: scale}  # parts are counted with theirs
+        share = max(_share(sample[operand, part], fmt, scales.get(part, 1.0)) for part in parts)
     return NarrowOperand(
         layer=name,
         operand=operand,
         fmt=fmt,
-        scale=scale,
+        scale=scale if parts == (WHOLE,) else None,
         amaxes=tuple(amaxes),
         steps=steps,
         cut_off_steps=round(steps_cut_off),
         cut_off_values=round(values_cut_off),
         flushed_share=share,
     )
+
+
+def _share(counted: Census, fmt: str, scale: float) -> float:
+    """Of the values that are not zero, those that become zero at this scale."""
+    return counted.flushed(fmt, round(math.log2(scale))) / counted.nonzeros

@@ -54,19 +54,29 @@ class Scales:
         noted = (amax > 0) & amax.isfinite()
         moved = torch.cat([amax.unsqueeze(-1), self.history[..., :-1]], -1)
         self.history.copy_(torch.where(noted.unsqueeze(-1), moved, self.history))
-        counts = self.history.amax(-1) if self._by_max else self.history[..., 0]
-        self.values.copy_(torch.where(counts > 0, scales_of(counts, self._tops, self._margin), self.values))
+        self._follow_history()
         self.cut_off.add_(torch.stack([cut_off > 0, cut_off], -1))
         seen.zero_()
         self.steps += 1
+
+    def _follow_history(self) -> None:
+        counts = self.history.amax(-1) if self._by_max else self.history[..., 0]
+        self.values.copy_(torch.where(counts > 0, scales_of(counts, self._tops, self._margin), 1.0))
 
     def known(self) -> list[bool]:
         """Whether each layer has been seen, forward and backward. Waits for the device."""
         found: list[bool] = (self.history[..., 0] > 0).all(-1).tolist()
         return found
 
+    def clear(self) -> None:
+        """As in the beginning."""
+        for tensor in (self.history, self.cut_off, self.seen):
+            tensor.zero_()
+        self.values.fill_(1.0)
+        self.steps = 0
+
     def state(self) -> dict[str, Any]:
-        """For a checkpoint."""
+        """For a checkpoint; scales for whoever reads it, as ``load`` makes them anew."""
         tensors = {"scales": self.values, "history": self.history, "cut_off": self.cut_off}
         return {
             "names": list(self.names),
@@ -77,7 +87,8 @@ class Scales:
     def load(self, state: Mapping[str, Any]) -> None:
         """What ``state`` gave, by the names of layers: those it does not have begin anew, as they do in training.
 
-        A history of another length is cut, or goes on from there.
+        A history of another length is cut, or goes on from there. Scales follow from it by the rule, margin and format
+        that are in use here, which may be others than those it was saved with.
         """
         saved = {name: place for place, name in enumerate(state["names"])}
         here = [place for place, name in enumerate(self.names) if name in saved]
@@ -88,15 +99,14 @@ class Scales:
             )
         there = [saved[self.names[place]] for place in here]
         shape = (len(saved), len(OPERANDS))
-        if not all(tuple(state[key].shape[:2]) == shape for key in ("scales", "history", "cut_off")):
+        if not all(tuple(state[key].shape[:2]) == shape for key in ("history", "cut_off")):
             raise BadInput("load_state_dict(): the FP8 scales in it are damaged: their shapes do not fit the layers.")
         device = self.values.device
         length = min(self.history.shape[-1], state["history"].shape[-1])
-        self.values[here] = state["scales"].to(device)[there]
-        self.history.zero_()
+        self.clear()
         self.history[here, :, :length] = state["history"].to(device)[there, :, :length]
         self.cut_off[here] = state["cut_off"].to(device)[there]
-        self.seen.zero_()
+        self._follow_history()
         self.steps = int(state["steps"])
 
 

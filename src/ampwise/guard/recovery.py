@@ -30,8 +30,10 @@ from ampwise.guard.ladder import Facts, Ladder, Move, Standing
 from ampwise.guard.position import Position
 from ampwise.guard.resuming import Resuming
 from ampwise.guard.saving import not_finite
+from ampwise.guard.snapshots import Snapshot
 from ampwise.guard.state import Whole
 from ampwise.guard.telling import Telling
+from ampwise.low_bit.pure import PURE
 from ampwise.trace.ranges import local
 
 __all__ = ["Diagnosis", "Recovery", "diagnosis"]
@@ -219,11 +221,21 @@ class Recovery:
             self._checkpointing.undo_after(checkpoint.step)
             self._checkpointing.begin(checkpoint.step, checkpoint)
             return checkpoint.step, "disk"
-        good.wait()
-        self._whole.put_back(good.values, good.plain, other_precision=True)
+        self._put_back(good)
         self._position.go_to(good.plain.get("data"))
         self._checkpointing.undo_after(good.step)
         return good.step, "memory"
+
+    def _put_back(self, good: Snapshot) -> None:
+        """A state of BF16 weights in its own precision, which knows what is kept of them; then on in that at hand."""
+        good.wait()
+        policy, then = self._engine.policy, Policy.from_dict(good.plain["engine"]["policy"])
+        is_left = policy != then and then.base.startswith(PURE)
+        if is_left:
+            self._engine.change_precision(then)
+        self._whole.put_back(good.values, good.plain, other_precision=True)
+        if is_left:
+            self._engine.change_precision(policy)
 
     def _engine_is_anew(self, step: int) -> None:
         self._last_applied = step
@@ -235,7 +247,7 @@ class Recovery:
         Layers that FP8 does not hold go to BF16 first, and all of them next.
         """
         policy, precision = self._engine.policy, self._engine.precision
-        if self._engine.is_graphed:  # the precision is in its graphs
+        if self._engine.precision_stays:
             return None
         known = {rule.pattern for rule in policy.rules}
         flagged = [name for name in narrow if name not in known]

@@ -63,6 +63,10 @@ def split_(values: Tensor) -> Tensor:
 
 
 def join_(values: Tensor, rest: Tensor) -> Tensor:
-    """Undo ``split_``: FP32 values that BF16 holds, and the rest of each, become what they were."""
-    values.view(torch.int32).add_(rest)
+    """Undo ``split_``: FP32 values that BF16 holds, and the rest of each, become what they were.
+
+    A value may have been written to since: it is less than a step of BF16 away from itself then. From a zero nothing
+    can be taken away: there the bits would become those of a NaN.
+    """
+    values.view(torch.int32).add_(torch.where(values == 0, rest.clamp(min=0), rest))
     return values

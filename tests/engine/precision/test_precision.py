@@ -170,6 +170,17 @@ def test_what_a_device_cannot_run_is_refused(facts, asked, text):
 NAMES = "The precisions are auto, fp32, tf32, fp16, bf16, fp8, bf16-pure, emulate:mxfp8."
 
 
+def emulated(fmt):
+    return f"That is a format: precision='emulate:{fmt}' computes on values rounded to it, on any device."
+
+
+def apart(recipe):
+    return f"How FP8 layers are scaled is said apart: precision='fp8', fp8='{recipe}'."
+
+
+HP = apart("rowwise+hp-weight-grad")
+
+
 @pytest.mark.parametrize(
     ("asked", "text"),
     [
@@ -186,6 +197,22 @@ NAMES = "The precisions are auto, fp32, tf32, fp16, bf16, fp8, bf16-pure, emulat
         ("emulated:mxfp8", f"unknown precision 'emulated:mxfp8'. {NAMES}"),
         ("BF16", f"unknown precision 'BF16'. Did you mean bf16 or fp16 or bf16-pure? {NAMES}"),
         ("", f"unknown precision ''. {NAMES}"),
+        ("mxfp8", f"unknown precision 'mxfp8'. {emulated('mxfp8')} {NAMES}"),
+        ("NVFP4", f"unknown precision 'NVFP4'. {emulated('nvfp4')} {NAMES}"),
+        ("e4m3", f"unknown precision 'e4m3'. {emulated('e4m3')} {NAMES}"),
+        (
+            "e4m3/e5m2,stochastic",
+            f"unknown precision 'e4m3/e5m2,stochastic'. {emulated('e4m3/e5m2,stochastic')} {NAMES}",
+        ),
+        ("fp8,delayed", f"unknown precision 'fp8,delayed'. {apart('delayed')} {NAMES}"),
+        ("fp8:delayed", f"unknown precision 'fp8:delayed'. {apart('delayed')} {NAMES}"),
+        ("fp8, rowwise+hp-weight-grad", f"unknown precision 'fp8, rowwise+hp-weight-grad'. {HP} {NAMES}"),
+        ("fp8-delayd", f"unknown precision 'fp8-delayd'. {apart('delayed')} {NAMES}"),
+        ("measured", f"unknown precision 'measured'. {apart('measured')} {NAMES}"),
+        ("fp8 ", f"unknown precision 'fp8 '. Did you mean fp8 or fp32 or fp16? {NAMES}"),
+        ("FP8", f"unknown precision 'FP8'. Did you mean fp8 or fp32 or fp16? {NAMES}"),
+        ("fp8,", f"unknown precision 'fp8,'. Did you mean fp8 or fp32 or fp16? {NAMES}"),
+        ("fp64", f"unknown precision 'fp64'. Did you mean fp16 or fp8 or fp32? {NAMES}"),
     ],
 )
 def test_an_unknown_name_is_answered_with_the_right_one(asked, text):
@@ -200,6 +227,10 @@ def test_an_unknown_name_is_answered_with_the_right_one(asked, text):
         (
             torch.float16,
             f"Engine(precision=torch.float16): a name is expected. Here that is called 'fp16'. {NAMES}",
+        ),
+        (
+            torch.float8_e5m2,
+            f"Engine(precision=torch.float8_e5m2): a name is expected. {emulated('float8_e5m2')} {NAMES}",
         ),
         (16, f"Engine(precision=16): a name is expected. Here that is called 'fp16'. {NAMES}"),
         (None, f"Engine(precision=None): a name is expected. {NAMES}"),

@@ -141,13 +141,14 @@ def test_inside_the_old_names_can_be_read(run, setting, tf32):
     run(setting, block(tf32, "\n with torch.backends.cudnn.flags(enabled=False, allow_tf32=False): pass"))
 
 
+@pytest.mark.half_by_day
+@pytest.mark.parametrize("later", LATER)
 @pytest.mark.parametrize("setting", SETTINGS)
-def test_what_is_set_afterwards_does_what_it_would_have_done(run, setting):
-    for later in LATER:
-        assert run(setting, block(True), later) == run(setting, later), later
-        # torch cannot be told to go back to cuDNN's default, which a name above it can change; only to what it was.
-        as_it_was = "torch.backends.cudnn.allow_tf32 = torch.backends.cudnn.allow_tf32" if setting in READABLE else ""
-        assert run(setting, block(False), later) == run(setting, as_it_was, later), later
+def test_what_is_set_afterwards_does_what_it_would_have_done(run, setting, later):
+    assert run(setting, block(True), later) == run(setting, later)
+    # torch cannot be told to go back to cuDNN's default, which a name above it can change; only to what it was.
+    as_it_was = "torch.backends.cudnn.allow_tf32 = torch.backends.cudnn.allow_tf32" if setting in READABLE else ""
+    assert run(setting, block(False), later) == run(setting, as_it_was, later)
 
 
 @pytest.mark.parametrize("setting", SETTINGS)

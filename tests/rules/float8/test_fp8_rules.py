@@ -1,8 +1,11 @@
 """What FP8 layers lose: found where it is much, silent where it is little."""
 
+import math
+
 import pytest
 
 from ampwise.evidence.narrow import NarrowLayers, NarrowOperand
+from ampwise.formats.catalog import find_scalar_format
 from ampwise.rules.float8 import fp8_saturates, fp8_underflows
 
 
@@ -37,8 +40,22 @@ def test_half_of_the_values_gone(share, found):
 
 
 def test_what_is_said_of_values_gone():
-    (found,) = fp8_underflows.check(layers(flushed_share=0.62))
+    (found,) = fp8_underflows.check(layers(flushed_share=0.62, scale=2.0))
     assert found.message == "62% of the values of its gradient that are not zero become zero in E5M2 at its scale"
+    assert "fp8='rowwise'" in found.fix
+
+
+def test_a_layer_that_has_a_scale_for_each_row_is_not_told_to_have_them():
+    (found,) = fp8_underflows.check(layers(flushed_share=0.62, fmt="e4m3"))
+    assert found.message == (
+        "62% of the values of its gradient that are not zero become zero in E4M3 at the scales of its rows"
+    )
+    assert found.fix == "Keep the layer wide: `Policy('fp8').keep('bf16', name)`."
+
+
+def test_the_powers_of_two_that_are_told_are_those_of_the_formats():
+    e4m3, e5m2 = (math.log2(fmt.max / 1.75 / fmt.smallest) + 1 for fmt in map(find_scalar_format, ("e4m3", "e5m2")))
+    assert f"E4M3 holds {e4m3:.0f} powers of two below that, and E5M2 {e5m2:.0f}:" in fp8_underflows.RULE.why
 
 
 def test_the_table_says_what_is_not_known():

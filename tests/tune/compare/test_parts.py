@@ -113,6 +113,8 @@ def narrow(model):
 
 def test_fp8_layers_are_there_for_a_while_in_the_modules_that_are_there():
     model, (x,), _ = wide_mlp()
+    x = x.bfloat16()  # or it would be wide, as there is no autocast
+    model = model.bfloat16()
     before, parameters, plain = list(model.modules()), list(model.parameters()), model(x)
     layers = Float8Layers(model)
     assert len(layers) == 1, "the first and the last stay wide"

@@ -6,6 +6,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from ampwise import Engine, UnknownName, make_optimizer, memory
+from ampwise.low_bit.optimizers import TORCHAOS
 from ampwise.tune.memory.log import COMPENSATION, GRADIENTS, PARAMETERS, STATE
 
 ROWS = 4
@@ -62,13 +63,16 @@ BYTES = {
     ("bf16-pure,kahan", "adamw8bit"): 8,
     ("bf16-pure", "adamw4bit"): 5,
     ("bf16-pure", "adamwfp8"): 6,
+    ("bf16-pure", "adam8bit"): 6,
+    ("bf16-pure", "adam4bit"): 5,
+    ("bf16-pure", "adamfp8"): 6,
 }
 
 
 @pytest.mark.usefixtures("eager")
 @pytest.mark.parametrize(("precision", "optimizer"), BYTES)
 def test_what_is_predicted_is_what_is_there(precision, optimizer):
-    if "w8" in optimizer or "w4" in optimizer or "fp8" in optimizer:
+    if optimizer in TORCHAOS:
         pytest.importorskip("torchao.optim")
     found = really(precision, optimizer)
     estimate = memory(make, precisions=[precision], optimizer=optimizer, largest=False)

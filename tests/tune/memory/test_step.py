@@ -6,6 +6,7 @@ from torch import nn
 
 from ampwise.engine.precision.precision import PRECISIONS
 from ampwise.errors import BadInput, UnknownName
+from ampwise.low_bit.optimizers import NAMES as BY_NAME
 from ampwise.tune.memory.as_cuda import as_cuda
 from ampwise.tune.memory.blocks import checkpointed, repeated_blocks
 from ampwise.tune.memory.decoder import decoder_maker
@@ -109,6 +110,9 @@ def test_checkpointing_keeps_less_and_the_same_gradients(precision, small, case_
         ("adamw8bit", 2 + 2 * 4 / 256),
         ("adamw4bit", 1 + 2 * 4 / 128),
         ("adamwfp8", 2 + 2 * 4 / 256),
+        ("adam8bit", 2 + 2 * 4 / 256),
+        ("adam4bit", 1 + 2 * 4 / 128),
+        ("adamfp8", 2 + 2 * 4 / 256),
         ("adafactor", 0),  # a row and a column for each matrix
     ],
 )
@@ -123,6 +127,7 @@ def test_state_a_parameter(name, bytes_a_parameter, case_of):
 def test_the_table_of_optimizers_is_tested_whole():
     (mark,) = (mark for mark in test_state_a_parameter.pytestmark if mark.name == "parametrize")
     assert {name for name, _ in mark.args[1]} == {*NAMES}
+    assert {*BY_NAME} <= {*NAMES}, "what an engine takes by name can be counted"
 
 
 def test_an_optimizer_left_to_itself_updates_all_at_once_as_on_cuda():

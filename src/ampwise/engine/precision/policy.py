@@ -175,9 +175,10 @@ class Policy:
         """The precision and the reason of modules for which it is not the base's."""
         if self.base == "fp8":
             return _fp8_layers(model, self.patterns(model))
+        found = _fp8_by_torchao(model)  # whatever the precision
         if self.base.startswith(EMULATE):
-            return {each: NO_PRODUCTS for each in model.modules() if isinstance(each, WITHOUT_PRODUCTS)}
-        return {}
+            found.update((each, NO_PRODUCTS) for each in model.modules() if isinstance(each, WITHOUT_PRODUCTS))
+        return found
 
     def _lines(self, model: nn.Module) -> tuple[Counter[str], list[Line]]:
         """How many parameters run how, one shared by modules counted once for each precision, and the table's lines."""
@@ -277,6 +278,12 @@ def _called(module: nn.Module) -> Iterator[nn.Module]:
     for name, child in named_modules(module).items():
         if name and "." not in name:  # what is wrapped rather than its wrapper
             yield from _called(child)
+
+
+def _fp8_by_torchao(model: nn.Module) -> dict[nn.Module, tuple[str, str]]:
+    from ampwise.float8.decided import put_there_before  # which few need
+
+    return put_there_before(model)
 
 
 def _fp8_layers(model: nn.Module, kept: dict[nn.Module, str]) -> dict[nn.Module, tuple[str, str]]:

@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 import torch
 
 from ampwise.emulation.recipe import Recipe, recipe_from
-from ampwise.errors import BadInput, PrecisionUnavailable, UnknownName
+from ampwise.errors import AmpwiseError, BadInput, PrecisionUnavailable, UnknownName, nearest
+from ampwise.float8.recipe import MEASURED, RECIPES
 from ampwise.hardware.cpu import BF16_FEATURES, FEATURES, Cpu, describe_cpu
 from ampwise.hardware.device import Device
 from ampwise.hardware.torch_facts import read_device
@@ -86,6 +87,7 @@ OTHER_NAMES = {
     "bf16-pure": ("bf16-true", "pure-bf16"),
 }
 RIGHT_NAMES = {other: name for name, others in OTHER_NAMES.items() for other in others}
+BETWEEN = " ,:;/_-"  # "fp8" and a recipe, where others write them as one name
 
 NO_SCALE = "and BF16's range needs no loss scale"
 
@@ -247,15 +249,44 @@ def _autocasts(kind: str, dtype: torch.dtype) -> bool:
 
 
 def _checked(asked: Any) -> str:
-    names = ", ".join((AUTO, *ALL, EXAMPLE))
-    right = RIGHT_NAMES.get(str(asked).lower().removeprefix("torch."))
-    hint = f"Here that is called {right!r}. " if right else ""
-    if not isinstance(asked, str):
-        raise BadInput(f"Engine(precision={asked!r}): a name is expected. {hint}The precisions are {names}.")
-    if asked == AUTO or asked in ALL:
+    if isinstance(asked, str) and (asked == AUTO or asked in ALL):
         return asked
-    if asked.startswith(WITH_OPTIONS):
+    if isinstance(asked, str) and asked.startswith(WITH_OPTIONS):
         return precision_named(asked).name
+    hint = _meant(str(asked).lower().removeprefix("torch."))
+    listing = f"{hint}The precisions are {', '.join((AUTO, *ALL, EXAMPLE))}."
+    if not isinstance(asked, str):
+        raise BadInput(f"Engine(precision={asked!r}): a name is expected. {listing}")
     # "float16" looks as much like bf16 as like fp16: where the right name is known, there is no guess.
-    guesses = () if hint else (AUTO, *ALL)
-    raise UnknownName("precision", asked, guesses, listing=f"{hint}The precisions are {names}.")
+    raise UnknownName("precision", asked, () if hint else (AUTO, *ALL), listing=listing)
+
+
+def _meant(text: str) -> str:
+    """What to write instead of what is no precision, as a sentence; nothing where it is not known."""
+    if text in RIGHT_NAMES:
+        return f"Here that is called {RIGHT_NAMES[text]!r}. "
+    if _is_narrow_format(text):
+        return f"That is a format: precision='{EMULATE}{text}' computes on values rounded to it, on any device. "
+    recipe = _fp8_recipe(text)
+    if recipe is not None:
+        return f"How FP8 layers are scaled is said apart: precision='fp8', fp8={recipe!r}. "
+    return ""
+
+
+def _is_narrow_format(text: str) -> bool:
+    """Whether it is what may stand after "emulate:"; of 16 bits and more, and of "FP8", there are precisions."""
+    try:
+        return text.strip() not in ALL and recipe_from(text).scaled
+    except AmpwiseError:
+        return False
+
+
+def _fp8_recipe(text: str) -> str | None:
+    """The recipe in "fp8,delayed", or by itself; after "fp8" also the one that is most like it."""
+    known = (*RECIPES, MEASURED)
+    rest = text.removeprefix("fp8")
+    recipe = rest.lstrip(BETWEEN)
+    if recipe in known:
+        return recipe
+    is_after_fp8 = text != rest != recipe
+    return next(iter(nearest(recipe, known)), None) if is_after_fp8 else None

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from ampwise.errors import UnknownName
 from ampwise.low_bit.kept import CODED, Coded
+from ampwise.low_bit.optimizers import TORCHAOS
 from ampwise.tune import step
 
 __all__ = ["MODELLED", "NAMES", "checked_optimizer", "make_optimizer"]
@@ -48,8 +49,8 @@ def _moment(parameter: Parameter, coded: Coded) -> Tensor:
     return parameter.new_empty(coded.moment_bytes(parameter.numel(), parameter.element_size()), dtype=torch.uint8)
 
 
-def _coded(name: str) -> Callable[[list[Parameter]], Optimizer]:
-    return lambda parameters: CodedMoments(parameters, CODED[name])
+def _coded(coded: Coded) -> Callable[[list[Parameter]], Optimizer]:
+    return lambda parameters: CodedMoments(parameters, coded)
 
 
 def _one_moment(parameter: Parameter) -> dict[str, Any]:
@@ -60,15 +61,17 @@ def _fused(name: str) -> Callable[[list[Parameter]], Optimizer]:
     return lambda parameters: step.make_optimizer(name, parameters, fused=True)
 
 
+# By the names that an engine takes. Adam keeps what AdamW does: only the decay of weights is another.
+CODES: dict[str, Coded] = {name: CODED[name if name in CODED else name.replace("adam", "adamw")] for name in TORCHAOS}
 MAKERS: dict[str, Callable[[list[Parameter]], Optimizer]] = {
     **{name: _fused(name) for name in step.OPTIMIZERS},
-    **{name: _coded(name) for name in CODED},
+    **{name: _coded(coded) for name, coded in CODES.items()},
     "lion": lambda parameters: Kept(parameters, _one_moment),
     "adafactor": torch.optim.Adafactor,
 }
 NAMES = tuple(MAKERS)
 # Those that torch does not have, and what they are taken to keep.
-MODELLED = {**{name: f"torchao's, {coded.text}" for name, coded in CODED.items()}, "lion": "one moment in FP32"}
+MODELLED = {**{name: f"torchao's, {coded.text}" for name, coded in CODES.items()}, "lion": "one moment in FP32"}
 
 
 def checked_optimizer(name: str) -> str:
