@@ -20,6 +20,7 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.filterwarnings("ignore:.*should not be instantiated"),  # what dynamo does itself
     pytest.mark.filterwarnings("ignore:.*invalid escape sequence"),  # in torchao, read by Python 3.12
+    pytest.mark.filterwarnings("ignore:.*get_autocast_gpu_dtype"),  # which torchao calls
     pytest.mark.filterwarnings("ignore:.*script_method"),  # what torch 2.11 says when inductor is loaded
     pytest.mark.filterwarnings("ignore:.*TensorFloat32 tensor cores"),  # what inductor says of every FP32 product
 ]

@@ -10,7 +10,12 @@ from ampwise.low_bit.weights import narrow_, to_narrow
 
 from .toy_gpt import Gpt, text
 
-pytestmark = pytest.mark.gpu
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.filterwarnings("ignore:.*script_method"),  # what torch 2.11 says when inductor is loaded, by torchao
+    pytest.mark.filterwarnings("ignore:.*TensorFloat32 tensor cores"),  # what inductor says of every FP32 product
+    pytest.mark.filterwarnings("ignore:.*invalid escape sequence"),  # in torchao, read by Python 3.12
+]
 
 KINDS = ["bf16-pure", "bf16-pure,kahan", "bf16-pure,bf16-states"]
 
