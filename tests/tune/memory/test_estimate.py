@@ -244,7 +244,8 @@ def test_what_makes_no_sense_is_said(arguments, error, said):
 
 def test_what_is_said_of_fp8_is_what_was_measured():
     shares = []
-    for file in (Path(__file__).parents[3] / "benchmarks/results").glob("fp8_*_gpu.json"):
+    for name in ("d4096", "gpt1300m"):
+        file = Path(__file__).parents[3] / f"benchmarks/results/fp8_{name}_gpu.json"
         result = json.loads(file.read_text())
         column = result["columns"].index("peak GiB")
         # What graphs hold is not in the peak of their rows.
