@@ -46,6 +46,7 @@ LAYERS = {
     "ampwise.census.launch": 4,
     "ampwise.census.launcher": 4,
     "ampwise.census.reference": 4,
+    "ampwise.capturing": 4,
     "ampwise.compiled": 4,
     "ampwise.randomness": 4,
     "ampwise.tensors_on_disk": 4,

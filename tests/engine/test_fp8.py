@@ -303,6 +303,58 @@ def test_measured_with_delayed_scaling(monkeypatch):
     assert again.engine.state_dict()["fitting"]["delayed"]["steps"] == 6
 
 
+def test_a_measurement_that_fails_is_made_again(monkeypatch):
+    def fails(*_, **__):
+        raise RuntimeError("the device is gone")
+
+    run = training(Fp8("measured", narrow=BLOCKS, backend="ampwise"))
+    with monkeypatch.context() as broken:
+        broken.setattr("ampwise.engine.fp8_fitting.measured", fails)
+        with pytest.raises(RuntimeError, match="the device is gone"):
+            train(run, 1)
+    assert run.engine.fp8_layers == []
+    monkeypatch.setattr(
+        "ampwise.engine.fp8_fitting.measured",
+        lambda shapes, *_, **__: {each: Measured(recipe="current", why="it is") for each in shapes},
+    )
+    train(run, 1)
+    assert fitted(run.model) == run.engine.fp8_layers == NAMES
+
+
+def test_layers_that_only_run_in_fp32_are_not_waited_for():
+    run = training(Fp8("measured", narrow=BLOCKS, backend="ampwise"))
+
+    def wide(x):
+        with torch.autocast("cpu", enabled=False):
+            return run.model(x)
+
+    train(run, 7, wide)
+    assert fitted(run.model) == NAMES  # and what they are given would be noted
+    train(run, 1, wide)
+    assert fitted(run.model) == run.engine.fp8_layers == []
+    assert "or in FP32 only" in run.engine.policy.describe(run.model)
+
+
+def test_a_sample_and_then_a_state_of_other_choices(monkeypatch):
+    def made(recipes):
+        monkeypatch.setattr(
+            "ampwise.engine.fp8_fitting.measured",
+            lambda shapes, *_, **__: {
+                each: Measured(recipe=recipe, why="it is") for each, recipe in zip(shapes, recipes, strict=True)
+            },
+        )
+        run = training(Fp8("measured", narrow=BLOCKS, backend="ampwise"))
+        train(run, 1)
+        return run
+
+    run, other = made(["current", None, None, None]), made([None, "current", "current", None])
+    run.engine.sample_fp8()
+    run.engine.load_state_dict(other.engine.state_dict())
+    train(run, 1)
+    assert run.engine.fp8_layers == NAMES[1:3]
+    assert all(each.flushed_share is not None for each in run.engine.fp8_report().operands)
+
+
 @pytest.mark.parametrize("way", ["eager", "wrapped", "in place"])
 def test_a_compiled_model_is_measured_compiled(monkeypatch, way):
     asked = []

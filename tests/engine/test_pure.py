@@ -2,6 +2,7 @@
 
 import copy
 import io
+import weakref
 
 import pytest
 import torch
@@ -276,6 +277,16 @@ def test_a_model_that_was_bf16_before_is_fp32_afterwards(kind, after):
     engine.change_precision(kind)
     assert model.first.weight.dtype == torch.bfloat16
     train(engine, 6)
+
+
+def test_a_buffer_that_the_model_has_replaced_is_fp32_afterwards_too():
+    model = Net().bfloat16()
+    engine = Engine(model, torch.optim.AdamW(model.parameters()), "bf16-pure")
+    first = weakref.ref(model.table)
+    model.table = model.table.clone()
+    assert first() is None  # which nothing holds on to
+    engine.change_precision("bf16")
+    assert model.table.dtype == torch.float32
 
 
 def test_tables_that_were_bf16_of_a_model_that_was_not_stay_so():

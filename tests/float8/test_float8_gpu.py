@@ -197,6 +197,14 @@ def test_what_is_replayed_is_timed_without_the_host():
     assert value == 2 * WARM_UP + ROUNDS * CALLS
 
 
+def test_what_cannot_be_captured_is_left_out_and_torch_is_as_before():
+    value, before = torch.zeros(1, device="cuda"), torch.cuda.current_stream()
+    works = {"bf16": lambda: value.add_(1), "waits": lambda: value.item()}
+    assert list(replayed_in_turns(works, value.device)) == ["bf16"]
+    assert torch.cuda.current_stream() == before
+    assert torch.rand(2, device="cuda").isfinite().all()  # the generator does not believe that a capture goes on
+
+
 @pytest.mark.parametrize("recipe", ["current", "delayed"])
 def test_compiled_layers_are_launched_by_torch_and_compute_the_same(recipe):
     _, _, eager = trained("fp8", recipe, steps=4)

@@ -178,6 +178,7 @@ def test_torchaos_layers_take_any_number_of_rows(monkeypatch, recipe, shape):
     gradient = torch.autograd.grad(wide.float().square().sum(), module.weight)[0]
     assert torch.linalg.vector_norm(module.weight.grad - gradient) <= 0.1 * gradient.norm()
     assert all(each % 16 == 0 for each in summed)  # which is what a GPU takes
+    assert module.bias.grad is not None  # zeros of an empty batch, which DDP waits for
 
 
 @needs_torchao

@@ -1,5 +1,8 @@
 """What is faster is taken, on times that are given; and that everything can be timed."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 from torch import nn
@@ -79,6 +82,32 @@ def test_each_shape_is_timed_once_by_work_that_runs():
     assert found[layers[0]].why == "measured: 250 µs in bf16, 50 µs current, 8×64→32"  # four at a time
     assert all(parameter.grad is None for layer in layers for parameter in layer.parameters())
     assert torch.equal(torch.random.get_rng_state(), state)
+
+
+def test_nothing_of_what_was_measured_stays(monkeypatch):
+    made = []
+    real = measuring._linear
+
+    def linear(*args):
+        made.append(real(*args))
+        return made[-1]
+
+    def timer(works, device):
+        assert sum(each() is not None for each in alive) == 0, "of the shape before"
+        alive.extend(weakref.ref(each.weight) for each in made)
+        made.clear()
+        return in_turns(works, device)
+
+    alive, in_turns = [], measuring.in_turns
+    monkeypatch.setattr(measuring, "_linear", linear)
+    layers = dict.fromkeys([nn.Linear(64, 32), nn.Linear(32, 64)], (8, torch.float32))
+    gc.disable()
+    try:
+        measured(layers, OURS, CPU, compiled=False, timer=timer)
+        assert len(alive) > 2
+        assert not any(each() is not None for each in alive)
+    finally:
+        gc.enable()
 
 
 def test_works_take_turns():

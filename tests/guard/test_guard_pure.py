@@ -45,6 +45,23 @@ def test_what_is_wider_has_fp32_weights_and_moments(kind, tmp_path, capsys):
     capsys.readouterr()
 
 
+def test_back_from_bf16_weights_to_a_state_of_fp32_ones(tmp_path, capsys):
+    """With the rest kept, nothing of them is lost."""
+    model = bf16_model().float()
+    engine, guard = guarded(model, "fp32", tmp_path)
+    with guard:
+        trained(guard, model, 4)
+        weight, recovery = model[0].weight, guard._recovery
+        recovery._restore(older=False)
+        before = weight.detach().clone()
+        engine.change_precision("bf16-pure,kahan")
+        recovery._restore(older=False)
+        assert weight.dtype == torch.bfloat16
+        engine.change_precision("fp32")
+        assert torch.equal(weight, before)
+    capsys.readouterr()
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_back_to_a_state_of_before_the_change(kind, tmp_path, capsys):
     """It was saved with BF16 weights, and what goes on from it has FP32 ones, and what was kept of them."""

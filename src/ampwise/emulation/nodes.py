@@ -28,6 +28,9 @@ class _Noted(NamedTuple):
     again: Recipe | None  # of what is computed again for it
 
 
+NOTHING = _Noted(None, None)
+
+
 class Nodes:
     """The recipes of a graph's nodes, each known by the number that torch gives to the node of an operation."""
 
@@ -67,6 +70,8 @@ class Nodes:
         self._latest[thread] = last
         # A node made without gradients is that of a function of the user's own, or of a reentrant checkpoint.
         noted = _Noted(here if torch.is_grad_enabled() else None, again)
+        if noted == NOTHING:  # which need not be known: others' nodes are not to push out those of a pass
+            return
         self._noted[thread].update(dict.fromkeys(range(first, last + 1), noted))
         if len(self._noted[thread]) > MOST_NOTED:  # of steps long past
             self._noted[thread] = dict(list(self._noted[thread].items())[-MOST_NOTED // 2 :])

@@ -32,7 +32,8 @@ from ampwise.float8.scales import Scales
 __all__ = ["Fp8Fitting"]
 
 NAMED = 3  # layers in a message
-UNUSED = Measured(recipe=None, why="not used in the step that was measured")
+PATIENCE = 8  # steps for a layer to be used that is to be measured
+UNUSED = Measured(recipe=None, why="not used in the step that was measured, or in FP32 only")
 
 
 class Fp8Fitting(Fitting):
@@ -94,7 +95,11 @@ class Fp8Fitting(Fitting):
 
     def _fit_layers(self) -> None:
         for module, how in self._layers.items():
-            sampled = Sampled(how, self._recipes[module], self._samples[self._name(module)]) if self.plain else how
+            sampled = (
+                Sampled(how, self._recipes[module], self._samples.setdefault(self._name(module), {}))
+                if self.plain
+                else how
+            )
             fit(module, sampled, *self._delayed_of(module))
 
     def take_off(self) -> None:
@@ -141,7 +146,7 @@ class Fp8Fitting(Fitting):
             # 1, 2, 4, 8 …: a layer may be used late, or never.
             if not all(self._known) and self._followed & (self._followed - 1) == 0:
                 self._go_by(self._scales)
-        if any(noting.shapes for noting in self._noting.values()):
+        if self._noting and self._have_seen_enough():
             self._measure()
         if self.plain:
             self.plain = False
@@ -166,9 +171,22 @@ class Fp8Fitting(Fitting):
         shapes: Shapes = {module: max(noting.shapes, key=lambda each: each[0]) for module, noting in used.items()}
         compiled = any(noting.compiled for noting in used.values())
         self._unfit_layers()
-        found = measured(shapes, self._fp8, self._device, compiled=compiled, graphed=self._graphed)
+        try:
+            found = measured(shapes, self._fp8, self._device, compiled=compiled, graphed=self._graphed)
+        except BaseException:
+            self.put_on()  # to be measured in the next step
+            raise
         times = [found.get(module, UNUSED) for module in self._open]
         self._decide(dict(zip(self._open, self._told_by_the_first(times), strict=True)))
+
+    def _have_seen_enough(self) -> bool:
+        """Some layer was used, on some rank; or none was for so long that one need not wait for it."""
+        seen = self._steps >= PATIENCE or any(noting.shapes for noting in self._noting.values())
+        if not self._ranks.several:
+            return seen
+        on_any = torch.tensor(float(seen), device=self._device)
+        dist.all_reduce(on_any, dist.ReduceOp.MAX, self._ranks.process_group)
+        return bool(on_any)
 
     def _told_by_the_first(self, times: list[Measured]) -> list[Measured]:
         """Ranks whose layers differ would train apart."""

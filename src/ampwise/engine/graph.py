@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
+from ampwise.capturing import capturing
 from ampwise.errors import BadInput
 
 __all__ = ["Graphs"]
@@ -102,6 +103,7 @@ class Graphs:
         """All graphs, and with them the memory they have: others are captured into another."""
         self._seen.clear()
         self._captured.clear()
+        self._functions.clear()
         self._pool = torch.cuda.graph_pool_handle()
 
     def clear_gradients(self, parameters: Sequence[Parameter]) -> None:
@@ -129,21 +131,14 @@ class Graphs:
         gc.collect()
         graph = torch.cuda.CUDAGraph()
         try:
-            with torch.cuda.graph(graph, pool=self._pool):
+            with capturing(graph, self._pool):
                 returned = one_pass(tree_unflatten(statics, shape))
         except Exception as error:
-            _mend_random_numbers()
             error.add_note(
                 "ampwise: graph=True cannot capture a loss function that waits for the GPU, or copies to it."
             )
             raise
         return Captured(graph, [leaf for leaf in statics if isinstance(leaf, Tensor)], returned)
-
-
-def _mend_random_numbers() -> None:
-    """A capture that failed leaves torch's generator believing that it goes on; one that ends tells it otherwise."""
-    with torch.cuda.graph(torch.cuda.CUDAGraph()):
-        torch.zeros((), device="cuda")
 
 
 def _kinds(leaves: Sequence[Any]) -> Hashable:

@@ -42,7 +42,7 @@ class PureFitting(Fitting):
         whole = models[0] if len(models) == 1 else ModuleList(models)
         self._models, self._optimizers = models, optimizers
         self._weights = to_narrow(models, _kept_wide(whole, policy))
-        self._buffers: list[Tensor] = []  # BF16 ones of a model that was BF16 before
+        self._was_narrow = False  # the model was BF16 before, with its buffers
         self._update = Update(pure)
         self._hooks: list[RemovableHandle] = []
         self._by_themselves: list[tuple[Any, bool]] = []  # those that round by chance, and whether they did before
@@ -50,7 +50,7 @@ class PureFitting(Fitting):
             _refuse(optimizer, pure)
 
     def put_on(self) -> None:
-        self._buffers = narrow_buffers(self._models) if narrow_ones(self._models) else []
+        self._was_narrow = bool(narrow_ones(self._models))
         self._update.rests = narrow_(self._weights, set(self._parameters) if self._update.pure.kahan else ())
         optimizer: Any
         for optimizer in self._optimizers:
@@ -63,7 +63,7 @@ class PureFitting(Fitting):
     def take_off(self) -> None:
         changed = narrow_ones(self._models)
         widen_(changed, self._update.rests)
-        widen_buffers_(self._buffers)
+        widen_buffers_(narrow_buffers(self._models) if self._was_narrow else ())
         for handle in self._hooks:
             handle.remove()
         for optimizer, before in self._by_themselves:

@@ -48,7 +48,10 @@ class ByTorchao:
 
     def __call__(self, module: nn.Linear, x: Tensor) -> Tensor:
         if not x.numel():
-            return F.linear(x.to(out_dtype(x)), module.weight.to(out_dtype(x)), None)
+            dtype = out_dtype(x)
+            return F.linear(
+                x.to(dtype), module.weight.to(dtype), None if module.bias is None else module.bias.to(dtype)
+            )
         rows = x.numel() // x.shape[-1]
         short = -rows % ALIGNMENT  # rows are what the weight's gradient sums over
         given = F.pad(x.reshape(rows, -1), (0, 0, 0, short)) if short else x

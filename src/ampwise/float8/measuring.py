@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
+from ampwise.capturing import capturing
 from ampwise.errors import MissingDependency, PrecisionUnavailable
 from ampwise.float8.by_torchao import float8_of_torchao
 from ampwise.float8.by_transformer_engine import transformer_engine
@@ -81,6 +82,7 @@ def measured(
         shape = _shape_of(module, *given)
         if shape not in found:
             found[shape] = _one(shape, recipes, device, compiled, timer)
+            gc.collect()  # fitted modules are cycles, and hold the weights of all
     return {module: found[_shape_of(module, *given)] for module, given in shapes.items()}
 
 
@@ -101,9 +103,9 @@ def verdict(times: Mapping[str, list[float]], shape: str) -> Measured:
     A recipe has to gain in almost every round, each compared within itself: what slows the machine for a while slows
     both.
     """
-    wide = times["bf16"]
+    wide = times.get("bf16", [])
     ratios = {name: [a / b for a, b in zip(each, wide, strict=True)] for name, each in times.items() if name != "bf16"}
-    if not ratios:
+    if not ratios or not wide:
         return Measured(recipe=None, why=f"measured: no recipe could run {shape}")
     medians = {name: statistics.median(each) for name, each in ratios.items()}
     fastest = min(medians.values())
@@ -132,18 +134,24 @@ def in_turns(works: Mapping[str, Work], device: torch.device) -> dict[str, list[
 
 
 def replayed_in_turns(works: Mapping[str, Work], device: torch.device) -> dict[str, list[float]]:
-    """The same of works that are captured first."""
+    """The same of works that are captured first, but for those that cannot be."""
     with torch.cuda.device(device):
-        return in_turns({name: _captured(work) for name, work in works.items()}, device)
+        captured = {name: _captured(work) for name, work in works.items()}
+        return in_turns({name: replay for name, replay in captured.items() if replay is not None}, device)
 
 
-def _captured(work: Work) -> Work:
+def _captured(work: Work) -> Work | None:
     for _ in range(WARM_UP):
         work()
     gc.collect()  # what a cycle holds of a backward pass belongs to another stream, which no capture bears
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        work()
+    try:
+        with capturing(graph):
+            work()
+    except torch.OutOfMemoryError:
+        raise
+    except Exception:
+        return None
     return graph.replay
 
 
@@ -159,8 +167,6 @@ def _one(shape: _Shape, recipes: list[Fp8], device: torch.device, compiled: bool
         return replace(found, why="; ".join([found.why, *(f"{name} failed: {each}" for name, each in failed.items())]))
     except torch.OutOfMemoryError:
         return Measured(recipe=None, why=f"no memory left to measure {shape}")
-    finally:
-        gc.collect()
 
 
 def _failure(work: Work) -> str:

@@ -227,15 +227,17 @@ class Recovery:
         return good.step, "memory"
 
     def _put_back(self, good: Snapshot) -> None:
-        """A state of BF16 weights in its own precision, which knows what is kept of them; then on in that at hand."""
+        """A state of, or into, BF16 weights in its own precision, which loses nothing; then on in that at hand."""
         good.wait()
         policy, then = self._engine.policy, Policy.from_dict(good.plain["engine"]["policy"])
-        is_left = policy != then and then.base.startswith(PURE)
-        if is_left:
+        by_way_of_it = policy != then and PURE in (policy.base.partition(",")[0], then.base.partition(",")[0])
+        if by_way_of_it:
             self._engine.change_precision(then)
-        self._whole.put_back(good.values, good.plain, other_precision=True)
-        if is_left:
-            self._engine.change_precision(policy)
+        try:
+            self._whole.put_back(good.values, good.plain, other_precision=True)
+        finally:
+            if by_way_of_it:
+                self._engine.change_precision(policy)
 
     def _engine_is_anew(self, step: int) -> None:
         self._last_applied = step
