@@ -31,6 +31,12 @@ def docname(page):
     return page.relative_to(DOCS).with_suffix("").as_posix()
 
 
+@pytest.mark.parametrize("name", ["search", "genindex", "py-modindex"])
+def test_no_page_has_the_name_of_one_that_sphinx_makes(name):
+    """It would be written over, and every link to it would still lead somewhere."""
+    assert name not in map(docname, PAGES)
+
+
 def contents(page):
     """The names of the pages in a page's lists of contents."""
     here = PurePosixPath(docname(page)).parent
