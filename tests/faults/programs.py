@@ -301,11 +301,17 @@ class Run:
 
     def write_down(self, number, samples):
         if number in self.plan.forbid_at:
+            self.be_written()
             Path(self.plan.directory).chmod(0o500 if number == self.plan.forbid_at[0] else 0o700)
         self.outcome.steps.append([number, samples.tolist(), True])  # skipped, until it is known
         if self.log is not None:
             self.log.write(json.dumps([number, samples.tolist(), False]) + "\n")
             self.log.flush()
+
+    def be_written(self):
+        """Before a disk breaks, or is mended: else a slow one might have nothing to write as long as it is broken."""
+        if (thread := self.guard._checkpointing._saver._thread) is not None:
+            thread.join()
 
     def with_fault(self, x, y):
         plan, self.seen = self.plan, self.seen + 1
