@@ -5,6 +5,7 @@ import importlib.util
 import itertools
 import os
 import signal
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
@@ -67,6 +68,24 @@ def pytest_collection_modifyitems(config, items):
         for item in items:
             if "gpu" in item.keywords:
                 item.add_marker(skip)
+
+
+@pytest.fixture
+def ranks_keep_coming(monkeypatch):
+    """After each look into a folder, one more rank has made its own there."""
+
+    def into(folder):
+        listed, ranks = Path.iterdir, itertools.count(5)
+
+        def iterdir(path):
+            found = list(listed(path))
+            if path == folder:
+                (path / f"rank{next(ranks)}").mkdir()
+            return iter(found)
+
+        monkeypatch.setattr(Path, "iterdir", iterdir)
+
+    return into
 
 
 @pytest.fixture(scope="session")

@@ -68,6 +68,14 @@ def training(fp8=None, precision="fp8", *, seed=0, checkpointed=False, **setting
     return SimpleNamespace(model=model, optimizer=optimizer, engine=engine)
 
 
+def measured_as(monkeypatch, recipe):
+    """Whatever their times: all layers by this recipe."""
+    monkeypatch.setattr(
+        "ampwise.engine.fp8_fitting.measured",
+        lambda shapes, *_, **__: {each: Measured(recipe=recipe, why="it is") for each in shapes},
+    )
+
+
 def train(run, steps, model=None):
     generator = torch.Generator().manual_seed(1)
     called = run.model if model is None else model
@@ -187,10 +195,7 @@ def test_a_state_from_before_the_first_step_begins_anew():
 
 
 def test_a_state_from_before_layers_were_measured_begins_its_scales_anew(monkeypatch):
-    monkeypatch.setattr(
-        "ampwise.engine.fp8_fitting.measured",
-        lambda shapes, *_, **__: {each: Measured(recipe="delayed", why="it is") for each in shapes},
-    )
+    measured_as(monkeypatch, "delayed")
     run = training(Fp8("measured", narrow=BLOCKS))
     beginning = states_of(run)
     train(run, 4)
@@ -202,10 +207,7 @@ def test_a_state_from_before_layers_were_measured_begins_its_scales_anew(monkeyp
 
 
 def test_a_state_that_is_loaded_changes_no_layer_where_nothing_has_changed(monkeypatch):
-    monkeypatch.setattr(
-        "ampwise.engine.fp8_fitting.measured",
-        lambda shapes, *_, **__: {each: Measured(recipe="delayed", why="it is") for each in shapes},
-    )
+    measured_as(monkeypatch, "delayed")
     run = training(Fp8("measured", narrow=BLOCKS))
     train(run, 3)
     before = run.engine._fitting.phase
@@ -290,10 +292,7 @@ def test_measured_layers_are_those_that_win(monkeypatch):
 
 
 def test_measured_with_delayed_scaling(monkeypatch):
-    monkeypatch.setattr(
-        "ampwise.engine.fp8_fitting.measured",
-        lambda shapes, *_, **__: {each: Measured(recipe="delayed", why="it is") for each in shapes},
-    )
+    measured_as(monkeypatch, "delayed")
     run = training(Fp8("measured", narrow=BLOCKS))
     train(run, 6)
     assert run.engine.state_dict()["fitting"]["delayed"]["steps"] == 5
@@ -313,10 +312,7 @@ def test_a_measurement_that_fails_is_made_again(monkeypatch):
         with pytest.raises(RuntimeError, match="the device is gone"):
             train(run, 1)
     assert run.engine.fp8_layers == []
-    monkeypatch.setattr(
-        "ampwise.engine.fp8_fitting.measured",
-        lambda shapes, *_, **__: {each: Measured(recipe="current", why="it is") for each in shapes},
-    )
+    measured_as(monkeypatch, "current")
     train(run, 1)
     assert fitted(run.model) == run.engine.fp8_layers == NAMES
 

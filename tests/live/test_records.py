@@ -1,8 +1,5 @@
 """Which record is meant, while ranks are about to make it."""
 
-import itertools
-from pathlib import Path
-
 import pytest
 
 from ampwise.live.records import find_record
@@ -10,18 +7,9 @@ from ampwise.record.writer import Writer
 
 
 @pytest.fixture
-def folder(tmp_path, monkeypatch):
-    """After each look into it, one more rank has made its own folder there."""
-    listed, ranks = Path.iterdir, itertools.count(5)
+def folder(tmp_path, ranks_keep_coming):
     (tmp_path / "run").mkdir()
-
-    def iterdir(path):
-        found = list(listed(path))
-        if path == tmp_path / "run":
-            (path / f"rank{next(ranks)}").mkdir()
-        return iter(found)
-
-    monkeypatch.setattr(Path, "iterdir", iterdir)
+    ranks_keep_coming(tmp_path / "run")
     return tmp_path / "run"
 
 

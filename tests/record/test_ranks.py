@@ -1,8 +1,5 @@
 """Several ranks, each with its part of a record."""
 
-import itertools
-from pathlib import Path
-
 import pytest
 
 from ampwise import BadInput
@@ -199,17 +196,8 @@ def test_layers_of_a_rank(start, tmp_path):
 
 
 @pytest.fixture
-def crowd(tmp_path, monkeypatch):
-    """After each look into the record's folder, one more rank has made its own there."""
-    listed, ranks = Path.iterdir, itertools.count(5)
-
-    def iterdir(path):
-        found = list(listed(path))
-        if path == tmp_path / "run":
-            (path / f"rank{next(ranks)}").mkdir()
-        return iter(found)
-
-    monkeypatch.setattr(Path, "iterdir", iterdir)
+def crowd(tmp_path, ranks_keep_coming):
+    ranks_keep_coming(tmp_path / "run")
 
 
 @pytest.mark.parametrize("rank", [0, 1])

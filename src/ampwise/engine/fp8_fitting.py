@@ -214,7 +214,7 @@ class Fp8Fitting(Fitting):
         if self._noting:
             raise BadInput("sample_fp8(): the layers are still to be measured, in the next step. Ask after it.")
         self.plain = True
-        self._samples = {self._name(module): {} for module in self._layers}
+        self._samples = {}
         self._fit_layers()
 
     def report(self) -> NarrowLayers:

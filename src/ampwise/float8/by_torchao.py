@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ampwise.errors import BadInput, MissingDependency
 from ampwise.float8.casting import ALIGNMENT
 from ampwise.float8.choosing import choices
-from ampwise.float8.product import out_dtype
+from ampwise.float8.product import out_dtype, without_rows
 from ampwise.float8.recipe import RECIPES, TORCHAO, fp8_from
 
 __all__ = ["ByTorchao", "float8_of_torchao", "prepare"]
@@ -48,10 +48,7 @@ class ByTorchao:
 
     def __call__(self, module: nn.Linear, x: Tensor) -> Tensor:
         if not x.numel():
-            dtype = out_dtype(x)
-            return F.linear(
-                x.to(dtype), module.weight.to(dtype), None if module.bias is None else module.bias.to(dtype)
-            )
+            return without_rows(x, module.weight, module.bias)
         rows = x.numel() // x.shape[-1]
         short = -rows % ALIGNMENT  # rows are what the weight's gradient sums over
         given = F.pad(x.reshape(rows, -1), (0, 0, 0, short)) if short else x

@@ -9,6 +9,7 @@ from fnmatch import fnmatchcase
 import torch
 from torch import nn
 
+from ampwise.engine.precision.policy import named_modules, upwards
 from ampwise.errors import UnknownName
 from ampwise.float8.casting import ALIGNMENT
 from ampwise.float8.layer import is_fitted
@@ -49,8 +50,6 @@ class Choice:
 
 def choices(model: nn.Module, kept: Mapping[nn.Module, str], fp8: Fp8) -> dict[nn.Linear, Choice]:
     """Of each linear layer in a model. ``kept``: modules that a policy has in another precision, by pattern."""
-    from ampwise.engine.precision.policy import named_modules  # which describes what is chosen here
-
     named = named_modules(model)
     _refuse_unknown(fp8, named)
     seen = _Model(named, kept, fp8)
@@ -114,20 +113,14 @@ class _Model:
 
     def _kept_by(self, name: str) -> str | None:
         """Whether a policy has it, or a module around it, in a precision of its own."""
-        modules = (self._named.get(each) for each in _upwards(name))
+        modules = (self._named.get(each) for each in upwards(name))
         return next((self._kept[module] for module in modules if module is not None and module in self._kept), None)
 
 
 def _matches(name: str, patterns: Iterable[str]) -> str | None:
     """The pattern that it, or a module around it, is called by."""
-    names = [*_upwards(name)]
+    names = [*upwards(name)]
     return next((pattern for pattern in patterns if any(fnmatchcase(each, pattern) for each in names)), None)
-
-
-def _upwards(name: str) -> Iterator[str]:
-    while name:
-        yield name
-        name = name.rpartition(".")[0]
 
 
 def _forward_of_its_own(module: nn.Linear) -> str | None:

@@ -16,7 +16,7 @@ from ampwise.errors import BadInput
 from ampwise.float8.casting import Cast, cast
 from ampwise.float8.operation import operation
 
-__all__ = ["linear", "multiplied", "out_dtype"]
+__all__ = ["linear", "multiplied", "out_dtype", "without_rows"]
 
 NOTHING = (None,) * 4  # for what has no gradient: the scales and settings
 
@@ -32,12 +32,18 @@ def linear(
     """
     dtype = out_dtype(x)
     if not x.numel():
-        return F.linear(x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
+        return without_rows(x, weight, bias)
     # As autocast does: what computes x writes half the bytes then, in a compiled model.
     matrix = x.to(dtype).reshape(-1, x.shape[-1])
     apply: Any = _Linear.apply
     out: Tensor = apply(matrix, weight, bias, slot, scales, e5m2, dtype, torch.is_grad_enabled())
     return out.reshape(*x.shape[:-1], weight.shape[0])
+
+
+def without_rows(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Of an empty batch, in which there is nothing to scale; gradients of zeros come of it, which DDP waits for."""
+    dtype = out_dtype(x)
+    return F.linear(x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
 
 
 def out_dtype(x: Tensor) -> torch.dtype:

@@ -18,7 +18,7 @@ from ampwise.engine.precision.region import checked, forward_in, is_forward_in
 from ampwise.engine.precision.table import Line, table
 from ampwise.errors import AmpwiseError, BadInput, UnknownName
 
-__all__ = ["Applied", "Kept", "Policy", "named_modules", "with_wrappers"]
+__all__ = ["Applied", "Kept", "Policy", "named_modules", "upwards", "with_wrappers"]
 
 BASES = (AUTO, *PRECISIONS, *BEYOND)
 # Modules of torch's with parameters that multiply no matrices: where those are emulated, they run as they are.
@@ -191,7 +191,7 @@ class Policy:
             own = {parameter: _count(parameter) for parameter in module.parameters(recurse=False)}
             if module in shown or not (own or module in decided):
                 continue
-            above = next((part for part in _upwards(name) if named.get(part) in decided), None)
+            above = next((part for part in upwards(name) if named.get(part) in decided), None)
             rule = Kept("", self.base) if above is None else decided[named[above]]
             precision, why = by_layer.get(module, (self.base, "base")) if above is None else (rule.precision, "")
             line = Line(
@@ -296,7 +296,7 @@ def _count(parameter: nn.Parameter) -> int:
     return 0 if is_lazy(parameter) else parameter.numel()
 
 
-def _upwards(name: str) -> Iterator[str]:
+def upwards(name: str) -> Iterator[str]:
     """The name, and those of the modules around it."""
     while name:
         yield name

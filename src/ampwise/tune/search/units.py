@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
 from ampwise.emulation.products import MATRICES
-from ampwise.engine.precision.policy import named_modules
+from ampwise.engine.precision.policy import named_modules, upwards
 from ampwise.errors import BadInput, UnknownName
 from ampwise.randomness import captured, restore_random
 from ampwise.tune.search.state import Unchanged, told_if_it_fails
@@ -95,7 +95,7 @@ def selected(units: Sequence[Unit], patterns: Iterable[str]) -> list[Unit]:
         return list(units)
     chosen: set[Unit] = set()
     for pattern in wanted:
-        matched = {unit for unit in units if any(fnmatchcase(name, pattern) for name in _upwards(unit.name))}
+        matched = {unit for unit in units if any(fnmatchcase(name, pattern) for name in _with_rest(unit.name))}
         if not matched:
             raise UnknownName(
                 "module",
@@ -193,9 +193,7 @@ def _drop(inside: list[Module]) -> None:
     inside.pop()
 
 
-def _upwards(name: str) -> Iterator[str]:
-    """The name, and those of the modules around it."""
-    while name:
-        yield name
-        name = name.rpartition(".")[0]
+def _with_rest(name: str) -> Iterator[str]:
+    """The name, those of the modules around it, and what is in none of them."""
+    yield from upwards(name)
     yield REST
