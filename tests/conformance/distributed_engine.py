@@ -251,6 +251,25 @@ def statistics(overflow):
     return {"statistics": seen, "skipped": run.engine.history["skipped"], "weights": digest(whole(run.model))}
 
 
+def bad_batches(wrapper, bad_on):
+    """FP16 with a NaN in every third batch of some ranks: the loss scale after each step, and what both ended with."""
+    model = network(wrapper)
+    engine = Engine(
+        model,
+        smooth("adamw-fused", model),
+        "fp16",
+        scaling={"init_scale": 64.0, "min_scale": 32.0, "growth_interval": 5},
+    )
+    with redirect_stderr(io.StringIO()):
+        for number in range(15):
+            inputs, targets = batch_of(number, of=dist.get_rank())
+            if number % 3 == 1 and dist.get_rank() in bad_on:
+                inputs[0] = torch.nan
+            engine.step(partial(loss_of, model), inputs, targets)
+        counts = [engine.applied_steps, engine.skipped_steps]
+    return {"counts": counts, "scale": engine.scaler.get_scale(), "weights": digest(whole(model))}
+
+
 def resume(wrapper, precision, after, weighed=False):
     """Broken off after a number of micro-batches and taken up by another engine; weights with the break and without."""
 
@@ -354,7 +373,9 @@ def explained(wrapper, precision, fault, on, accumulate=1):
         torch.manual_seed(dist.get_rank())
         model, said = network(wrapper, norm=wrapper == "ddp"), io.StringIO()
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-        scaling = {"scaling": {"init_scale": 4.0}} if precision == "fp16" else {}
+        scaling = (
+            {"scaling": {"init_scale": 1024.0}} if precision == "fp16" else {}
+        )  # where half of it rounds no otherwise
         with redirect_stderr(said):
             engine = Engine(model, optimizer, precision, trace=trace, accumulate=accumulate, **scaling)
             for number in range(4 * accumulate):
@@ -394,6 +415,7 @@ CASES = {
     "engine_explained": explained,
     "engine_train": train,
     "engine_statistics": statistics,
+    "engine_bad_batches": bad_batches,
     "engine_resume": resume,
     "engine_late_flush": late_flush,
     "engine_failing": failing,

@@ -158,6 +158,14 @@ def test_shards_and_plain_parameters_in_one_optimizer(train, wrapper, style):
     assert small_reductions(answers) == [0, 0, 1] * 2
 
 
+@every_wrapper
+@pytest.mark.parametrize("bad_on", [[0], [1], [0, 1]], ids=["rank 0", "rank 1", "both"])
+def test_bad_batches_of_some_ranks_leave_the_loss_scale_alone_on_all(ask, wrapper, bad_on):
+    first, second = ask("bad_batches", wrapper=wrapper, bad_on=bad_on)
+    assert first == second
+    assert (first["counts"], first["scale"]) == ([10, 5], 256.0)  # grown after 5 and after 10 good steps
+
+
 # Tokens
 
 

@@ -214,7 +214,7 @@ def by_hand(arrangement):
                 scaler.step(optimizer)
             for scheduler in schedulers:
                 scheduler.step()
-        scaler.update()
+        scaler.update(None if loss.isfinite() else scaler.get_scale())  # a bad batch says nothing about the scale
         for optimizer in optimizers:
             optimizer.zero_grad()
         run.add(loss.item(), not finite, scaler.get_scale(), rates, optimizers)

@@ -40,12 +40,30 @@ def training(precision="fp32", *, norm=False, dropout=0.0, schedule=None, make=A
     return SimpleNamespace(model=model, optimizer=optimizer, engine=engine, loss=loss, scheduler=scheduler)
 
 
+OVERFLOW = "overflow"
+
+
+class Overflow(torch.autograd.Function):
+    """The same value, with a gradient that overflows in FP16 at any loss scale there is."""
+
+    @staticmethod
+    def forward(ctx, value):
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * 1e12
+
+
 def train(run, *numbers):
-    """A micro-batch of each number; None for one with a NaN in it."""
+    """A micro-batch of each number; None for one with a NaN in it, OVERFLOW for gradients too large for FP16."""
     steps = []
     for number in numbers:
-        x, y = data(number or 0)
-        steps.append(run.engine.step(run.loss, x if number is not None else x * torch.nan, y))
+        x, y = data(number if isinstance(number, int) else 0)
+        if number is None:
+            x = x * torch.nan
+        loss = (lambda x, y: Overflow.apply(run.loss(x, y))) if number == OVERFLOW else run.loss
+        steps.append(run.engine.step(loss, x, y))
     return steps
 
 

@@ -12,7 +12,7 @@ from torch.optim.lr_scheduler import ChainedScheduler, ExponentialLR, LambdaLR, 
 
 from ampwise import Engine, Policy, ScaleCollapsed
 
-from .engine_toys import LOW, PRECISIONS, data, everything, net, same, train, training, weights
+from .engine_toys import LOW, OVERFLOW, PRECISIONS, data, everything, net, same, train, training, weights
 
 X, Y = data(0)
 
@@ -128,7 +128,7 @@ def test_a_skipped_step_leaves_no_trace(bad, precision):
     assert (step.closed, step.skipped, step.applied) == (True, True, False)
     assert same(without_gradients(run), without_gradients(twin))
     assert all(buffer.isfinite().all() for buffer in run.model.buffers())
-    assert run.engine.scaler.get_scale() == (LOW["init_scale"] / 2 if precision == "fp16" else 1)
+    assert run.engine.scaler.get_scale() == (LOW["init_scale"] if precision == "fp16" else 1)
     train(run, *good)
     assert (run.engine.applied_steps, run.engine.skipped_steps) == (4, 1)
 
@@ -479,16 +479,49 @@ def test_an_input_that_is_not_used_has_no_gradient():
 # --- a scale that collapses ----------------------------------------------------------------------------------------
 
 
+def test_rare_bad_batches_leave_the_loss_scale_alone():
+    run = training("fp16", scaling={"init_scale": 4.0, "min_scale": 2.0, "growth_interval": 20})
+    for _ in range(12):
+        train(run, 1, 2, 3, None, None, 4)
+    assert (run.engine.applied_steps, run.engine.skipped_steps) == (48, 24)
+    assert run.engine.scaler.get_scale() == 16.0  # grown after 20 and 40 good steps, as if there were no bad ones
+
+
+@pytest.mark.parametrize("trace", [True, False])
+def test_a_loss_that_stays_bad_ends_in_a_collapse(trace):
+    run = training("fp16", scaling={"init_scale": 4.0, "min_scale": 2.0}, trace=trace)
+    train(run, *[None] * 31)
+    assert run.engine.scaler.get_scale() == 2.0
+    with pytest.raises(ScaleCollapsed):
+        train(run, None)
+
+
+def test_a_skip_that_no_scale_would_have_helped_is_undone_when_the_replay_says_so():
+    run = training("fp16", scaling={"init_scale": 64.0, "growth_interval": 5})
+    bad, y = data(1)
+
+    def loss(x, y):  # the root of 0 is 0, and its derivative is infinite
+        return run.loss(x, y) + 0 * (run.model[0].weight * x.abs().max()).square().sum().sqrt()
+
+    for place in range(10):
+        run.engine.step(loss, *data(place)) if place % 3 else run.engine.step(loss, bad * 0, y)
+    assert run.engine.skipped_steps == 4
+    assert [finding.rule.name for finding in run.engine.findings] == ["infinite-derivative"]
+    assert run.engine.scaler.get_scale() == 128.0  # grown once after 5 good steps
+    train(run, OVERFLOW)
+    assert run.engine.scaler.get_scale() == 64.0
+
+
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_a_collapse_leaves_the_weights_and_training_may_go_on(accumulate):
     run = training("fp16", norm=True, accumulate=accumulate, scaling={"init_scale": 4.0, "min_scale": 2.0})
     good = [1, 2][:accumulate]
     train(run, *good)
     was = copy.deepcopy((run.model.state_dict(), run.optimizer.state_dict()))
-    assert train(run, *[None] * accumulate)[-1].skipped
-    train(run, *[None] * (accumulate - 1))
+    assert train(run, *[OVERFLOW] * accumulate)[-1].skipped
+    train(run, *[OVERFLOW] * (accumulate - 1))
     with pytest.raises(ScaleCollapsed, match=r"The weights are as they were before"):
-        train(run, None)
+        train(run, OVERFLOW)
     assert same((run.model.state_dict(), run.optimizer.state_dict()), was)
     assert not run.engine.accumulating
     assert all(parameter.grad is None for parameter in run.model.parameters())

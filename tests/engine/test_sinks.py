@@ -16,7 +16,7 @@ from ampwise.engine import telling
 from ampwise.engine.scaling.facts import Posted
 from ampwise.errors import BadInput, UnknownName
 
-from .engine_toys import PRECISIONS, net, train, training
+from .engine_toys import OVERFLOW, PRECISIONS, net, train, training
 
 ROOT = Path(__file__).parents[2]
 
@@ -43,7 +43,7 @@ def test_every_closed_step_is_told_once_and_as_it_was(precision):
 def test_the_scale_is_the_one_that_the_gradients_had():
     rows = []
     run = training("fp16", sinks=[rows.append])
-    train(run, 1, None, None, 3)
+    train(run, 1, OVERFLOW, OVERFLOW, 3)
     run.engine.scaler.update(32.0)
     train(run, 4)
     state = run.engine.state_dict()

@@ -11,7 +11,7 @@ from torch.optim import SGD
 
 from ampwise import BadInput, Engine
 
-from .engine_toys import PRECISIONS, data, train, training
+from .engine_toys import OVERFLOW, PRECISIONS, data, train, training
 
 FACTS = ["number", "loss", "skipped", "grad_norm", "scale", "precision", "lr"]
 
@@ -69,15 +69,15 @@ def test_a_step_in_words():
     assert repr(accumulating) == "<Step 1, fp16, accumulating>"
     norm = f"{applied.grad_norm:.4g}"
     assert repr(applied) == f"<Step 1, fp16, loss {applied.loss:.4g}, grad_norm {norm}, scale 256, lr 0.5>"
-    assert repr(skipped) == "<Step 2, fp16, skipped, loss nan, grad_norm nan, scale 128, lr 0.5>"
+    assert repr(skipped) == "<Step 2, fp16, skipped, loss nan, grad_norm nan, scale 256, lr 0.5>"
     (plain,) = train(training("bf16", make=SGD, lr=0.5), 1)
     assert "scale" not in repr(plain)
 
 
 def test_facts_are_those_of_the_step_whatever_comes_after():
     run = training("fp16")
-    first, second = train(run, 1, None)
-    train(run, 2, None, 3)
+    first, second = train(run, 1, OVERFLOW)
+    train(run, 2, OVERFLOW, 3)
     assert (first.skipped, first.scale, second.skipped, second.scale) == (False, 256.0, True, 128.0)
     assert first.loss == pytest.approx(training().loss(*data(1)).item(), rel=1e-2)
 
@@ -100,7 +100,7 @@ def test_a_history_keeps_the_last_steps_that_were_closed():
     assert (len(history), [step.number for step in history]) == (3, [2, 3, 4])
     assert repr(history) == "<History of 3 steps>"
     assert history["skipped"] == [False, True, False]
-    assert history["scale"] == [256.0, 128.0, 128.0]
+    assert history["scale"] == [256.0, 256.0, 256.0]
     assert history["precision"] == ["fp16"] * 3
     assert history[-1].number == 4
     assert [step.number for step in history[1:]] == [3, 4]

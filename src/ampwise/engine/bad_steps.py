@@ -23,6 +23,7 @@ from ampwise.engine.capsules import FOR_ALL, Capsules
 from ampwise.engine.passes import Pass, as_given, drawn_from
 from ampwise.engine.ranks import Ranks
 from ampwise.engine.scaling.outcome import Outcome
+from ampwise.engine.scaling.scale import FORGIVEN
 from ampwise.engine.statistics import Statistics
 from ampwise.engine.step import Step
 from ampwise.finding import Finding
@@ -37,6 +38,8 @@ __all__ = ["AROUND", "LISTENERS", "Bad", "BadSteps"]
 KEPT_BYTES = 256 * 2**20  # of batches, besides the last: those of a window are kept by reference
 PROBES = 16  # replays of steps that seem to have overflowed in the ordinary way, and then
 PROBED_EVERY = 100  # one more for each so many steps
+
+LOWER_SCALES_MAY_HELP = ("gradient-overflow", "not-reproduced")
 
 # Who is told of findings, with the step, instead of stderr: a watch over the script. And what is to be around a replay,
 # which is not the script's doing.
@@ -67,6 +70,7 @@ class Bad:
     buffers: list[Remembered]
     modes: list[bool]
     remarks: tuple[str, ...] = ()
+    outcome: Outcome | None = None  # None of a step that is not closed yet
 
 
 Rerun = Callable[[Pass, Settings], Tensor]
@@ -78,6 +82,7 @@ class BadSteps:
     def __init__(
         self,
         rerun: Rerun,
+        undo_backoff: Callable[[Outcome], None],
         models: Sequence[Module],
         optimizers: Sequence[Optimizer],
         ranks: Ranks,
@@ -89,7 +94,8 @@ class BadSteps:
         self.findings: list[Finding] = []
         self.last: list[Finding] = []  # of the step that was explained last
         self.capsules = capsules
-        self._rerun = WeakMethod(rerun)  # which is the engine's, and it has this
+        # Methods of the engine, which has this.
+        self._rerun, self._undo_backoff = WeakMethod(rerun), WeakMethod(undo_backoff)
         self._models, self._optimizers = models, optimizers
         self._ranks, self._statistics, self._device = ranks, statistics, device
         self._now = Statistics(models)
@@ -101,6 +107,7 @@ class BadSteps:
         self._policy = policy
         self._failed = 0  # steps whose loss was bad
         self._probed = 0
+        self._forgiven = 0  # since the last step that was applied
         self._said_why_not = False
         self._looked_into = False  # the step at hand
         self._mutates = False  # a loss function has changed its batch in place
@@ -167,13 +174,14 @@ class BadSteps:
         if awaited is None:
             return
         step, skipped = awaited.step, awaited.outcome.skipped
+        if not skipped:
+            self._forgiven = 0
         # Ranks know the same of a skip, and each its own loss only: they look together or not at all.
         if skipped or not (self._ranks.several or math.isfinite(step.loss)):
-            # The scale was halved since.
-            scale = step.scale * 2 if awaited.outcome.scaled and skipped else step.scale
+            scale = awaited.outcome.scale_before
             moved = () if skipped else ("Its gradients were finite, so that the weights have moved by a step since.",)
             kept = awaited.passes, awaited.buffers, awaited.modes
-            self._explain(Bad(step.number, step.precision, step.loss, scale, *kept, moved))
+            self._explain(Bad(step.number, step.precision, step.loss, scale, *kept, moved, awaited.outcome))
 
     def _explain(self, bad: Bad) -> None:
         try:
@@ -189,13 +197,16 @@ class BadSteps:
     # A bad step
 
     def _look_into(self, bad: Bad) -> None:
+        together = Together(self._ranks.process_group, several=self._ranks.several, in_step=self._ranks.in_step)
+        losses_were_finite = all(together.all_of(math.isfinite(bad.loss)))
+        if not losses_were_finite:  # so that no scale would have helped
+            self._undo_backoff_of(bad)
         if not bad.passes:
             self._say_in_pieces(bad)
             return
         from ampwise.trace.explaining import findings_of, incident_of
 
-        together = Together(self._ranks.process_group, several=self._ranks.several, in_step=self._ranks.in_step)
-        if not self._is_looked_into(bad, all(together.all_of(math.isfinite(bad.loss)))):
+        if not self._is_looked_into(bad, losses_were_finite):
             return
         if drawn := next(filter(None, together.all_of(drawn_from(bad.passes))), ""):
             self._say_drawn(bad, drawn)
@@ -210,6 +221,8 @@ class BadSteps:
             incident = incident_of(subject, together)
             if incident is None:
                 return
+            if losses_were_finite and incident.kind not in LOWER_SCALES_MAY_HELP:
+                self._undo_backoff_of(bad)
             found = findings_of(incident)
             # Saved by the rank where it arose, and told by the first.
             path = self._saved(subject, bad, kept, found) if incident.rank == together.rank else ""
@@ -219,11 +232,18 @@ class BadSteps:
 
     def _is_looked_into(self, bad: Bad, loss_was_fine: bool) -> bool:
         """A run that fails at every step is not to take ten times as long: the 1st, 2nd, 4th, 8th of such steps."""
-        if loss_was_fine:
+        if loss_was_fine and bad.scale > 1:  # else it is not the scale's doing
             self._probed += 1
             return self._probed <= PROBES + bad.number // PROBED_EVERY
         self._failed += 1
         return self._failed & (self._failed - 1) == 0
+
+    def _undo_backoff_of(self, bad: Bad) -> None:
+        """On all ranks or on none, or their scales would move apart; and not of one bad step after the other."""
+        undo, together = self._undo_backoff(), self._ranks.alone or self._ranks.several
+        if undo is not None and bad.outcome is not None and together and self._forgiven < FORGIVEN:
+            self._forgiven += 1
+            undo(bad.outcome)
 
     def _saved(self, subject: Subject, bad: Bad, kept: Pass, found: Sequence[Finding]) -> str:
         """Where the step was saved, or "" if it was not."""

@@ -159,6 +159,7 @@ class Engine:
         self._closed = 0  # windows
         self._stepping = False  # optimizers, by the engine itself
         self._stock: Any = None  # of gradients, where they must not change
+        self._backoffs: list[Outcome] = []  # to be undone at the end of the window
         self._attendant: Attendant | None = None
         self._own_capsules = checked_capsules(capsules)
         self._bad_steps = self._watched_steps(self._own_capsules) if trace else None
@@ -174,6 +175,7 @@ class Engine:
     def _watched_steps(self, capsules: Capsules | None) -> BadSteps:
         return BadSteps(
             self._rerun,
+            self._undo_backoff,
             self._models,
             self._trained.optimizers,
             self._ranks,
@@ -758,7 +760,9 @@ class Engine:
                 with self._fitting.stepping(optimizer):
                     self.scaler.step(optimizer)  # noqa: AMP110 (each optimizer once)
                 outcome = outcome or self.scaler._outcome_of(optimizer)  # all skip, or none
-            self.scaler.update()
+            # Ranks that have each their own loss would move the scale apart: it is put right when all know of it.
+            self.scaler.update(loss=self._window.loss if self._ranks.alone else None)
+            self._undo_backoffs()
         except BaseException:
             self.scaler._abandon()
             if outcome is None:
@@ -770,6 +774,16 @@ class Engine:
             self._stepping = False
         assert outcome is not None
         return self._finish(outcome, stepping, lrs, extra)
+
+    def _undo_backoff(self, outcome: Outcome) -> None:
+        """Of a step that no loss scale would have helped. In an open window, whose gradients are scaled, at its end."""
+        self._backoffs.append(outcome)
+        if not (self._begun or self._window.touched):
+            self._undo_backoffs()
+
+    def _undo_backoffs(self) -> None:
+        while self._backoffs:
+            self.scaler._undo_backoff(self._backoffs.pop())
 
     def _refuse_others_step(self) -> None:
         """An optimizer that is stepped by someone else, in an open window, would take scaled or partial gradients."""

@@ -49,6 +49,7 @@ class Ranks:
         self._exchanging = True  # as FSDP2's switch is set
         # With static_graph, DDP learns the graph in its first pass, and fails unless it exchanges in that.
         self._learning = any(getattr(each, "static_graph", False) for each in self._holding)
+        self._divided = any(hasattr(each, "placements") for model in models for each in model.parameters())
         self.process_group = process_group
         if process_group is None and self._holding:
             self.process_group = getattr(self._holding[0], "process_group", None)
@@ -57,6 +58,12 @@ class Ranks:
     def several(self) -> bool:
         """The model is spread over ranks, or copied to them."""
         return bool(self._holding or self._sharded) and _has_others()
+
+    @property
+    def alone(self) -> bool:
+        """No other rank has a copy or a part of the model."""
+        together = self._holding or self._sharded or self._divided or self.process_group is not None
+        return not (together and _has_others())
 
     @property
     def in_step(self) -> bool:

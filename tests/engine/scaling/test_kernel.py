@@ -148,23 +148,32 @@ LIMITS = {
 }
 
 
+# Losses by turns; None: not known.
+LOSSES = {"unknown": [None], "of all kinds": [1.0, math.nan, None, math.inf, -2.0], "always NaN": [math.nan]}
+
+
 @pytest.mark.parametrize(
-    ("name", "optimizers", "stepped", "move"),
-    [(name, 3, 2, True) for name in LIMITS]
-    + [("all at once", 1, 1, True), ("all at once", 1, 0, True)]
-    + [("all at once", 3, 3, False), ("narrow", 3, 1, False)],
+    ("name", "optimizers", "stepped", "move", "losses"),
+    [(name, 3, 2, True, "unknown") for name in LIMITS]
+    + [("all at once", 1, 1, True, "of all kinds"), ("all at once", 1, 0, True, "unknown")]
+    + [("all at once", 3, 3, False, "of all kinds"), ("narrow", 3, 1, False, "unknown")]
+    + [("narrow", 3, 3, True, "of all kinds"), ("narrow", 1, 1, True, "always NaN")],
 )
-def test_the_kernel_moves_the_scale_as_defined(name, optimizers, stepped, move):
+def test_the_kernel_moves_the_scale_as_defined(name, optimizers, stepped, move, losses):
     generator = torch.Generator().manual_seed(0)
     state = [torch.tensor(64.0), torch.tensor(0, dtype=torch.int32), new_tally(torch.device("cpu"), 0, 5, 7)]
     mirror = [tensor.clone() for tensor in state]
     stuck = 0
     for turn in range(60 if NIGHTLY else 40):
         often = 0.9 if turn % 20 < 10 else 0.05
+        if losses == "always NaN":
+            often = 1.0
+        loss = LOSSES[losses][turn % len(LOSSES[losses])]
+        loss = None if loss is None else torch.tensor(loss, dtype=(torch.float32, torch.float64)[turn % 2])
         found = (torch.rand(optimizers, generator=generator) < often).float()
         outcomes = torch.stack([torch.rand(optimizers, generator=generator), found], dim=1)
-        facts = launch_advance_(*state, outcomes, stepped, LIMITS[name], move=move)
-        right = advance_(*mirror, outcomes, stepped, LIMITS[name], move=move)
+        facts = launch_advance_(*state, outcomes, stepped, LIMITS[name], move=move, loss=loss)
+        right = advance_(*mirror, outcomes, stepped, LIMITS[name], move=move, loss=loss)
         assert torch.equal(facts, right), turn
         assert all(map(torch.equal, state, mirror)), turn
         stuck += int(right[Fact.STUCK])

@@ -10,7 +10,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from ampwise import BadInput
-from ampwise.engine.scaling.scale import LARGEST, Fact, Limits, Tally, advance_, new_tally
+from ampwise.engine.scaling.scale import FORGIVEN, LARGEST, Fact, Limits, Tally, advance_, new_tally
 
 FREE = Limits(growth=2.0, backoff=0.5, interval=3, floor=1e-30, ceiling=LARGEST, hysteresis=1)
 
@@ -22,18 +22,25 @@ def fp32(number):
 
 @dataclass
 class Oracle:
-    """The rule in words: what a step's overflow does to five numbers."""
+    """The rule in words: what a step's overflow does to six numbers."""
 
     scale: float
     tracker: int = 0
     in_a_row: int = 0
     applied: int = 0
     skipped: int = 0
+    bad_losses: int = 0
 
-    def close(self, found, stepped, limits, move):
+    def close(self, found, stepped, limits, move, loss=None):
         """Returns whether the scale was stuck."""
         self.skipped += sum(found[:stepped])
         self.applied += stepped - sum(found[:stepped])
+        if not any(found):
+            self.bad_losses = 0
+        elif loss is not None and not math.isfinite(loss):
+            self.bad_losses += 1
+            if self.bad_losses <= FORGIVEN:
+                return False
         if not move:
             return False
         if not any(found):
@@ -77,9 +84,10 @@ limits_of_all_kinds = st.builds(
     ceiling=st.sampled_from([LARGEST, 65536.0, 1e6 / 3, 8.0]),
     hysteresis=st.integers(1, 4),
 )
-# Of each step: who overflowed, how many of them were stepped, whether the scale is to move.
+# Of each step: who overflowed, how many of them were stepped, whether the scale is to move, what is known of the loss.
+losses = st.sampled_from([None, 1.0, math.nan, math.inf, -math.inf])
 histories = st.lists(
-    st.tuples(st.lists(st.booleans(), min_size=1, max_size=3), st.integers(0, 3), st.booleans()), max_size=30
+    st.tuples(st.lists(st.booleans(), min_size=1, max_size=3), st.integers(0, 3), st.booleans(), losses), max_size=30
 )
 
 
@@ -89,19 +97,23 @@ histories = st.lists(
     st.sampled_from([1.0, 8.0, 1000.0, 2.0**-14, 2.0**-20, 0.1, 65536.0, 2.0**30, 2.0**127]),
     histories,
 )
-@example(replace(FREE, floor=0.1), 0.1, [([True], 1, True)])
-@example(replace(FREE, interval=1), 2.0**127, [([False], 1, True)] * 2)
+@example(replace(FREE, floor=0.1), 0.1, [([True], 1, True, None)])
+@example(replace(FREE, interval=1), 2.0**127, [([False], 1, True, 1.0)] * 2)
+@example(replace(FREE, floor=1.0), 2.0, [([True], 1, True, math.nan)] * (FORGIVEN + 3))
+@example(FREE, 8.0, [([True], 1, True, math.nan)] * FORGIVEN + [([False], 1, True, 1.0), ([True], 1, True, math.nan)])
 def test_every_history_moves_the_scale_as_the_rule_says(limits, start, history):
     scale, tracker, tally = tensors(start)
     oracle = Oracle(fp32(start))
-    for found, stepped, move in history:
+    for found, stepped, move, loss in history:
         stepped = min(stepped, len(found))
-        facts = advance_(scale, tracker, tally, outcomes(*found), stepped, limits, move=move)
-        stuck = oracle.close(found, stepped, limits, move)
-        expected = [oracle.scale, oracle.tracker, oracle.in_a_row, oracle.applied, oracle.skipped, stuck]
+        before = [oracle.scale, oracle.tracker]
+        given = None if loss is None else torch.tensor(loss)
+        facts = advance_(scale, tracker, tally, outcomes(*found), stepped, limits, move=move, loss=given)
+        stuck = oracle.close(found, stepped, limits, move, loss)
+        expected = [oracle.scale, oracle.tracker, oracle.in_a_row, oracle.applied, oracle.skipped, stuck, *before]
         assert facts.tolist() == expected + outcomes(*found).flatten().tolist()
         assert (scale.item(), tracker.item()) == (oracle.scale, oracle.tracker)
-        assert tally.tolist() == [oracle.in_a_row, oracle.applied, oracle.skipped]
+        assert tally.tolist() == [oracle.in_a_row, oracle.applied, oracle.skipped, oracle.bad_losses]
 
 
 @given(
@@ -152,7 +164,7 @@ def test_an_overflow_below_the_hysteresis_restarts_the_wait_for_growth_and_moves
 
 def test_a_tally_starts_from_what_was_saved():
     tally = new_tally(torch.device("cpu"), 1, 2, 3)
-    assert (tally.tolist(), tally.dtype) == ([1, 2, 3], torch.int64)
+    assert (tally.tolist(), tally.dtype) == ([1, 2, 3, 0], torch.int64)
     assert (tally[Tally.IN_A_ROW], tally[Tally.APPLIED], tally[Tally.SKIPPED]) == (1, 2, 3)
 
 

@@ -602,6 +602,34 @@ def test_hysteresis_lowers_the_scale_at_the_nth_overflow_in_a_row_and_every_furt
     assert facts(scaler) == (True, 2, 5)
 
 
+@pytest.mark.parametrize(
+    ("loss", "scale"), [(NAN, SCALE), (-INF, SCALE), (1.0, SCALE / 2), (None, SCALE / 2)], ids=["NaN", "-inf", "1", "?"]
+)
+def test_an_overflow_whose_loss_is_not_finite_itself_leaves_the_scale_and_the_wait_for_growth(loss, scale):
+    scaler = started(growth_interval=3)
+    _, optimizer = held(1.0)
+    for _ in range(2):
+        turn(scaler, optimizer, 1.0)
+    give(optimizer.param_groups[0]["params"][0], INF)
+    scaler.step(optimizer)
+    scaler.update(loss=None if loss is None else torch.tensor(loss))
+    assert facts(scaler) == (True, 2, 1)
+    assert scaler.get_scale() == scale
+    turn(scaler, optimizer, 1.0)
+    assert scaler.get_scale() == (2 * SCALE if scale == SCALE else scale)
+
+
+def test_the_loss_for_update_is_one_number():
+    scaler = started()
+    _, optimizer = held(1.0)
+    scaler.step(optimizer)
+    for wrong in (1.0, torch.zeros(2), "loss"):
+        with pytest.raises(BadInput, match="the loss of the step is expected, a tensor with one number"):
+            scaler.update(loss=wrong)
+    scaler.update(loss=torch.zeros(1))
+    assert facts(scaler) == (False, 1, 0)
+
+
 def test_hysteresis_is_patient_at_the_floor_too():
     scaler = started(min_scale=SCALE, hysteresis=3)
     _, optimizer = held(INF)
@@ -915,6 +943,24 @@ def test_a_copy_in_training_has_no_part_in_what_follows():
     twin = copy.deepcopy(scaler)
     turn(scaler, held(1.0)[1])
     assert (scaler.applied_steps, twin.applied_steps) == (3, 2)
+
+
+@pytest.mark.parametrize("grad", [INF, 1.0])
+def test_a_state_loaded_between_step_and_update_is_moved_by_that_step(grad):
+    scales = []
+    for scaler in (started(growth_interval=1), torch.amp.GradScaler("cpu", SCALE, growth_interval=1)):
+        scaler.scale(torch.zeros(1))
+        _, optimizer = held(grad)
+        scaler.step(optimizer)
+        scaler.load_state_dict({**STATE, "scale": 32.0, "growth_interval": 1})
+        if isinstance(scaler, GradScaler):
+            assert scaler.skipped is (grad == INF)
+        scaler.update()
+        scales.append((scaler.get_scale(), scaler._growth_tracker.item()))
+        if isinstance(scaler, GradScaler):
+            assert facts(scaler) == (grad == INF, 2 + (grad != INF), 1 + (grad == INF))
+    assert scales[0] == scales[1]
+    assert scales[0][0] == (16.0 if grad == INF else 64.0)
 
 
 def test_torch_loads_our_state_and_we_load_torchs():

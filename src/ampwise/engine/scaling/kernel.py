@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ampwise.census.launch import Counted, launching_on
 from ampwise.census.layout import INFS, NANS, SINGLE
-from ampwise.engine.scaling.scale import Fact, Limits, in_fp32
+from ampwise.engine.scaling.scale import FORGIVEN, Fact, Limits, in_fp32
 from ampwise.engine.scaling.verdict import MARGIN, Verdict
 
 __all__ = ["launch_advance_", "launch_judge", "launch_judge_totals", "launch_totals"]
@@ -30,6 +30,7 @@ _INFS = tl.constexpr(INFS)
 _NANS = tl.constexpr(NANS)
 _MARGIN = tl.constexpr(MARGIN)
 _OUTCOMES = tl.constexpr(int(Fact.FIRST_OPTIMIZER))
+_FORGIVEN = tl.constexpr(FORGIVEN)
 
 
 @triton.jit
@@ -101,9 +102,10 @@ def judge_totals_kernel(totals, scale, verdict, max_norm, SCALED: tl.constexpr):
 
 @triton.jit
 def advance_kernel(
-    scale, tracker, tally, outcomes, limits, facts, optimizers, stepped, interval, hysteresis, MOVE: tl.constexpr
-):
-    """One step closed: see ``scale.State.after``. ``limits``: growth, backoff, floor, ceiling in FP64."""
+    scale, tracker, tally, outcomes, limits, facts, loss, optimizers, stepped, interval, hysteresis,
+    MOVE: tl.constexpr, HAS_LOSS: tl.constexpr,
+):  # fmt: skip
+    """One step closed: see ``scale.advance_``. ``limits``: growth, backoff, floor, ceiling in FP64."""
     overflows = 0
     skipped = 0
     for optimizer in range(optimizers):
@@ -116,10 +118,22 @@ def advance_kernel(
     overflowed = overflows > 0
     current = tl.load(scale)
     calm = tl.load(tracker)
+    tl.store(facts + 6, current.to(tl.float64))
+    tl.store(facts + 7, calm.to(tl.float64))
     in_a_row = tl.load(tally)
     stuck = in_a_row * 0
+    forgiven = overflows < 0
+    bad_losses = tl.load(tally + 3)
+    if HAS_LOSS:
+        value = tl.load(loss).to(tl.float64)
+        loss_is_bad = overflowed & (value - value != 0)
+        bad_losses += loss_is_bad.to(tl.int64)
+        forgiven = loss_is_bad & (bad_losses <= _FORGIVEN)
+    tl.store(tally + 3, tl.where(overflowed, bad_losses, 0))
     if MOVE:
         floor = tl.load(limits + 2)
+        before, calm_before = current, calm
+        row_before = in_a_row
         in_a_row = tl.where(overflowed, in_a_row + 1, 0)
         lowered = overflowed & (in_a_row >= hysteresis)
         stuck = (lowered & (current <= floor)).to(tl.int64)
@@ -132,6 +146,10 @@ def advance_kernel(
         more = tl.where(more < float("inf"), capped, current)
         current = tl.where(lowered, less, tl.where(grown, more, current))
         calm = tl.where(grown, 0, calm)
+        current = tl.where(forgiven, before, current)
+        calm = tl.where(forgiven, calm_before, calm)
+        in_a_row = tl.where(forgiven, row_before, in_a_row)
+        stuck = tl.where(forgiven, 0, stuck)
         tl.store(scale, current)
         tl.store(tracker, calm)
         tl.store(tally, in_a_row)
@@ -185,7 +203,15 @@ def launch_judge_totals(totals: Tensor, scale: Tensor | None, max_norm: float) -
 
 
 def launch_advance_(
-    scale: Tensor, growth_tracker: Tensor, tally: Tensor, outcomes: Tensor, stepped: int, limits: Limits, *, move: bool
+    scale: Tensor,
+    growth_tracker: Tensor,
+    tally: Tensor,
+    outcomes: Tensor,
+    stepped: int,
+    limits: Limits,
+    *,
+    move: bool,
+    loss: Tensor | None = None,
 ) -> Tensor:
     """Close a step in one launch; returns the facts."""
     count = len(outcomes)
@@ -194,7 +220,8 @@ def launch_advance_(
     with launching_on(scale.device):
         advance_kernel[(1,)](
             scale, growth_tracker, tally, outcomes, _on_device(bounds, scale.device), facts,
-            count, stepped, limits.interval, limits.hysteresis, MOVE=move, num_warps=1,
+            scale if loss is None else loss, count, stepped, limits.interval, limits.hysteresis,
+            MOVE=move, HAS_LOSS=loss is not None, num_warps=1,
         )  # fmt: skip
     return facts
 

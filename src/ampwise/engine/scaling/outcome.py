@@ -42,6 +42,21 @@ class Outcome:
         return self.posted.read()[Fact.SCALE] if self.scaled and self.posted is not None else 1.0
 
     @property
+    def scale_before(self) -> float:
+        """The scale that the gradients of the step had; 1 where scaling is off."""
+        return self.posted.read()[Fact.SCALE_BEFORE] if self.scaled and self.posted is not None else 1.0
+
+    @property
+    def backoff(self) -> float:
+        """What the step divided the scale by: 1 if it was applied."""
+        return max(self.scale_before / self.scale, 1.0)
+
+    @property
+    def clean_steps(self) -> int:
+        """The growth tracker before the step."""
+        return int(self.posted.read()[Fact.TRACKER_BEFORE]) if self.scaled and self.posted is not None else 0
+
+    @property
     def aside(self) -> float:
         """The number that travelled with the facts, where one did."""
         return math.nan if self.posted is None else self.posted.read()[-1]

@@ -17,9 +17,12 @@ from torch import Tensor
 from ampwise.census.launcher import has_kernels
 from ampwise.errors import BadInput
 
-__all__ = ["Fact", "Limits", "State", "Tally", "advance_", "in_fp32", "is_number", "new_tally"]
+__all__ = ["FORGIVEN", "Fact", "Limits", "State", "Tally", "advance_", "in_fp32", "is_number", "new_tally"]
 
 LARGEST = torch.finfo(torch.float32).max
+# A step whose loss is not finite says nothing about the scale. After so many without a good one between it is no longer
+# a matter of bad batches: the scale falls to its floor, where it is reported.
+FORGIVEN = 30
 
 
 def is_number(value: Any) -> bool:
@@ -37,6 +40,7 @@ class Tally(IntEnum):
     IN_A_ROW = 0  # steps with an overflow, up to now
     APPLIED = 1
     SKIPPED = 2
+    BAD_LOSSES = 3  # steps skipped since the last one applied because the loss itself was not finite
 
 
 class Fact(IntEnum):
@@ -48,7 +52,9 @@ class Fact(IntEnum):
     APPLIED = 3
     SKIPPED = 4
     STUCK = 5  # an overflow with the scale at its floor
-    FIRST_OPTIMIZER = 6
+    SCALE_BEFORE = 6  # what the gradients of the step were scaled by
+    TRACKER_BEFORE = 7
+    FIRST_OPTIMIZER = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,29 +114,33 @@ def advance_(
     limits: Limits,
     *,
     move: bool = True,
+    loss: Tensor | None = None,
 ) -> Tensor:
     """Close a step: move the scale, count, and return the facts.
 
     ``outcomes`` has a row for each optimizer: the norm and found_inf. An overflow of any of them lowers the
-    scale; the first ``stepped`` of them are counted. With ``move`` false, the scale is left alone.
+    scale, unless the ``loss`` is known and was not finite itself, for FORGIVEN steps in a row; the first ``stepped`` of
+    them are counted. With ``move`` false, the scale is left alone.
     """
     if scale.is_cuda and has_kernels():
         from ampwise.engine.scaling.kernel import launch_advance_
 
-        return launch_advance_(scale, growth_tracker, tally, outcomes, stepped, limits, move=move)
+        return launch_advance_(scale, growth_tracker, tally, outcomes, stepped, limits, move=move, loss=loss)
     found = [row[1] > 0 for row in outcomes.tolist()]
-    in_a_row, applied, skipped = tally.tolist()
-    now = State(scale.item(), int(growth_tracker.item()), in_a_row)
+    in_a_row, applied, skipped, bad_losses = tally.tolist()
+    before = now = State(scale.item(), int(growth_tracker.item()), in_a_row)
     stuck = False
-    if move:
+    loss_is_bad = any(found) and loss is not None and not math.isfinite(loss.item())
+    bad_losses = bad_losses + loss_is_bad if any(found) else 0
+    if move and not (loss_is_bad and bad_losses <= FORGIVEN):
         now, stuck = now.after(any(found), limits)
         scale.fill_(now.scale)
         growth_tracker.fill_(now.growth_tracker)
     skips = sum(found[:stepped])
     counts = [now.in_a_row, applied + stepped - skips, skipped + skips]
-    tally.copy_(torch.tensor(counts, device=tally.device))
-    facts = [scale.item(), now.growth_tracker, *counts, stuck, *outcomes.flatten().tolist()]
-    return torch.tensor(facts, dtype=torch.float64, device=scale.device)
+    tally.copy_(torch.tensor([*counts, bad_losses], device=tally.device))
+    facts = [scale.item(), now.growth_tracker, *counts, stuck, before.scale, before.growth_tracker]
+    return torch.tensor(facts + outcomes.flatten().tolist(), dtype=torch.float64, device=scale.device)
 
 
 @dataclass(frozen=True, slots=True)

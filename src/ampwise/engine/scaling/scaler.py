@@ -245,12 +245,18 @@ class GradScaler(torch.amp.GradScaler):
         if state is self._per_optimizer_states.get(entry.key):
             self._stepped.append(entry)
 
-    def update(self, new_scale: float | Tensor | None = None) -> None:
+    def update(self, new_scale: float | Tensor | None = None, *, loss: Tensor | None = None) -> None:
         """Close the iteration: move the scale, or set it.
+
+        loss: the unscaled loss of the step. If it is inf or NaN itself, as after a bad batch, the overflow says nothing
+            about the scale, which stays, for up to 30 such steps in a row. Without it, each overflow lowers the scale,
+            as in torch. With several ranks, pass the same on all of them, such as their sum. No sync.
 
         Raises ScaleCollapsed after an overflow with the scale at ``min_scale``: on a GPU one call later, when the
         facts have arrived anyway, so that nothing waits. Steps in between are skipped like any other.
         """
+        if loss is not None and not (isinstance(loss, Tensor) and loss.numel() == 1):
+            raise BadInput(f"update(loss={loss!r}): the loss of the step is expected, a tensor with one number.")
         if self._enabled:
             self._check_scale_growth_tracker("update")
             states = self._per_optimizer_states
@@ -269,7 +275,7 @@ class GradScaler(torch.amp.GradScaler):
             entry.begin_anew()
         self._over, self._besides = True, None
         if self._enabled:
-            self._close(stepped, others, move=new_scale is None)
+            self._close(stepped, others, move=new_scale is None, loss=loss)
         self._aside = None
 
     # What happened
@@ -345,9 +351,13 @@ class GradScaler(torch.amp.GradScaler):
         in_a_row, applied, skipped = (int(checked.get(key, 0)) for key in COUNTS)
         self._saved_tally = (in_a_row, applied, skipped)
         self._unwatched = 0
+        # Steps that update() has yet to close keep their outcome: as in torch, it moves the scale that is loaded here.
         for entry in self._entries:
-            entry.outcome = None
+            if entry not in self._stepped:
+                entry.outcome = None
+        last = self._last if self._stepped else None
         self._forget()
+        self._last = last
 
     def __getstate__(self) -> dict[str, Any]:
         counts = self._counts()
@@ -390,6 +400,16 @@ class GradScaler(torch.amp.GradScaler):
         for entry in self._entries:
             entry.begin_anew()
         self._stepped, self._over, self._besides, self._aside = [], True, None, None
+
+    def _undo_backoff(self, outcome: Outcome) -> None:
+        """Between iterations: raise the scale by what this step lowered it, and count the clean steps before it again.
+
+        The facts of the step have arrived, and the scale is written on the device: no sync.
+        """
+        if outcome.backoff <= 1 or self._scale is None or self._growth_tracker is None:
+            return
+        self._scale.mul_(outcome.backoff)
+        self._growth_tracker.add_(outcome.clean_steps).clamp_(max=self._growth_interval - 1)
 
     @property
     def _looks(self) -> bool:
@@ -483,14 +503,16 @@ class GradScaler(torch.amp.GradScaler):
         worst = torch.stack(found).max() if found else torch.zeros_like(scale)
         return torch.stack([torch.full_like(scale, math.nan), worst])
 
-    def _close(self, stepped: list[Entry], others: Iterable[Tensor] = (), *, move: bool = True) -> None:
+    def _close(
+        self, stepped: list[Entry], others: Iterable[Tensor] = (), *, move: bool = True, loss: Tensor | None = None
+    ) -> None:
         """Count steps, move the scale, post the facts. ``others``: what the scale heeds besides."""
         outcomes = [entry.outcome for entry in stepped if entry.outcome is not None]
         rows = [outcome.numbers for outcome in outcomes if outcome.numbers is not None]
         rows += [torch.stack([torch.full_like(found, math.nan), found]) for found in others]
         if not rows:
             return
-        before, self._posted = self._posted, self._post(self._advance(rows, len(outcomes), move))
+        before, self._posted = self._posted, self._post(self._advance(rows, len(outcomes), move, loss))
         for index, outcome in enumerate(outcomes):
             outcome.posted, outcome.place, outcome.scaled = self._posted, Fact.FIRST_OPTIMIZER + 2 * index, True
         self._raise_if_stuck(before)
@@ -517,7 +539,7 @@ class GradScaler(torch.amp.GradScaler):
     def _post(self, facts: Tensor) -> Posted:
         return Posted(facts) if self._aside is None else Posted(facts, there(self._aside, facts.device))
 
-    def _advance(self, rows: list[Tensor], stepped: int, move: bool) -> Tensor:
+    def _advance(self, rows: list[Tensor], stepped: int, move: bool, loss: Tensor | None) -> Tensor:
         scale, tracker = self._check_scale_growth_tracker("update")
         limits = replace(
             self._limits, growth=self._growth_factor, backoff=self._backoff_factor, interval=self._growth_interval
@@ -526,7 +548,9 @@ class GradScaler(torch.amp.GradScaler):
         if self._tally is None:
             self._tally = new_tally(scale.device, *self._saved_tally)
         outcomes = numbers[0].unsqueeze(0) if len(numbers) == 1 else torch.stack(numbers)
-        return advance_(scale, tracker, self._tally, outcomes, stepped, limits, move=move)
+        if loss is not None:
+            loss = there(loss.detach(), scale.device)
+        return advance_(scale, tracker, self._tally, outcomes, stepped, limits, move=move, loss=loss)
 
     def _counts(self) -> tuple[int, int, int]:
         """Overflows in a row, steps applied, steps skipped."""
