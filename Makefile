@@ -7,7 +7,7 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 NEEDS  := pyproject.toml constraints.txt setup.py src/ampwise/census/_native.c
 
-.PHONY: help demo layers test nightly fuzz check lint types docs docs-check site format peers bench gpu-test gpu-bench release clean
+.PHONY: help demo layers test nightly fuzz attack check lint types docs docs-check site format peers bench gpu-test gpu-bench release clean
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -26,6 +26,9 @@ nightly: $(STAMP) ## all tests at their full length: more examples, more steps, 
 
 fuzz: $(STAMP) ## 10,000 mangled scripts through `ampwise check` (for the night; `make test` has 200)
 	@AMPWISE_FUZZ=10000 $(BIN)/python -m pytest -n 2 tests/lint/test_fuzz.py $(ARGS)
+
+attack: $(STAMP) ## hostile files, names, scripts, kills and call orders, at most 10 minutes (`make test` has a few of each)
+	@AMPWISE_ATTACK=1 timeout 600 $(BIN)/python -m pytest -n 2 --dist worksteal tests/attack $(ARGS)
 
 check: lint ## formatter, linter, our own linter, strict types, generated docs current, the site, tests
 	@$(MAKE) --no-print-directory -j3 --output-sync=target test docs-check-beside types-beside site-beside
