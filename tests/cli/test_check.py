@@ -360,14 +360,60 @@ def test_a_notebook_on_stdin(check, write):
 
 def test_settings_decide_what_the_command_line_leaves_open(check, write):
     folder = write(a=BAD)
-    (folder / "ampwise.toml").write_text('output-format = "concise"\nfix = true\n')
-    assert check("--no-fix")[1].startswith("a.py:2:1: AMP101")
-    assert json.loads(check("--no-fix", "--json")[1])
-    assert check("--no-fix", "--isolated")[1].startswith("error[AMP101]")
-    assert check() == (0, "Found 1 finding (1 fixed, 0 remaining).\n", "")
+    (folder / "ampwise.toml").write_text('output-format = "concise"\n')
+    assert check()[1].startswith("a.py:2:1: AMP101")
+    assert json.loads(check("--json")[1])
+    assert check("--isolated")[1].startswith("error[AMP101]")
     (folder / "other.toml").write_text('ignore = ["ALL"]')
     write(a=BAD)
     assert check("--config", "other.toml")[0] == 0
+
+
+@pytest.mark.parametrize("key", ["fix", "unsafe-fixes"])
+def test_settings_cannot_make_it_write(check, write, key):
+    """The project may be a stranger's, and a file in it a link to one of the user's."""
+    folder = write(a=BAD)
+    (folder / "pyproject.toml").write_text(f"[tool.ampwise]\n{key} = true\n")
+    told = f"ampwise: error: ./pyproject.toml: {key} is for the command line, not for settings: ampwise check --{key}\n"
+    for words in ([], ["--fix"], ["--add-noqa"]):
+        code, out, err = check(*words)
+        assert (code, out, err.replace(str(folder), ".")) == (2, "", told)
+    assert (folder / "a.py").read_text() == BAD
+    assert check("--fix", "--isolated")[0] == 0
+
+
+@pytest.mark.parametrize("words", [["--fix"], ["--fix", "--unsafe-fixes"], ["--add-noqa"]])
+def test_nothing_is_written_outside_of_where_one_stands(check, write, tmp_path_factory, words):
+    folder, outside = write(a="x = 1\n"), tmp_path_factory.mktemp("elsewhere")
+    (outside / "b.py").write_text(BAD)
+    (folder / "link.py").symlink_to(outside / "b.py")
+    (folder / "sub").symlink_to(outside)
+    code, _, err = check(*words)
+    assert (code, err) == (
+        0,
+        "ampwise: 2 symlinks lead out of the folder that is checked, not followed: link.py, sub\n",
+    )
+    for named in ("link.py", "sub", "sub/b.py"):
+        code, _, err = check(*words, named)
+        path = "sub/b.py" if named == "sub" else named
+        assert code == 1, "checked, as it was named"
+        assert err == (
+            f"ampwise: {path}: not written: a symlink that leads out of {folder}; "
+            f"name the file itself: {outside / 'b.py'}\n"
+        )
+    assert (outside / "b.py").read_text() == BAD
+    assert sorted(path.name for path in outside.iterdir()) == ["b.py"]
+
+
+def test_a_link_within_the_folder_is_fixed_once_and_stays(check, write):
+    folder = write(real=BAD)
+    (folder / "link.py").symlink_to("real.py")
+    assert check("--fix")[:2] == (0, "Found 1 finding (1 fixed, 0 remaining).\n")
+    assert (folder / "real.py").read_text() == MENDED
+    write(real=BAD)
+    assert check("--fix", "link.py")[:2] == (0, "Found 1 finding (1 fixed, 0 remaining).\n")
+    assert (folder / "real.py").read_text() == MENDED
+    assert (folder / "link.py").is_symlink()
 
 
 @pytest.mark.parametrize(

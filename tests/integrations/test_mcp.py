@@ -136,8 +136,11 @@ def test_the_tools_and_what_they_say_of_themselves(project):
 
 
 def test_check_tells_what_is_wrong_and_writes_nothing(project):
-    # Who has this in the settings is mended by `ampwise check` alone; an agent that asks is not to be.
-    (project / "pyproject.toml").write_text("[tool.ampwise]\nfix = true\nunsafe-fixes = true\n")
+    (project / "pyproject.toml").write_text("[tool.ampwise]\nfix = true\n")
+    is_error, text = call(project, "check")
+    assert is_error
+    assert "fix is for the command line, not for settings: ampwise check --fix" in text
+    (project / "pyproject.toml").unlink()
     is_error, text = call(project, "check")
     answer = json.loads(text)
     assert not is_error

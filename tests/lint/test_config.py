@@ -29,17 +29,15 @@ def test_all_keys(write):
         exclude = ["a"]
         extend-exclude = ["b"]
         output-format = "concise"
-        fix = true
-        unsafe-fixes = false
         [tool.ampwise.per-file-ignores]
         "tests/*" = ["ALL"]
         """,
     )
     found = read_settings("pyproject.toml")
-    assert len(KEYS) == 9
+    assert len(KEYS) == 7
     assert (found.select, found.ignore, found.extend_select) == (("AMP1",), ("AMP101",), ("AMP2",))
     assert (found.exclude, found.extend_exclude) == (("a",), ("b",))
-    assert (found.output_format, found.fix, found.unsafe_fixes) == ("concise", True, False)
+    assert found.output_format == "concise"
     assert found.per_file_ignores == {"tests/*": ("ALL",)}
 
 
@@ -63,7 +61,16 @@ def test_the_nearest_file_that_speaks_of_ampwise_holds(write):
         ("per_file_ignores = {}", "unknown key 'per_file_ignores'. Did you mean per-file-ignores"),
         ("select = 'AMP1'", "ampwise.toml: select is a string; it must be a list of strings"),
         ("select = [1]", "ampwise.toml: select is a list with something else than strings; it must be a list of"),
-        ("fix = 1", "ampwise.toml: fix is a number; it must be true or false"),
+        ("fix = true", "ampwise.toml: fix is for the command line, not for settings: ampwise check --fix"),
+        (
+            "unsafe-fixes = false",
+            "unsafe-fixes is for the command line, not for settings: ampwise check --unsafe-fixes",
+        ),
+        ("x = " + "[" * 40, "ampwise.toml: brackets nested more than 32 deep; no settings are"),
+        ("x = " + "{a=" * 40, "ampwise.toml: brackets nested more than 32 deep; no settings are"),
+        ("a." * 100_000 + "a = 1", "ampwise.toml: a dotted key of more than 16 parts; no setting has one"),
+        ("[" + "'a' . " * 40_000 + "a]", "ampwise.toml: a dotted key of more than 16 parts; no setting has one"),
+        ("#" * 250_001, "ampwise.toml: larger than 250 kB, and settings are read up to that; --isolated reads none"),
         ("per-file-ignores = []", "per-file-ignores is a list"),
         ("per-file-ignores = {a = 'b'}", "per-file-ignores.'a' is a string; it must be a list of strings"),
         ("output-format = 'jsn'", "unknown output-format in ampwise.toml 'jsn'. Did you mean json"),
@@ -102,3 +109,27 @@ def test_config_that_is_none(write, options, message):
     with pytest.raises(BadInput) as caught:
         Configs(**options)
     assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        '"""' + "[{" * 50 + '"""',
+        "'''" + "a." * 50 + "'''",
+        '"' + "[" * 50 + '\\"' + "a." * 50 + '"',
+        "'" + "{" * 50 + "'",
+        '"""a""""" # ' + "[" * 50,
+        "[" + "1.0, " * 50 + "]",
+        "[" + "[1], " * 50 + "]",
+    ],
+)
+def test_text_and_long_lists_are_not_taken_for_nesting(write, value):
+    write("pyproject.toml", f'[tool.other]\nvalue = {value}\n[tool.ampwise]\nselect = ["AMP1"]\n')
+    assert read_settings("pyproject.toml").select == ("AMP1",)
+
+
+@pytest.mark.parametrize("value", ['"""a"""""', "'''a'''''", '"""\\""""', "'\\'", '"\\\\"'])
+def test_nesting_after_odd_strings_is_seen(write, value):
+    write("ampwise.toml", f"a = {value}\nb = {'[' * 5000}\n")
+    with pytest.raises(BadInput, match="brackets nested"):
+        read_settings("ampwise.toml")

@@ -101,12 +101,40 @@ def test_loops_of_links(tree):
     assert str(found("self.py").unreadable[0]) == "self.py: a loop of symbolic links"
 
 
-def test_a_linked_folder_from_elsewhere_is_followed(tree, tmp_path_factory):
-    root = tree("a.py")
+def test_links_that_lead_out_are_counted_and_not_followed(tree, tmp_path_factory):
+    root = tree("a.py", "sub/b.py")
     elsewhere = tmp_path_factory.mktemp("elsewhere")
     (elsewhere / "z.py").write_text("")
     (root / "0").symlink_to(elsewhere)
-    assert found().files == ["a.py", "0/z.py"]
+    assert found().notes == ["1 symlink leads out of the folder that is checked, not followed: 0"]
+    (root / "sub" / "z.py").symlink_to(elsewhere / "z.py")
+    (root / "sub" / "up.py").symlink_to("../a.py")
+    (root / "sub" / "above").symlink_to("..")
+    result = found("sub")
+    assert result.files == ["sub/b.py"]
+    assert result.notes == [
+        "3 symlinks lead out of the folder that is checked, not followed: sub/above, sub/up.py, sub/z.py"
+    ]
+    assert found("sub", "a.py").files == ["sub/b.py", "a.py"]
+
+
+def test_links_that_are_named_are_checked(tree, tmp_path_factory):
+    root = tree()
+    elsewhere = tmp_path_factory.mktemp("elsewhere")
+    (elsewhere / "z.py").write_text("")
+    (root / "0").symlink_to(elsewhere)
+    (root / "y.py").symlink_to(elsewhere / "z.py")
+    assert found("0").files == ["0/z.py"]
+    assert found("y.py").files == ["y.py"]
+    assert found("y.py", "0", str(elsewhere / "z.py")).files == ["y.py"], "one file, checked once"
+
+
+def test_a_file_in_the_folder_is_known_by_its_own_path(tree):
+    root = tree("b/real.py", "b/script", "build/c.py")
+    (root / "a.py").symlink_to("b/real.py")
+    (root / "c.py").symlink_to("build/c.py")
+    (root / "d.py").symlink_to("b/script")
+    assert found().files == ["b/real.py", "c.py", "d.py"], "the last two have no other way in"
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")

@@ -120,12 +120,14 @@ def checked(text, path, choice):
 
 def mend_to_the_end(report, task):
     repairs = repair(report.findings, task, unsafe=True)
-    assert repairs.notes == []
+    refused = (" not fixed: it would bring AMP", " not fixed: it would still be found")
+    assert [note for note in repairs.notes if not any(reason in note for reason in refused)] == []
     for path, change in repairs.files.items():
         text = change.before.file_text(change.text)
         again = check_texts(Task(task.project_paths, task.codes, {path: text}))
         assert again.unreadable == []
-        assert [found for found in again.findings if found.edits] == []
+        left = [str(found.place) for found in again.findings if found.edits]
+        assert [place for place in left if not any(note.startswith(f"{place}: ") for note in repairs.notes)] == []
 
 
 @fuzz

@@ -9,7 +9,7 @@ import pytest
 from ampwise.lint.check import Choice, check_paths, check_text
 from ampwise.lint.config import Configs
 from ampwise.lint.repair import repair
-from ampwise.lint.write import write_file, write_script
+from ampwise.lint.write import replace_file, write_script
 from ampwise.source.script import Unreadable, read_script
 
 
@@ -20,10 +20,22 @@ def repaired(text, path="a.py", unsafe=False):
     return (change.before.file_text(change.text) if change else text), repairs
 
 
-def test_mends_are_made_until_there_are_none(planted):
-    text, repairs = repaired("twice(bad())  # twice\n")
-    assert text == "good(good())  # twice\n", "twice became bad, and that in turn good"
+def test_fixes_in_each_others_way_are_made_one_after_the_other(planted):
+    text, repairs = repaired("bad(bad())\nbad()\n")
+    assert text == "good(good())\ngood()\n"
     assert (repairs.count, repairs.notes) == (3, [])
+
+
+def test_a_fix_that_brings_another_finding_is_not_made(planted):
+    text, repairs = repaired("twice()\nbad()\n")
+    assert text == "twice()\ngood()\n", "twice becomes bad, which is another rule's"
+    assert repairs.notes == ["a.py:1:1: AMP103 not fixed: it would bring AMP101 (call-bad): call of bad"]
+    assert repairs.count == 1
+
+
+def test_what_a_fix_brings_counts_though_a_comment_suppresses_it(planted):
+    text = "twice()  # noqa: AMP101\n"
+    assert repaired(text)[0] == text
 
 
 def test_unsafe_ones_only_when_asked(planted):
@@ -32,14 +44,36 @@ def test_unsafe_ones_only_when_asked(planted):
 
 
 def test_a_second_run_changes_nothing(planted):
-    text, _ = repaired("bad(twice(risky()))\r\nbad()\n", unsafe=True)
+    text, _ = repaired("bad(bad(risky()))\r\nbad()\n", unsafe=True)
     assert text == "good(good(careful()))\r\ngood()\n"
     assert repaired(text, unsafe=True)[0] == text
 
 
-def test_mends_without_an_end_are_stopped_and_said(planted):
-    _, repairs = repaired("endless()")
-    assert repairs.notes == ["a.py: mended 10 times without an end; please report it"]
+def test_a_fix_after_which_the_finding_is_still_there_is_not_made(planted):
+    text, repairs = repaired("endless()\nx = bad()\n")
+    assert text == "endless()\nx = good()\n"
+    assert repairs.notes == ["a.py:1:1: AMP302 not fixed: it would still be found"]
+
+
+def test_a_rule_that_fails_is_no_proof(planted):
+    """Neither before, where it was reported, nor after, where it would be the fix's doing."""
+    assert repaired("bad()\ncrash()\n")[0] == "good()\ncrash()\n"
+    planted[0].check = lambda code, check=planted[0].check: (
+        planted[0].RULE.at(found.place, "m", edits=(code.script.edit(1, 1, 1, 4, "crash"),)) for found in check(code)
+    )
+    text, repairs = repaired("bad()\n")
+    assert text == "bad()\n"
+    assert repairs.notes == ["a.py:1:1: AMP101 not fixed: what it gives could not be checked (RuntimeError)"]
+
+
+def test_a_file_that_changed_since_it_was_checked_gets_no_edit_of_before(planted, tmp_path):
+    file = tmp_path / "a.py"
+    file.write_text("bad()\n")
+    report, task = check_paths([str(file)], Choice(Configs(isolated=True)), jobs=1)
+    file.write_text("x()\nbad()\n")
+    repairs = repair(report.findings, task, unsafe=False)
+    assert repairs.files == {}
+    assert repairs.notes == [f"{file}: not fixed: it has changed since it was checked"]
 
 
 def test_a_mend_that_would_spoil_the_file_is_not_made(planted, monkeypatch):
@@ -50,22 +84,23 @@ def test_a_mend_that_would_spoil_the_file_is_not_made(planted, monkeypatch):
     text, repairs = repaired("bad()")
     assert text == "bad()"
     assert len(repairs.notes) == 1
-    assert "a.py: mending AMP101 would have spoiled the file" in repairs.notes[0]
+    assert "a.py:1:1: AMP101 not fixed: mending AMP101 would have spoiled the file" in repairs.notes[0]
 
 
 def test_a_notebook(planted):
-    text = json.dumps({"nbformat": 4, "cells": [{"cell_type": "code", "source": ["!ls\n", "twice()"]}]}, indent=1)
+    text = json.dumps({"nbformat": 4, "cells": [{"cell_type": "code", "source": ["!ls\n", "bad()"]}]}, indent=1)
     mended, repairs = repaired(text, "a.ipynb")
-    assert mended == text.replace("twice", "good")
-    assert repairs.count == 2
+    assert mended == text.replace("bad", "good")
+    assert repairs.count == 1
 
 
 @pytest.mark.parametrize(
     "data",
     [
         b"\xef\xbb\xbfbad('\xc3\xa9')\r\n",
-        b"# coding: latin-1\ntwice('\xe9')\r",
-        b"# coding: cp1252\r\nbad('\x80')\ntwice()\r\n",
+        b"# coding: latin-1\nbad('\xe9')\r",
+        b"# coding: cp1252\r\nbad('\x80')\nbad()\r\n",
+        b"bad()",
     ],
 )
 def test_files_keep_their_encoding_mark_and_line_endings(planted, tmp_path, data):
@@ -74,53 +109,131 @@ def test_files_keep_their_encoding_mark_and_line_endings(planted, tmp_path, data
     report, task = check_paths([str(file)], Choice(Configs(isolated=True)), jobs=1)
     change = repair(report.findings, task, unsafe=False).files[str(file)]
     write_script(change.before, change.text)
-    assert file.read_bytes() == data.replace(b"bad", b"good").replace(b"twice", b"good")
+    assert file.read_bytes() == data.replace(b"bad", b"good")
 
 
 # Writing.
 
 
-def test_mode_and_links_are_kept_and_nothing_else_is_left(tmp_path):
-    real, link = tmp_path / "real.py", tmp_path / "link.py"
-    real.write_text("old")
+@pytest.fixture
+def script(tmp_path, monkeypatch):
+    """A script that was read in a folder where we stand."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.py").write_text("old\n")
+    return read_script("a.py")
+
+
+def test_mode_and_links_are_kept_and_nothing_else_is_left(tmp_path, script):
+    real, link = tmp_path / "a.py", tmp_path / "link.py"
     real.chmod(0o754)
-    link.symlink_to(real)
-    write_file(str(link), b"new")
-    assert real.read_text() == "new"
+    link.symlink_to("a.py")
+    write_script(read_script("link.py"), "new\n")
+    assert real.read_text() == "new\n"
     assert link.is_symlink()
     assert stat.S_IMODE(real.stat().st_mode) == 0o754
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["link.py", "real.py"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.py", "link.py"]
 
 
-def test_a_write_that_fails_leaves_the_old_file(tmp_path, monkeypatch):
-    file = tmp_path / "a.py"
-    file.write_text("old")
+@pytest.mark.parametrize("absolute", [True, False])
+def test_a_link_that_leads_out_is_not_written_through(tmp_path, tmp_path_factory, script, absolute, monkeypatch):
+    outside = tmp_path_factory.mktemp("elsewhere") / "b.py"
+    outside.write_text("old\n")
+    (tmp_path / "link.py").symlink_to(outside)
+    if absolute:
+        monkeypatch.chdir("/")
+    path = str(tmp_path / "link.py") if absolute else "link.py"
+    with pytest.raises(Unreadable) as caught:
+        write_script(read_script(path), "new\n")
+    assert caught.value.reason == (
+        f"not written: a symlink that leads out of {tmp_path}; name the file itself: {outside}"
+    )
+    assert outside.read_text() == "old\n"
 
+
+def test_a_folder_that_is_a_link_where_we_stand_is_no_way_out(tmp_path, tmp_path_factory, script):
+    outside = tmp_path_factory.mktemp("elsewhere")
+    (outside / "b.py").write_text("old\n")
+    (tmp_path / "sub").symlink_to(outside)
+    with pytest.raises(Unreadable, match="leads out of"):
+        write_script(read_script("sub/b.py"), "new\n")
+    assert (outside / "b.py").read_text() == "old\n"
+
+
+def test_where_we_stand_may_be_a_link_itself(tmp_path, tmp_path_factory, script, monkeypatch):
+    here = tmp_path_factory.mktemp("links") / "here"
+    here.symlink_to(tmp_path)
+    monkeypatch.chdir(here)
+    write_script(read_script("a.py"), "new\n")
+    write_script(read_script(str(here / "a.py")), "newer\n")
+    assert (tmp_path / "a.py").read_text() == "newer\n"
+
+
+def test_names_that_lie_ready_for_temporary_files_are_left_alone(tmp_path, tmp_path_factory, script, monkeypatch):
+    """The name cannot be guessed; and where it could, it is made anew or not at all."""
+    victim = tmp_path_factory.mktemp("elsewhere") / "victim"
+    victim.write_text("precious")
+    (tmp_path / f".a.py.{os.getpid()}.tmp").symlink_to(victim)
+    write_script(script, "new\n")
+    monkeypatch.setattr("secrets.token_hex", lambda _: "guessed")
+    (tmp_path / ".ampwise-guessed").symlink_to(victim)
+    with pytest.raises(Unreadable, match="cannot be written: file exists"):
+        write_script(read_script("a.py"), "newer\n")
+    assert ((tmp_path / "a.py").read_text(), victim.read_text()) == ("new\n", "precious")
+    assert (tmp_path / ".ampwise-guessed").is_symlink(), "it is not ours to remove"
+
+
+def test_a_write_that_fails_leaves_the_old_file(tmp_path, script, monkeypatch):
     def fail(*_):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "replace", fail)
     with pytest.raises(Unreadable, match="cannot be written: no space left on device"):
-        write_file(str(file), b"new")
-    assert file.read_text() == "old"
+        write_script(script, "new\n")
+    assert (tmp_path / "a.py").read_text() == "old\n"
     assert [path.name for path in tmp_path.iterdir()] == ["a.py"]
 
 
-def test_a_file_that_changed_meanwhile_is_not_overwritten(tmp_path):
-    file = tmp_path / "a.py"
-    file.write_text("a\n")
-    script = read_script(str(file))
-    file.write_text("b\n")
+def test_a_file_that_changed_meanwhile_is_not_overwritten(tmp_path, script):
+    (tmp_path / "a.py").write_text("theirs\n")
     with pytest.raises(Unreadable, match="not written: it has changed"):
-        write_script(script, "c\n")
-    assert file.read_text() == "b\n"
+        write_script(script, "new\n")
+    assert (tmp_path / "a.py").read_text() == "theirs\n"
 
 
-def test_a_file_marked_read_only_stays_as_it_is(tmp_path, monkeypatch):
-    file = tmp_path / "a.py"
-    file.write_bytes(b"old")
+@pytest.mark.parametrize("change", ["write", "replace", "link", "gone"])
+def test_nor_one_that_changes_while_the_new_one_is_written(tmp_path, script, monkeypatch, change):
+    file, fsync = tmp_path / "a.py", os.fsync
+
+    def slow(descriptor):
+        fsync(descriptor)
+        if change != "write":
+            file.unlink()
+        if change == "link":
+            (tmp_path / "b.py").write_text("theirs\n")
+            file.symlink_to("b.py")
+        elif change != "gone":
+            file.write_text("theirs\n")
+
+    monkeypatch.setattr(os, "fsync", slow)
+    with pytest.raises(Unreadable, match=r"not written: it has changed|cannot be written: there is no such file"):
+        write_script(script, "new\n")
+    assert change == "gone" or file.read_text() == "theirs\n"
+    assert not [path.name for path in tmp_path.iterdir() if path.name.startswith(".")]
+
+
+def test_a_file_marked_read_only_stays_as_it_is(tmp_path, script, monkeypatch):
     monkeypatch.setattr("os.access", lambda path, mode: False)  # root may write everything
     with pytest.raises(Unreadable, match="cannot be written: permission denied"):
-        write_file(str(file), b"new")
-    assert file.read_bytes() == b"old"
-    assert list(tmp_path.iterdir()) == [file]
+        write_script(script, "new\n")
+    assert [path.read_text() for path in tmp_path.iterdir()] == ["old\n"]
+
+
+def test_only_plain_files_are_replaced_and_new_ones_made(tmp_path):
+    replace_file(str(tmp_path / "new"), b"new")
+    assert (tmp_path / "new").read_bytes() == b"new"
+    (tmp_path / "link").symlink_to("gone")
+    os.mkfifo(tmp_path / "pipe")
+    for name, reason in (("link", "symbolic links"), ("pipe", "not a plain file")):
+        with pytest.raises(OSError, match=reason):
+            replace_file(str(tmp_path / name), b"new")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["link", "new", "pipe"]

@@ -1,8 +1,9 @@
 """Find mixed-precision mistakes in scripts and notebooks, without running them.
 
 PATHs are files, folders, or - for stdin. Folders are searched for .py and .ipynb, less what is usually not one's own
-(.venv, build, node_modules and the like) and less what the settings exclude. A file given by name is always checked,
-unless --force-exclude says that the exclusions hold for it too, as they should under pre-commit.
+(.venv, build, node_modules and the like) and less what the settings exclude; a symlink that leads out of the folder is
+not followed. A file given by name is always checked, unless --force-exclude says that the exclusions hold for it too,
+as they should under pre-commit.
 
 Examples:
   ampwise check
@@ -20,16 +21,19 @@ by default those that `ampwise rules` does not call off. The longer selector win
 A finding is suppressed by `# noqa: AMP101` on its line, at the first or last line of its statement, or by `# ampwise:
 noqa: AMP101` anywhere in its file; without a code all findings are. --add-noqa writes such comments.
 
-Settings come from [tool.ampwise] of the nearest pyproject.toml, or from an ampwise.toml with the same keys:
+Settings come from [tool.ampwise] of the nearest pyproject.toml, or from an ampwise.toml with the same keys. They
+choose rules, files and the output; that files are written is for the command line alone to say:
   [tool.ampwise]
   select = ["AMP1", "AMP2"]           also: ignore, extend-select
   extend-exclude = ["third_party"]    also: exclude, in the place of the usual list
-  output-format = "concise"           also: fix, unsafe-fixes = true or false
+  output-format = "concise"
   [tool.ampwise.per-file-ignores]
   "tests/*" = ["sync-every-step"]
 
---fix writes the files anew where mending cannot change what the script does but for the mistake; with --unsafe-fixes
-also where it might. From stdin the mended text goes to stdout, and the findings to stderr.
+--fix writes the fixes that change nothing but the mistake; with --unsafe-fixes also those of which that is not proven.
+Each is checked before it is written: one after which a finding is still there, or a new one, is left out. A file that
+changed meanwhile, or that a symlink has elsewhere, is not written. From stdin the fixed text goes to stdout, and the
+findings to stderr.
 
 The exit code is 0 when nothing was found, 1 when something was (after --fix: is left; with --diff: would change),
 and 2 when nothing could be read or the command makes no sense. With --exit-zero, findings do not count. Files that
@@ -68,9 +72,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(
             f"--{option}", metavar="RULES", action="append", help=f"{what}: selectors with commas; may be repeated"
         )
-    mending = argparse.BooleanOptionalAction
-    parser.add_argument("--fix", action=mending, help="mend what can be mended")
-    parser.add_argument("--unsafe-fixes", action=mending, help="also where that may change what the script does")
+    switch = argparse.BooleanOptionalAction
+    parser.add_argument("--fix", action=switch, help="fix what can be fixed")
+    parser.add_argument("--unsafe-fixes", action=switch, help="also where that may change what the script does")
     parser.add_argument("--diff", action="store_true", help="show what --fix would change, and write nothing")
     parser.add_argument("--add-noqa", action="store_true", help="write a comment that suppresses it at each finding")
     parser.add_argument("--statistics", action="store_true", help="only how often each rule was broken")
@@ -145,9 +149,7 @@ def _refuse_nonsense(args: argparse.Namespace) -> None:
 
 
 def _settle(args: argparse.Namespace, settings: Settings) -> None:
-    """What the command line leaves open, the settings decide."""
-    args.fix = bool(settings.fix if args.fix is None else args.fix)
-    args.unsafe_fixes = bool(settings.unsafe_fixes if args.unsafe_fixes is None else args.unsafe_fixes)
+    """What the command line leaves open, the settings decide; but nothing that writes."""
     if not args.output_format and not os.environ.get(VARIABLE):
         args.output_format = settings.output_format
     args.output_format = output_format(args)

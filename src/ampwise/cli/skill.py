@@ -50,11 +50,14 @@ def run(args: argparse.Namespace) -> int:
 
 def _write(path: Path, text: str, *, force: bool) -> None:
     from ampwise.errors import BadInput
+    from ampwise.lint.write import replace_file
 
     try:
+        if path.is_symlink():
+            raise BadInput(f"--out: {path} is a symlink; name the folder of the file itself.")
         if not force and path.exists() and OURS not in path.read_text(encoding="utf-8", errors="replace"):
             raise BadInput(f"--out: {path} is there, and `ampwise skill` did not write it. -f writes over it.")
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="utf-8")
+        replace_file(str(path), text.encode())
     except OSError as error:
         raise BadInput(f"--out: {path} cannot be written: {error.strerror or error}.") from error

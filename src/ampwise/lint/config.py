@@ -2,6 +2,9 @@
 
 The nearest one upward from a file's folder that says anything about ampwise holds for that file, whole: settings of
 folders further up are not mixed in. Globs in it count from its folder.
+
+A project may be a stranger's: its settings choose rules, files and the form of the output, and can neither write, nor
+run anything, nor name a file outside of it.
 """
 
 from __future__ import annotations
@@ -34,8 +37,6 @@ class Settings(Frozen):
         "extend_exclude",
         "per_file_ignores",
         "output_format",
-        "fix",
-        "unsafe_fixes",
     )
 
     def __init__(
@@ -50,8 +51,6 @@ class Settings(Frozen):
         extend_exclude: tuple[str, ...] = (),
         per_file_ignores: Mapping[str, tuple[str, ...]] | None = None,
         output_format: str | None = None,
-        fix: bool | None = None,
-        unsafe_fixes: bool | None = None,
     ) -> None:
         self.source = source  # the file itself
         self.folder = folder  # what its globs are relative to
@@ -59,12 +58,22 @@ class Settings(Frozen):
         self.exclude, self.extend_exclude = exclude, extend_exclude
         self.per_file_ignores: Mapping[str, tuple[str, ...]] = per_file_ignores or {}
         self.output_format = output_format
-        self.fix, self.unsafe_fixes = fix, unsafe_fixes
 
 
 LISTS = ("select", "ignore", "extend-select", "exclude", "extend-exclude")
-SWITCHES = ("fix", "unsafe-fixes")
-KEYS = (*LISTS, "per-file-ignores", "output-format", *SWITCHES)
+KEYS = (*LISTS, "per-file-ignores", "output-format")
+# What writes files is for whoever runs the command to say, and not for the project that is checked.
+FOR_THE_COMMAND_LINE = ("fix", "unsafe-fixes", "add-noqa")
+
+LARGEST_BYTES = 250_000  # a large project's has 50,000, and the worst of this size takes the parser a second
+DEEPEST = 32  # brackets within brackets
+MOST_PARTS = 16  # of a dotted key
+LONGEST_KEY = 100  # characters of one that are shown
+# As text, for `re` to compile at first use. Strings end as in TOML: three quotes may have up to two more before them.
+STRING_OR_COMMENT = (
+    r'"""(?:[^"\\]|\\[\s\S]|"{1,2}(?!"))*+"{3,5}|\'\'\'(?:[^\']|\'{1,2}(?!\'))*+\'{3,5}'
+    r'|"(?:[^"\\\n]|\\.)*+"|\'[^\'\n]*+\'|#[^\n]*+'
+)
 
 
 class Configs:
@@ -105,8 +114,13 @@ def read_settings(path: str) -> Settings | None:
     import tomllib
 
     try:
-        table: Any = tomllib.loads(data.decode("utf-8"))
-    except ValueError as error:  # TOMLDecodeError and UnicodeDecodeError are
+        text = data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise BadInput(f"{path} is not TOML: {error}") from error
+    _refuse_endless(text, path)
+    try:
+        table: Any = tomllib.loads(text)
+    except ValueError as error:  # TOMLDecodeError is one
         raise BadInput(f"{path} is not TOML: {error}") from error
     if is_project_file or "tool" in table:
         tool = table.get("tool")
@@ -140,18 +154,39 @@ def _named_settings(path: str) -> Settings:
 def _bytes(path: str) -> bytes:
     try:
         with open(path, "rb") as file:  # noqa: PTH123 (pathlib takes longer to import than the rest of this)
-            return file.read()
+            data = file.read(LARGEST_BYTES + 1)
     except OSError as error:
         raise BadInput(f"cannot read the settings in {path}: {(error.strerror or str(error)).lower()}") from error
+    if len(data) > LARGEST_BYTES:
+        limit = LARGEST_BYTES // 1000
+        raise BadInput(f"{path}: larger than {limit} kB, and settings are read up to that; --isolated reads none")
+    return data
+
+
+def _refuse_endless(text: str, path: str) -> None:
+    """Refuse what the parser would recurse on or take minutes for: its time grows with the square of a key's parts."""
+    import re
+
+    plain = re.sub(STRING_OR_COMMENT, "s", text)
+    depth = 0
+    for bracket in re.findall(r"[\[\]{}]", plain):
+        depth = max(0, depth + (1 if bracket in "[{" else -1))
+        if depth > DEEPEST:
+            raise BadInput(f"{path}: brackets nested more than {DEEPEST} deep; no settings are")
+    keys = re.findall(r"[\w.-]+", plain.replace(" ", "").replace("\t", ""))
+    if any(key.count(".") >= MOST_PARTS for key in keys):
+        raise BadInput(f"{path}: a dotted key of more than {MOST_PARTS} parts; no setting has one")
 
 
 def _understood(table: dict[str, Any], path: str) -> Settings:
     values: dict[str, Any] = {}
     for key, value in table.items():
+        if key in FOR_THE_COMMAND_LINE:
+            raise BadInput(f"{path}: {key} is for the command line, not for settings: ampwise check --{key}")
         if key not in KEYS:
-            close = nearest(key, KEYS)
+            close = nearest(key[:LONGEST_KEY], KEYS)
             guess = f" Did you mean {' or '.join(close)}?" if close else ""
-            raise BadInput(f"{path}: unknown key {key!r}.{guess} The keys are {', '.join(KEYS)}.")
+            raise BadInput(f"{path}: unknown key {key[:LONGEST_KEY]!r}.{guess} The keys are {', '.join(KEYS)}.")
         values[key.replace("-", "_")] = _checked(key, value, path)
     folder = os.path.dirname(os.path.abspath(path))  # noqa: PTH100, PTH120
     return Settings(source=path, folder=folder, **values)
@@ -160,10 +195,6 @@ def _understood(table: dict[str, Any], path: str) -> Settings:
 def _checked(key: str, value: Any, path: str) -> Any:
     if key in LISTS:
         return _strings(key, value, path)
-    if key in SWITCHES:
-        if not isinstance(value, bool):
-            raise BadInput(f"{path}: {key} is {_kind(value)}; it must be true or false")
-        return value
     if key == "per-file-ignores":
         if not isinstance(value, dict):
             raise BadInput(f'{path}: {key} is {_kind(value)}; it must be a table, such as {{"tests/*" = ["AMP101"]}}')

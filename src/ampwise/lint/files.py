@@ -2,7 +2,7 @@
 
 Folders are walked with ``os.scandir``, not ``pathlib``: on large trees this is where the time goes.
 """
-# ruff: noqa: PTH100, PTH110, PTH116, PTH118, PTH119, PTH120
+# ruff: noqa: PTH100, PTH110, PTH112, PTH116, PTH118, PTH119, PTH120
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from ampwise.source.script import Unreadable, system_reason
 __all__ = ["DEFAULT_EXCLUDE", "Found", "find_files", "glob_matcher", "ignored_by", "is_excluded"]
 
 SUFFIXES = (".py", ".ipynb")
+SHOWN_LINKS = 3
 
 # ruff's list, and site-packages.
 DEFAULT_EXCLUDE = (
@@ -64,6 +65,7 @@ class Found:
 def find_files(paths: Iterable[str], configs: Configs, *, force_exclude: bool = False) -> Found:
     """The files that ``paths`` mean: a file is itself, whatever its name; a folder is its Python and notebooks.
 
+    Symlinks in a folder are followed as long as they lead to something in it: what lies elsewhere was not asked for.
     With ``force_exclude``, what the settings exclude is passed over even if it is one of ``paths``.
     """
     walk = _Walk(configs)
@@ -72,6 +74,7 @@ def find_files(paths: Iterable[str], configs: Configs, *, force_exclude: bool = 
             walk.found.excluded += 1
         else:
             walk.add(path)
+    walk.count_links_out()
     return walk.found
 
 
@@ -111,8 +114,9 @@ class _Walk:
     def __init__(self, configs: Configs) -> None:
         self.found = Found()
         self._configs = configs
-        self._known: set[str] = set()  # absolute paths of files
+        self._known: set[str] = set()  # real paths of files
         self._walked: set[tuple[int, int]] = set()  # device and inode of folders
+        self._links_out: list[str] = []
 
     def add(self, path: str) -> None:
         """Take in a path as it was given."""
@@ -122,7 +126,7 @@ class _Walk:
             self.found.unreadable.append(Unreadable(path, system_reason(error)))
             return
         if not stat.S_ISDIR(mode):
-            self._add_file(os.path.normpath(path))
+            self._add_file(os.path.normpath(path), os.path.realpath(path))
             return
         known, trouble = len(self._known), len(self.found.unreadable)
         self._walk(os.path.normpath(path))
@@ -130,28 +134,47 @@ class _Walk:
         if silent and not self._has_python(path):
             self.found.notes.append(f"{path}: no Python file or notebook in this folder")
 
+    def count_links_out(self) -> None:
+        """Say how many symlinks were left out."""
+        count, names = len(self._links_out), ", ".join(self._links_out[:SHOWN_LINKS])
+        if count:
+            lead = "1 symlink leads" if count == 1 else f"{count} symlinks lead"
+            more = ", ..." if count > SHOWN_LINKS else ""
+            self.found.notes.append(f"{lead} out of the folder that is checked, not followed: {names}{more}")
+
     def _has_python(self, path: str) -> bool:
         """Whether something below a folder was found before, through another of the paths."""
         folder = os.path.join(os.path.realpath(path), "")
-        return any(os.path.realpath(known).startswith(folder) for known in self._known)
+        return any(known.startswith(folder) for known in self._known)
 
-    def _add_file(self, path: str) -> None:
-        key = os.path.abspath(path)
-        if key not in self._known:
-            self._known.add(key)
+    def _add_file(self, path: str, real: str) -> None:
+        if real not in self._known:
+            self._known.add(real)
             self.found.files.append(path)
 
     def _walk(self, root: str) -> None:
-        """All of a folder; folders that are links come last, so that a file is known by its own path."""
+        """All of a folder; links come last, so that a file is known by its own path."""
+        top = os.path.realpath(root)
         links: list[str] = []
-        pending = [root]
-        while pending or links:
-            folder = pending.pop() if pending else links.pop(0)
-            if not self._is_new(folder):
-                continue
-            below, linked = self._visit(folder)
-            pending += reversed(below)
-            links += linked
+        self._walk_folders(root, top, links)
+        for path in links:  # which grow on the way
+            real = os.path.realpath(path)
+            if real != top and not real.startswith(os.path.join(top, "")):
+                self._links_out.append(path)
+            elif os.path.isdir(real):
+                self._walk_folders(path, real, links)
+            else:
+                self._add_file(path, real)
+
+    def _walk_folders(self, folder: str, real: str, links: list[str]) -> None:
+        """Take in a folder and those below it, and note their links."""
+        pending = [(folder, real)]
+        while pending:
+            folder, real = pending.pop()
+            if self._is_new(folder):
+                below, linked = self._visit(folder, real)
+                pending += reversed(below)
+                links += linked
 
     def _is_new(self, folder: str) -> bool:
         try:
@@ -175,9 +198,9 @@ class _Walk:
                 return
             above = os.path.dirname(above)
 
-    def _visit(self, folder: str) -> tuple[list[str], list[str]]:
-        """Take in the files of a folder; the folders below it, and those that are links."""
-        below: list[str] = []
+    def _visit(self, folder: str, real: str) -> tuple[list[tuple[str, str]], list[str]]:
+        """Take in the files of a folder; the folders below it with their real paths, and the links."""
+        below: list[tuple[str, str]] = []
         linked: list[str] = []
         excluded = _Excluded(self._configs.for_folder(folder), folder)
         for entry in self._entries(folder):
@@ -185,19 +208,26 @@ class _Walk:
                 continue
             path = entry.path.removeprefix(f".{os.sep}") if folder == "." else entry.path
             try:
-                if entry.is_dir():
-                    (linked if entry.is_symlink() else below).append(path)
-                elif entry.name.endswith(SUFFIXES):
-                    self._add_entry(entry, path)
+                is_folder = entry.is_dir()
+                if not is_folder and not entry.name.endswith(SUFFIXES):
+                    continue
+                if entry.is_symlink():
+                    linked += self._followable(entry, path)
+                elif is_folder:
+                    below.append((path, os.path.join(real, entry.name)))
+                elif entry.is_file():
+                    self._add_file(path, os.path.join(real, entry.name))
             except OSError as error:  # a link that leads to itself
                 self.found.unreadable.append(Unreadable(path, system_reason(error)))
         return below, linked
 
-    def _add_entry(self, entry: os.DirEntry[str], path: str) -> None:
-        if entry.is_file():
-            self._add_file(path)
-        elif entry.is_symlink() and not entry.name.startswith(".#"):  # Emacs' locks are links to nowhere
+    def _followable(self, entry: os.DirEntry[str], path: str) -> list[str]:
+        """A link that leads to a file or a folder."""
+        if entry.is_dir() or entry.is_file():
+            return [path]
+        if not entry.name.startswith(".#"):  # Emacs' locks are links to nowhere
             self.found.unreadable.append(Unreadable(path, "a symbolic link to nothing"))
+        return []
 
     def _entries(self, folder: str) -> list[os.DirEntry[str]]:
         try:

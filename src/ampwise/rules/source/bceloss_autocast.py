@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 
 from ampwise.finding import Edit, Finding, Rule, Severity
+from ampwise.source.conditions import runs_before
 from ampwise.source.events import Context
 from ampwise.source.frame import Frame
 from ampwise.source.instances import makers
+from ampwise.source.outline import Binding
+from ampwise.source.pattern import Pattern
 from ampwise.source.precision import keyword
 from ampwise.source.project import Code
 from ampwise.source.walk import Site
@@ -66,6 +70,8 @@ def check(code: Code) -> Iterator[Finding]:
                 code.script.place(site.node),
                 "`BCELoss` raises an error under CUDA autocast",
                 edits=_mended_class(code, site),
+                # What is an attribute, or imported elsewhere, may be called where we do not look.
+                safe=isinstance(site.node.func, ast.Name) and not code.project.importers(code.path),
             )
 
 
@@ -160,13 +166,24 @@ def _without_sigmoid(code: Code, call: ast.Call, frame: Frame) -> Edit | None:
     if logits is None:
         return None
     if len(uses) == 2:  # where it is assigned, and here
-        return code.script.replace(bound[0].value, code.script.segment(logits))
-    stays = isinstance(logits, ast.Name) and len(frame.function.bindings.get(logits.id, [])) == 1
-    return code.script.replace(given, code.script.segment(logits)) if stays else None
+        text = code.script.segment(logits)
+        return code.script.replace(bound[0].value, f"({text})" if "\n" in text else text)
+    stays = isinstance(logits, ast.Name) and _stays(logits.id, bound[0], frame)
+    is_current = runs_before(code.script, bound[0].node, given)
+    return code.script.replace(given, code.script.segment(logits)) if stays and is_current else None
+
+
+def _stays(name: str, since: Binding, frame: Frame) -> bool:
+    """Whether a name still is the tensor it was at an assignment, unchanged."""
+    bound = frame.function.bindings.get(name, [])
+    if len(bound) != 1 or getattr(bound[0].node, "lineno", 0) > getattr(since.node, "lineno", 0):
+        return False
+    changed = Pattern(rf"\b{re.escape(name)}(\.\w+_\(|\[[^\n]*\]\s*[-+*/]?=[^=])|\binplace\b|\bout=")
+    return not changed.search(frame.function.text)
 
 
 def _in_sigmoid(node: ast.expr, frame: Frame) -> ast.expr | None:
-    if not isinstance(node, ast.Call) or node.keywords:
+    if not isinstance(node, ast.Call) or node.keywords or any(isinstance(given, ast.Starred) for given in node.args):
         return None
     func = node.func
     if frame.qualified(func) in SIGMOIDS and len(node.args) == 1:

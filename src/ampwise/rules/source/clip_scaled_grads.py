@@ -6,9 +6,11 @@ import ast
 from collections.abc import Iterator
 
 from ampwise.finding import Edit, Finding, Rule, Severity
+from ampwise.source.conditions import Stretch, may_be_retried, stretch, surely_a_grad_scaler
 from ampwise.source.events import Event
+from ampwise.source.names import dotted_text
 from ampwise.source.project import Code
-from ampwise.source.steps import Moment
+from ampwise.source.steps import STEPS, Moment, Region
 
 __all__ = ["RULE", "check"]
 
@@ -41,27 +43,69 @@ def check(code: Code) -> Iterator[Finding]:
         for clip, moments in region.visits("clip"):
             scaled = [moment for moment in moments if moment.scaled and not moment.stepped]
             if scaled and all(moment.surely_scaled for moment in scaled):
+                edits, doubt = _unscale_first(clip, scaled, region, code)
                 yield RULE.at(
                     clip.place,
                     f"gradients are still multiplied by the loss scale of {_backward(scaled[0]).spot(clip)}",
-                    edits=_unscale_before(clip, scaled),
+                    fix=_advice(clip, scaled, doubt),
+                    edits=edits,
+                    safe=doubt is None,
                 )
+
+
+def _advice(clip: Event, moments: list[Moment], doubt: str | None) -> str | None:
+    late = next((unscale for moment in moments for unscale in moment.later("unscale")), None)
+    if late is not None:
+        return f"Move the `unscale_` of {late.spot(clip)} to before the clip; a second one would raise."
+    return f"{RULE.fix} Not a safe fix: {doubt}." if doubt else None
 
 
 def _backward(moment: Moment) -> Event:
     return next(iter(moment.scaled.values()))
 
 
-def _unscale_before(clip: Event, moments: list[Moment]) -> tuple[Edit, ...]:
-    """The line ``scaler.unscale_(optimizer)``, spelled as the step that follows spells them."""
+def _unscale_first(
+    clip: Event, moments: list[Moment], region: Region, code: Code
+) -> tuple[tuple[Edit, ...], str | None]:
+    """The line ``scaler.unscale_(optimizer)`` in the block of the step, and what speaks against calling it safe.
+
+    There it is called exactly when ``scaler.step(optimizer)`` is, whatever ``if`` or loop the clip is in. Nothing is
+    offered where the gradients are unscaled elsewhere, too, or others are added after the clip.
+    """
     steps = {step for moment in moments for step in moment.later("scaler step")}
-    here = [step for step in steps if step.frame is clip.frame]
-    plain_path = any(not moment.scaled for moment in moments)
-    if len(steps) != 1 or not here or plain_path or here[0].context.loops != _backward(moments[0]).context.loops:
-        return ()  # in a loop over optimizers the others' gradients would still be scaled
-    call = here[0].node
-    if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Attribute) or not call.args:
-        return ()
+    added = any(True for moment in moments for _ in moment.later("scaled backward", "backward"))
+    if len(steps) != 1 or added or region.has("unscale") or len([e for e in region.events if e.kind in STEPS]) != 1:
+        return (), None
+    (step,) = steps
+    between = stretch(clip, step)
+    if between is None or not all(_is_before(between, _backward(moment), step) for moment in moments):
+        return (), None
+    assert isinstance(step.node, ast.Call)
+    scaler = dotted_text(step.receiver)
+    optimizer = dotted_text(step.node.args[0]) if step.node.args else None
+    if scaler is None or optimizer is None or between.rebinds(scaler, optimizer):
+        return (), None
     script = clip.frame.outline.script
-    scaler, optimizer = script.segment(call.func.value), script.segment(call.args[0])
-    return (script.insert_before(clip.node, f"{scaler}.unscale_({optimizer})"),)
+    return (script.insert_before(between.first, f"{scaler}.unscale_({optimizer})"),), _doubt(
+        between, step, region, code
+    )
+
+
+def _is_before(between: Stretch, backward: Event, step: Event) -> bool:
+    """Whether the gradients of ``backward`` are all there when the stretch begins."""
+    loops = backward.context.loops
+    if step.context.loops != loops[: len(step.context.loops)]:
+        return False  # in a loop over optimizers the others' gradients would still be scaled
+    return between.starts_plainly if backward.frame is not step.frame else not between.is_in_first(backward)
+
+
+def _doubt(between: Stretch, step: Event, region: Region, code: Code) -> str | None:
+    if between.may_be_left:
+        return "the step may be left out after the clip, and the next `unscale_` would then raise"
+    if may_be_retried(step):
+        return "an exception may be caught before the step, and the next `unscale_` would then raise"
+    if region.has("opaque"):
+        return "a function that cannot be seen has part in the step"
+    if not surely_a_grad_scaler(step, code):
+        return "whether the scaler is always a GradScaler cannot be seen"
+    return None

@@ -59,7 +59,9 @@ def check(code: Code) -> Iterator[Finding]:
                 yield RULE.at(
                     code.script.place(node),
                     f"{code.script.segment(literal)} is beyond FP16, whose largest number is 65504",
-                    edits=_finfo(tensor, literal, code),
+                    edits=_finfo(tensor, literal, code, site.context),
+                    # A product is added to something, and twice the largest number is infinite.
+                    safe=not isinstance(node, ast.BinOp) and "jit.script" not in code.script.text,
                 )
 
 
@@ -111,10 +113,21 @@ def _number(node: ast.expr | None) -> float | None:
     return None
 
 
-def _finfo(tensor: ast.expr, literal: ast.expr, code: Code) -> tuple[Edit, ...]:
-    """``torch.finfo(scores.dtype).min`` for the literal, where the tensor has a name to ask."""
+def _finfo(tensor: ast.expr, literal: ast.expr, code: Code, context: Context) -> tuple[Edit, ...]:
+    """``torch.finfo(scores.dtype).min`` for the literal, where the tensor has a name to ask, and torch its own."""
     value = _number(literal)
     named = dotted_text(tensor)
-    if value is None or named is None or code.outline.imports.names.get("torch") != "torch":
+    if value is None or named is None or not _knows_torch(code, context):
         return ()
     return (code.script.replace(literal, f"torch.finfo({named}.dtype).{'min' if value < 0 else 'max'}"),)
+
+
+def _knows_torch(code: Code, context: Context) -> bool:
+    """Whether the name ``torch`` is torch's here: imported by the module itself, and taken by nothing else."""
+    imported = any(
+        alias.asname is None and alias.name.partition(".")[0] == "torch"
+        for statement in code.script.tree.body
+        if isinstance(statement, ast.Import)
+        for alias in statement.names
+    )
+    return imported and not any(function.holds("torch") for function in context.frame.function.chain())

@@ -6,10 +6,11 @@ import ast
 from collections.abc import Iterator
 
 from ampwise.finding import Edit, Finding, Rule, Severity
+from ampwise.source.conditions import stretch, surely_a_grad_scaler
 from ampwise.source.events import Event
 from ampwise.source.names import dotted_text
 from ampwise.source.project import Code
-from ampwise.source.steps import Moment
+from ampwise.source.steps import Moment, Region
 
 __all__ = ["RULE", "check"]
 
@@ -26,7 +27,7 @@ RULE = Rule(
     fix="Call `scaler.update()` once an iteration, after the last `scaler.step`.",
     bad="scaler.scale(loss).backward()\nscaler.step(optimizer)",
     good="scaler.scale(loss).backward()\nscaler.step(optimizer)\nscaler.update()",
-    fixable="always",
+    fixable="sometimes",
 )
 NEEDS = (("caler",), (".backward(",), (".step(",))
 
@@ -41,7 +42,15 @@ def check(code: Code) -> Iterator[Finding]:
             if step.key in updated | given_away or _has_hidden_base(step):
                 continue
             if all(moment.scaled and not _is_followed(moment) for moment in moments):
-                yield RULE.at(step.place, "the scale is never updated after this step", edits=_update_after(step))
+                edits = _update_after(step, moments)
+                doubt = _doubt(step, region, code) if edits else None
+                yield RULE.at(
+                    step.place,
+                    "the scale is never updated after this step",
+                    fix=f"{RULE.fix} Not a safe fix: {doubt}." if doubt else None,
+                    edits=edits,
+                    safe=doubt is None,
+                )
 
 
 def _has_hidden_base(step: Event) -> bool:
@@ -62,9 +71,28 @@ def _is_followed(moment: Moment) -> bool:
     return any(True for _ in (*moment.later("update"), *others))
 
 
-def _update_after(step: Event) -> tuple[Edit, ...]:
-    call = step.node
-    assert isinstance(call, ast.Call)
-    assert isinstance(call.func, ast.Attribute)
-    script = step.frame.outline.script
-    return (script.insert_after(call, f"{script.segment(call.func.value)}.update()"),)
+def _update_after(step: Event, moments: list[Moment]) -> tuple[Edit, ...]:
+    """The line ``scaler.update()``, when the step is a statement of its own, made once an iteration."""
+    backwards = [backward for moment in moments for backward in moment.scaled.values()]
+    loops = step.context.loops
+    once = all(loops == backward.context.loops[: len(loops)] for backward in backwards)
+    scaler = dotted_text(step.receiver)
+    alone = stretch(step, step)
+    if not once or scaler is None or alone is None or isinstance(alone.first, ast.Return):
+        return ()
+    return (step.frame.outline.script.insert_after(step.node, f"{scaler}.update()"),)
+
+
+def _doubt(step: Event, region: Region, code: Code) -> str | None:
+    """Why an update may not be missing: a second one in an iteration raises."""
+    if region.loop is None:
+        return "whoever runs this step may update the scale after it"
+    if any(_updates(node) for node in code.nodes(ast.Call)):
+        return "there is an `update()` that may be the scaler's"
+    if not surely_a_grad_scaler(step, code):
+        return "whether the scaler is always a GradScaler cannot be seen"
+    return None
+
+
+def _updates(call: ast.Call) -> bool:
+    return isinstance(call.func, ast.Attribute) and call.func.attr == "update" and not (call.args or call.keywords)
