@@ -20,6 +20,7 @@ LAYERS = {
     "ampwise.finding": 1,
     "ampwise.frozen": 1,
     "ampwise.modules": 1,
+    "ampwise.programs": 1,
     "ampwise.rooms": 1,
     "ampwise.strict_json": 1,
     "ampwise.formats": 1,

@@ -215,3 +215,18 @@ def test_the_frame_is_light():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "[]"
+
+
+def test_python_m_runs_nothing_of_the_current_folder(tmp_path):
+    """`python -m` has the current folder first on its path: a json.py there, or a plugin, would be run by a check."""
+    trap = "open('was-run', 'a').write(__name__)\n"
+    for name in ("argparse", "ast", "json", "rich", "tokenize", "tomllib", "plugin"):
+        (tmp_path / f"{name}.py").write_text(trap)
+    (tmp_path / "plugin-1.0.dist-info").mkdir()
+    (tmp_path / "plugin-1.0.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: plugin\nVersion: 1.0\n")
+    (tmp_path / "plugin-1.0.dist-info" / "entry_points.txt").write_text("[ampwise.rules]\nplugin = plugin\n")
+    (tmp_path / "ampwise.toml").write_text('select = ["AMP101"]\n')
+    (tmp_path / "train.py").write_text("import torch\nscaler = torch.cuda.amp.GradScaler()\n")
+    done = ampwise("check", ".", "--json", cwd=tmp_path)
+    assert (done.returncode, done.stdout.strip(), done.stderr) == (0, "[]", "")
+    assert not (tmp_path / "was-run").exists()

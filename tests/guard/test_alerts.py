@@ -364,6 +364,17 @@ def test_a_command_gets_the_finding_on_its_standard_input(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == [copy.name], "no shell has read the name"
 
 
+def test_a_command_is_no_program_of_the_current_folder_by_an_empty_part_of_path(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "notify").write_text("#!/bin/sh\ntouch was-run\n")
+    (tmp_path / "notify").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{os.environ['PATH']}:")
+    with pytest.raises(BadInput, match="there is no program 'notify' that could be run"):
+        command(["notify"])
+    command(["./notify"])(finding())
+    assert (tmp_path / "was-run").exists()
+
+
 def test_a_command_that_fails_says_why():
     with pytest.raises(OSError, match=r"^exit code 3: no such room$"):
         command(python("import sys; print('trying'); print('no such room', file=sys.stderr); sys.exit(3)"))(finding())

@@ -6,7 +6,6 @@ import random
 import signal
 import textwrap
 import threading
-import urllib.request
 from types import SimpleNamespace
 
 import pytest
@@ -699,35 +698,6 @@ def test_alerts_get_every_kind_of_finding(tmp_path, capsys):
     train(run, data(20, bad=[10, 11]))
     assert [finding.rule.name for finding in got] == ["step-skipped", "rolled-back"]
     capsys.readouterr()
-
-
-def test_numbers_are_offered_on_this_machine_only_and_not_after_the_end(tmp_path):
-    run = training(tmp_path, metrics_port=0, every="2 steps")
-    address = run.guard.metrics_address
-    assert address.startswith("http://127.0.0.1:")
-    with run.guard:
-        for batch in run.guard.batches(data(6)):
-            step = run.guard.step(run.loss, batch)
-        with urllib.request.urlopen(address, timeout=10) as answer:
-            lines = answer.read().decode().splitlines()
-    numbers = dict(line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
-    assert float(numbers["ampwise_step"]) == 6
-    assert float(numbers["ampwise_checkpoints_failed_total"]) == 0
-    assert float(numbers["ampwise_loss"]) == pytest.approx(step.loss)
-    with pytest.raises(OSError, match="refused"):
-        urllib.request.urlopen(address, timeout=10)
-
-
-def test_a_guard_that_is_refused_takes_no_port_with_it(tmp_path):
-    first = training(tmp_path)
-    first.guard.begin()
-    second = training(tmp_path, metrics_port=0)
-    address = second.guard.metrics_address
-    with pytest.raises(BadInput):
-        second.guard.begin()
-    with pytest.raises(OSError, match="refused"):
-        urllib.request.urlopen(address, timeout=10)
-    first.guard.close()
 
 
 def test_of_what_comes_again_and_again_few_are_printed_and_all_are_kept(tmp_path, capsys):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+import sys
 
 import pytest
 
@@ -34,7 +35,7 @@ def test_the_kernel_module_is_asked_first(monkeypatch, tmp_path):
     banner = tmp_path / "version"
     banner.write_text(CLOSED)
     monkeypatch.setattr(driver, "KERNEL_MODULE", banner)
-    monkeypatch.setattr(driver, "QUERY", ("no-such-command",))
+    monkeypatch.setattr(driver, "PROGRAM", "no-such-command")
     assert driver.driver_version() == "535.129.03"
 
 
@@ -48,5 +49,21 @@ def test_no_driver_is_none(monkeypatch, tmp_path, error):
         raise error
 
     monkeypatch.setattr(driver, "KERNEL_MODULE", tmp_path / "absent")
+    monkeypatch.setattr(driver, "PROGRAM", sys.executable)
     monkeypatch.setattr(subprocess, "run", fail)
     assert driver.driver_version() is None
+
+
+@pytest.mark.parametrize(
+    ("path", "expected"), [("", None), (":", None), (".", None), ("bin", None), ("{here}/bin:", "550.54.15")]
+)
+def test_nvidia_smi_is_asked_by_its_full_path(monkeypatch, tmp_path, path, expected):
+    """An empty or relative part of PATH is the current folder, whose programs are anybody's."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "bin").mkdir()
+    for folder, version in ((tmp_path, "666.66.66"), (tmp_path / "bin", "550.54.15")):
+        (folder / "nvidia-smi").write_text(f"#!/bin/sh\necho {version}\n")
+        (folder / "nvidia-smi").chmod(0o755)
+    monkeypatch.setattr(driver, "KERNEL_MODULE", tmp_path / "absent")
+    monkeypatch.setenv("PATH", path.format(here=tmp_path))
+    assert driver.driver_version() == expected

@@ -65,6 +65,7 @@ def project(tmp_path):
 
 async def in_process(words, *, cwd, seconds, text=None):
     """A verb as ``launch`` runs it, without the time that a process takes."""
+    words = Folder(cwd).words(words)
     out, err = io.StringIO(), io.StringIO()
     stdin = io.TextIOWrapper(io.BytesIO((text or "").encode()))
     with (
@@ -74,7 +75,7 @@ async def in_process(words, *, cwd, seconds, text=None):
         mock.patch.object(sys, "stdin", stdin),
     ):
         try:
-            code = main(list(words))
+            code = main(words)
         except SystemExit as leaving:
             code = leaving.code
     return Ended(code=code, out=out.getvalue(), err=err.getvalue())
@@ -87,7 +88,7 @@ class Recorder:
         self.asked, self.ended = [], Ended(code=code, out=out, err=err)
 
     async def __call__(self, words, *, cwd, seconds, text=None):
-        self.asked.append(list(words))
+        self.asked.append(Folder(cwd).words(words))
         return self.ended
 
 
@@ -326,6 +327,7 @@ def test_the_page_has_the_limits_that_hold():
         f"scripts above {mcp_folder.LARGEST_BYTES // 1_000_000} MB",
         f"more than {mcp_folder.MOST_FILES:,} scripts or {mcp_folder.MOST_NAMES} paths",
         f"tested with mcp {FIRST[0]}.{FIRST[1]}",
+        f"{mcp_tools.MOST_AT_ONCE} are worked on at once, up to {mcp_tools.MOST_WAITING} wait",
     ):
         assert said in page
     for tool in (*TOOLS, *NEEDS_ALLOW_RUN):
@@ -434,6 +436,19 @@ def test_an_absolute_path_in_it_will_do(project):
     assert Folder(project).file(str(project / "train.py")) == "./train.py"
 
 
+def test_a_symlink_that_was_put_there_since_is_not_read(trapped):
+    """Here it is there from the first, but nobody looked: words that are no names go through as they are."""
+    (trapped / "ampwise.toml").write_text("")
+
+    def checked(*words):
+        return anyio.run(lambda: launch(["check", "--json", "--exit-zero", *words], cwd=trapped, seconds=60))
+
+    through_a_link, itself = checked("./link.py", "./up/secret.py"), checked("./train.py")
+    assert json.loads(through_a_link.out) == []
+    assert through_a_link.err.count("leads out of") == 2
+    assert [each["code"] for each in json.loads(itself.out)] == ["AMP101"]
+
+
 @given(st.text(st.sampled_from("./a~-link\0\n\\ü"), max_size=30))
 def test_no_name_leads_out(tmp_path_factory, name):
     root = tmp_path_factory.getbasetemp() / "law"
@@ -515,12 +530,132 @@ def test_when_the_server_is_ended_so_is_what_it_runs(project, monkeypatch):
     assert not mcp_process._RUNNING
 
 
-@pytest.mark.parametrize(
-    ("word", "said"), [("a\0b", "embedded null byte"), ("x" * 3_000_000, "Argument list too long")]
-)
-def test_what_no_command_line_takes_is_a_line(project, word, said):
+@pytest.mark.parametrize("word", ["a\0b", "x" * 3_000_000], ids=["null", "long"])
+def test_what_no_command_line_takes_is_a_line(project, word):
     told = refused(project, "advise", {"gpu": word}, run_verb=launch)
-    assert told == f"ampwise advise cannot be started with these arguments: {said}."
+    assert told == "ampwise advise: arguments of up to 10,000 characters without NUL are taken."
+
+
+WITHOUT_END = "case $(cat) in *formats*) echo '[]';; *) echo $$ > pid; exec sleep 600;; esac"
+
+
+async def started(folder):
+    """The number of the process that works without end, when there is one."""
+    while not (text := (folder / "pid").read_text() if (folder / "pid").exists() else ""):
+        await anyio.sleep(0.01)
+    return int(text)
+
+
+def is_there(number):
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(number, 0)
+        return True
+    return False
+
+
+def test_others_are_answered_while_one_hangs_and_when_called_off_it_is_gone(project, monkeypatch):
+    monkeypatch.setattr(mcp_process, "PYTHON", ("sh", "-c", WITHOUT_END))
+
+    async def ask():
+        server = make_server(Folder(project), run_verb=launch)
+        async with Client(server) as client, anyio.create_task_group() as group:
+            group.start_soon(client.call_tool, "check", {})
+            hanging = await started(project)
+            answer = await client.call_tool("formats", {})
+            group.cancel_scope.cancel()
+        return hanging, answer.content[0].text
+
+    hanging, text = anyio.run(ask)
+    assert text == "[]\n"
+    assert not is_there(hanging)
+    assert not mcp_process._RUNNING
+
+
+def test_what_took_too_long_is_an_error_of_a_line_and_gone(project, monkeypatch):
+    monkeypatch.setattr(mcp_process, "PYTHON", ("sh", "-c", WITHOUT_END))
+    monkeypatch.setattr(mcp_tools, "SECONDS", 2.0)
+    told = refused(project, "check", {}, run_verb=launch)
+    assert told == "ampwise check took longer than 2 seconds, and was stopped."
+    assert not any(is_there(int(path.read_text())) for path in project.glob("pid"))
+
+
+@pytest.mark.parametrize(
+    ("tool", "arguments"),
+    [
+        ("check", {}),
+        ("check", {"text": BAD}),
+        ("fix", {"paths": ["gone", "../secret.py"]}),
+        ("read_report", {"run": "gone"}),
+        ("replay", {"capsule": "gone", "build": "gone.py:make"}),
+        ("memory", {"maker": "gone.py:make"}),
+        ("run", {"script": "gone.py", "output": "../out"}),
+    ],
+)
+def test_the_server_itself_looks_at_nothing(project, monkeypatch, tool, arguments):
+    """Whatever may take long is left to the process of the request."""
+    asked = []
+
+    async def launched(words, **_):
+        asked.append(words)
+        return Ended(code=0, out="", err="")
+
+    monkeypatch.setattr(Folder, "_inside", None)
+    monkeypatch.setattr(Folder, "settings", None)
+    is_error, _ = call(project, tool, arguments, allow_run=True, run_verb=launched)
+    assert not is_error
+    assert asked
+
+
+def test_only_so_many_are_worked_on_at_once_and_wait(project, monkeypatch):
+    monkeypatch.setattr(mcp_tools, "MOST_WAITING", 7)
+    working, most, go_on = 0, 0, anyio.Event()
+
+    async def launched(words, **_):
+        nonlocal working, most
+        working, most = working + 1, max(most, working + 1)
+        await go_on.wait()
+        working -= 1
+        return Ended(code=0, out="[]", err="")
+
+    async def ask():
+        answers = []
+        async with Client(make_server(Folder(project), run_verb=launched)) as client:
+
+            async def one():
+                answers.append((await client.call_tool("formats", {})).content[0].text)
+
+            async with anyio.create_task_group() as group:
+                for _ in range(9):
+                    group.start_soon(one)
+                while len(answers) < 2:
+                    await anyio.sleep(0.01)
+                go_on.set()
+        return answers
+
+    answers = anyio.run(ask)
+    assert most == mcp_tools.MOST_AT_ONCE
+    assert sorted(answers) == ["7 requests are not answered yet: ask again when they are."] * 2 + ["[]"] * 7
+
+
+def test_no_program_or_library_is_looked_for_in_the_folder(project, monkeypatch):
+    """PATH= with an empty part means the current folder, which is the agent's."""
+    (project / "bin").mkdir()
+    for tool in (project / "nvidia-smi", project / "bin" / "nvidia-smi"):
+        tool.write_text("#!/bin/sh\ntouch was-run\n")
+        tool.chmod(0o755)
+    (project.parent / "way").symlink_to(project / "bin")
+    ways = [":", "", ".", "bin", str(project), str(project / "bin"), str(project.parent / "way")]
+    monkeypatch.setenv("PATH", os.pathsep.join([*ways, os.environ["PATH"]]))
+    monkeypatch.setenv("LD_LIBRARY_PATH", f":{project}:/usr/lib:")
+    monkeypatch.setenv("DYLD_LIBRARY_PATH", ":")
+    told = 'cat > /dev/null; nvidia-smi || echo none; echo "$LD_LIBRARY_PATH ${DYLD_LIBRARY_PATH-unset}"'
+    monkeypatch.setattr(mcp_process, "PYTHON", ("/bin/sh", "-c", told))
+    ended = anyio.run(lambda: launch(["gpu"], cwd=project, seconds=60))
+    assert not (project / "was-run").exists()
+    assert ended.out.splitlines() == ["none", "/usr/lib unset"] or "Driver" in ended.out
+    monkeypatch.setenv("PATH", ":")
+    assert "PATH" not in mcp_process._environment(project, own_code=False)
+    assert mcp_process._environment(project, own_code=True)["PATH"] == ":"
 
 
 def test_of_the_folder_nothing_is_on_the_path_unless_it_may_be_run(tmp_path, monkeypatch):

@@ -273,3 +273,16 @@ def test_a_process_reads_what_its_shares_import_once(tmp_path, monkeypatch, plan
     for path in paths:
         assert told(check_share(Task(paths, {path: frozenset({"AMP101"})}))) == [f"{path}:1:1: AMP101"]
     assert len(made) == 1
+
+
+def test_a_pipe_or_a_huge_file_beside_a_training_script_is_passed_over(folder, tmp_path):
+    """Also where others' imports are looked up: a pipe would never end, and a hole of a terabyte fits no memory."""
+    folder({"train.py": "import huge, pipe\nscaler.scale(loss).backward()\n"})
+    os.mkfifo(tmp_path / "pipe.py")
+    with (tmp_path / "huge.py").open("wb") as huge:
+        huge.truncate(2**40)
+    report = run("train.py", "pipe.py", "huge.py")
+    assert [str(each) for each in report.unreadable] == [
+        "huge.py: larger than 10 MB, which is no code",
+        "pipe.py: not a file",
+    ]

@@ -1,5 +1,6 @@
 """The server, over real sockets: the page for who knows its address, and nothing for anybody else."""
 
+import contextlib
 import html
 import http.client
 import json
@@ -16,12 +17,14 @@ import urllib.request
 import webbrowser
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from pathlib import Path
 
 import pytest
 
 from ampwise import BadInput
 from ampwise.cli import main
 from ampwise.live import server as server_module
+from ampwise.live.opening import leading_to
 from ampwise.live.server import Present, serve
 from ampwise.record.follow import Follower
 from ampwise.record.writer import Writer
@@ -284,6 +287,47 @@ def test_clients_that_leave_harm_nobody(server, made, capfd):
     assert capfd.readouterr() == ("", "")
 
 
+def test_strangers_are_cut_off_though_never_silent(server, monkeypatch):
+    """Whoever holds connections without the token gets little time, and the owner is answered meanwhile."""
+    monkeypatch.setattr(server_module, "CLIENT_S", 0.3)
+    with socket.create_connection(("127.0.0.1", server.server_port), timeout=30) as stranger:
+        stranger.settimeout(0.05)
+        with contextlib.suppress(ConnectionError):
+            while True:  # a byte at a time, without end
+                stranger.sendall(b"x")
+                with contextlib.suppress(TimeoutError):
+                    if not stranger.recv(1):
+                        break
+    assert ask(server)[0] == 200
+
+
+def test_many_strangers_do_not_keep_the_owner_out(server, monkeypatch):
+    monkeypatch.setattr(server_module, "MOST_STRANGERS", 5)
+    held = [socket.create_connection(("127.0.0.1", server.server_port), timeout=30) for _ in range(30)]
+    try:
+        assert ask(server)[0] == 200
+        for each in held[:25]:
+            assert each.recv(1) == b""
+        until(lambda: threading.active_count() < 30)
+    finally:
+        for each in held:
+            each.close()
+
+
+def test_a_slow_reader_with_the_token_may_take_its_time(server, monkeypatch):
+    server.present._makers[""] = lambda run: "x" * 5_000_000
+    monkeypatch.setattr(server_module, "MOST_STRANGERS", 1)
+    with socket.create_connection(("127.0.0.1", server.server_port), timeout=30) as owner:
+        line = f"GET /{server.token}/ HTTP/1.1\r\nHost: 127.0.0.1:{server.server_port}\r\n\r\n"
+        owner.sendall(line.encode())
+        read = len(owner.recv(100))
+        for _ in range(5):
+            assert ask(server, token="wrong")[0] == 404
+        while part := owner.recv(65536):
+            read += len(part)
+    assert read > 5_000_000
+
+
 def test_a_page_that_cannot_be_made_is_told_and_tried_again(server, writer, made, impatient):
     def broken(run):
         raise KeyError(HOSTILE)
@@ -492,19 +536,26 @@ def test_the_verb_serves_until_ctrl_c(tmp_path):
         assert (process.returncode, output, errors) == (130, "", "ampwise: interrupted\n")
 
 
-def test_a_browser_follows_the_run(tmp_path, impatient):
-    """The real page, in a real browser, under the headers that it is sent with."""
+@pytest.fixture(scope="module")
+def chromium():
+    """A real browser."""
     playwright = pytest.importorskip("playwright.sync_api")
-    installed = shutil.which("chromium")
-    with growing(tmp_path / "run", steps=3) as writer, playwright.sync_playwright() as play:
+    with playwright.sync_playwright() as play:
         try:
-            browser = play.chromium.launch(executable_path=installed, args=["--no-sandbox"])
+            browser = play.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
         except playwright.Error:
             pytest.skip("no Chromium here")
+        yield browser
+        browser.close()
+
+
+def test_a_browser_follows_the_run(tmp_path, impatient, chromium):
+    """The real page, in a real browser, under the headers that it is sent with."""
+    with growing(tmp_path / "run", steps=3) as writer:
         live_page = partial(page, live=True, every=0.2)
         running = serve(Follower(writer.folder), page=live_page, update=update, interval_s=0.0)
         try:
-            shown, said = browser.new_page(), []
+            shown, said = chromium.new_page(), []
             shown.on("console", lambda message: said.append(message.text))
             shown.on("pageerror", lambda error: said.append(str(error)))
             shown.goto(running.address)
@@ -513,10 +564,116 @@ def test_a_browser_follows_the_run(tmp_path, impatient):
             writer.flush()
             shown.get_by_role("heading", name=re.compile("in 4 steps")).wait_for(timeout=30_000)
             assert said == []
+            shown.close()
         finally:
-            browser.close()
             running.shutdown()
             running.server_close()
+
+
+RECORDS_WHAT_IS_SEEN = """#!/bin/sh
+cat /proc/[0-9]*/cmdline | tr '\\0' '\\n' > "$HOME/seen"
+ls -ld "$HOME"/ampwise-open-*/ "$HOME"/ampwise-open-*/* > "$HOME/modes"
+printf '%s' "$*" > "$HOME/given"
+"""
+
+
+def opened_by(tmp_path, then):
+    """`watch --serve --open` with a browser that notes what every user can see; ``then`` gets both addresses."""
+    home, browser = tmp_path / "home", tmp_path / "browser"
+    home.mkdir()
+    browser.write_text(RECORDS_WHAT_IS_SEEN)
+    browser.chmod(0o755)
+    with growing(tmp_path / "run", steps=3):
+        process = subprocess.Popen(
+            [sys.executable, "-m", "ampwise", "watch", str(tmp_path / "run"), "--serve", "--open"],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=os.environ | {"HOME": str(home), "BROWSER": str(browser)},
+        )
+        try:
+            address = process.stdout.readline().strip()
+            until((home / "given").exists)
+            until(lambda: (home / "given").read_text())
+            then(address, (home / "given").read_text())
+        finally:
+            os.kill(process.pid, signal.SIGINT)
+            errors = process.communicate(timeout=60)[1]
+    assert errors == "ampwise: interrupted\n"
+    assert not list(home.glob("ampwise-open-*"))
+    return home
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_open_shows_no_command_line_the_token(tmp_path):
+    """Every user of the machine can list command lines: a browser's has only a file that nobody else can read."""
+
+    def look(address, given):
+        page = Path(given.removeprefix("file://"))
+        assert f'content="0; url={address}"' in page.read_text()
+        with urllib.request.urlopen(address, timeout=30) as answer:
+            assert b"train.py" in answer.read()
+        assert not page.parent.exists()  # it was needed once
+        found.append(address.rstrip("/").rpartition("/")[2])
+
+    found = []
+    home = opened_by(tmp_path, look)
+    seen = (home / "seen").read_text()
+    assert "--serve" in seen.splitlines()
+    assert found[0] not in seen
+    assert found[0] not in (home / "given").read_text()
+    modes = [line[:10] for line in (home / "modes").read_text().splitlines()]
+    assert sorted(modes) == ["-rw-------", "drwx------"]
+
+
+def test_a_browser_is_led_from_the_file_to_the_page(server, chromium):
+    shown, asked = chromium.new_page(), []
+    shown.on("request", lambda request: asked.append((request.url, request.headers.get("referer"))))
+    with leading_to(server.address) as opened:
+        shown.goto(opened)
+        shown.wait_for_url(server.address)
+    assert "3 steps" in shown.inner_text("p")
+    assert {referer for _, referer in asked} == {None}
+    shown.reload()
+    assert "3 steps" in shown.inner_text("p")
+
+
+def test_a_page_from_elsewhere_reads_nothing_though_it_knew_the_address(server, chromium, monkeypatch):
+    """Another port of this machine is another origin; and no cookie says who asks."""
+    tries = f"""<!doctype html><title>elsewhere</title><script>
+    const address = {json.dumps(server.address)};
+    async function look(mode) {{
+      try {{ return await (await fetch(address, {{mode, credentials: "include"}})).text(); }}
+      catch {{ return "refused"; }}
+    }}
+    function load(tag) {{
+      return new Promise((done) => {{
+        const made = document.createElement(tag);
+        [made.onload, made.onerror, made.src] = [() => done("loaded"), () => done("refused"), address];
+        document.body.append(made);
+      }});
+    }}
+    function frame() {{
+      const made = document.createElement("iframe");
+      return new Promise((done) => {{
+        [made.onload, made.src] = [() => done(made.contentDocument ? "read" : "refused"), address];
+        document.body.append(made);
+      }});
+    }}
+    </script><body>"""
+    elsewhere = serve(Follower(server.present.run.folder), page=lambda _: tries, update=lambda _: {})
+    try:
+        shown = chromium.new_page()
+        with monkeypatch.context() as patched:  # the page from elsewhere is not held by ours
+            patched.delitem(server_module.HEADERS, "Content-Security-Policy")
+            shown.goto(elsewhere.address)
+        found = [shown.evaluate(f"look('{mode}')") for mode in ("cors", "no-cors")]
+        found += [shown.evaluate(f"load('{tag}')") for tag in ("img", "script")] + [shown.evaluate("frame()")]
+        assert found == ["refused"] * 5
+        assert shown.evaluate("document.cookie") == ""
+    finally:
+        elsewhere.shutdown()
+        elsewhere.server_close()
 
 
 def test_open_without_a_browser(tmp_path, monkeypatch, capsys):
@@ -528,8 +685,11 @@ def test_open_without_a_browser(tmp_path, monkeypatch, capsys):
         return False
 
     monkeypatch.setattr(webbrowser, "open", nothing_to_open)
+    monkeypatch.setenv("HOME", str(tmp_path))
     with growing(tmp_path / "run", steps=3):
         assert main(["watch", str(tmp_path / "run"), "--serve", "--open"]) == 130
     said = capsys.readouterr()
-    assert said.out == f"{opened[0]}\n"
+    assert said.out.startswith("http://127.0.0.1:")
+    assert opened[0].startswith(f"file://{tmp_path}/ampwise-open-")
+    assert not list(tmp_path.glob("ampwise-open-*"))
     assert "no browser was found here. Open the address yourself" in said.err

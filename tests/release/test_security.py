@@ -7,7 +7,6 @@ from functools import cache
 import pytest
 
 from ampwise.cli import main
-from ampwise.guard import metrics
 from ampwise.live import server
 
 from .conftest import ROOT
@@ -29,7 +28,6 @@ READS_CODE = {"pickle", "dill", "cloudpickle", "joblib", "marshal", "shelve", "y
 NETWORK = {
     "guard/alert_kinds.py": "a web hook that the user names",
     "guard/disk/lock.py": "the name of this machine",
-    "guard/metrics.py": "Prometheus, on loopback",
     "live/server.py": "the page of a run, on loopback",
 }
 TALKS = {
@@ -141,10 +139,9 @@ def test_these_tests_can_fail(code, found):
 
 
 def test_servers_are_on_loopback():
-    assert server.HOST == metrics.HOST == "127.0.0.1"
-    for file in ("guard/metrics.py", "live/server.py"):
-        text = (SOURCE / file).read_text()
-        assert not re.search(r"0\.0\.0\.0|INADDR_ANY|[\"']::[\"']|gethostname", text)
+    assert server.HOST == "127.0.0.1"
+    text = (SOURCE / "live" / "server.py").read_text()
+    assert not re.search(r"0\.0\.0\.0|INADDR_ANY|[\"']::[\"']|gethostname", text)
 
 
 def test_templates_escape():

@@ -41,7 +41,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _forget(root: str) -> None:
-    """Take the folder off Python's path, where `python -m ampwise` puts it: its files are not to be imported.
+    """Take the folder off Python's path, where a PYTHONPATH may have it: its files are not to be imported.
 
     First of all, since a json.py there would be imported by the next line; and by os alone, which is loaded already.
     """

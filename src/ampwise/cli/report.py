@@ -134,11 +134,10 @@ def _give(
 
 
 def _show(paper: Path) -> None:
-    import webbrowser
-
     from ampwise.errors import BadInput
+    from ampwise.programs import open_in_browser
 
-    if not webbrowser.open(paper.resolve().as_uri()):
+    if not open_in_browser(paper.resolve().as_uri()):
         raise BadInput(f"--open: no browser was found here. Open {paper} yourself.")
 
 

@@ -25,7 +25,10 @@ import sys
 
 TYPE_CHECKING = False  # as in typing, which takes milliseconds to import
 if TYPE_CHECKING:
+    from contextlib import ExitStack
+
     from ampwise.record.follow import Follower
+    from ampwise.record.reader import Run
 
 __all__ = ["add_arguments", "run"]
 
@@ -83,7 +86,7 @@ def _follower(record: str, *, wait: bool) -> Follower:
 def _serve(follower: Follower, port: int, *, show: bool, interval_s: float | None) -> None:
     """Until Ctrl-C: a run that has ended is looked at, too."""
     import time
-    from functools import partial
+    from contextlib import ExitStack
 
     from ampwise.live.server import LOOK_S, serve
     from ampwise.live.terminal import has_ended
@@ -92,27 +95,35 @@ def _serve(follower: Follower, port: int, *, show: bool, interval_s: float | Non
     from ampwise.report.verdict import verdict
 
     interval_s = interval_s or LOOK_S
-    live_page = partial(page, live=True, every=interval_s)
+    opening = ExitStack()
+
+    def live_page(run: Run) -> str:
+        opening.close()  # the browser has come: what led it here can go
+        return page(run, live=True, every=interval_s)
+
     server = serve(follower, page=live_page, update=update, port=port, interval_s=interval_s)
     try:
         write(f"{server.address}\n", sys.stdout)
         flush(sys.stdout)
         if show:
-            _show(server.address)
+            _show(server.address, opening)
         while not has_ended(server.present.run):
             time.sleep(interval_s)
         _say(f"the run has ended: {verdict(server.present.run)}. Its page stays until Ctrl-C")
         while True:
             time.sleep(LONGEST_S)
     finally:
+        opening.close()
         server.shutdown()
         server.server_close()
 
 
-def _show(address: str) -> None:
-    import webbrowser
+def _show(address: str, opening: ExitStack) -> None:
+    """Open a browser; what leads it to the address is there until ``opening`` is closed."""
+    from ampwise.live.opening import leading_to
+    from ampwise.programs import open_in_browser
 
-    if not webbrowser.open(address):
+    if not open_in_browser(opening.enter_context(leading_to(address))):
         _say("--open: no browser was found here. Open the address yourself")
 
 

@@ -11,5 +11,4 @@
     plain, nested          what is not a tensor, as JSON to the bit
     agreement, ends        ranks that decide alike; signals, silence, and the end
     telling, alerts        findings, and who is told of them
-    metrics                numbers for Prometheus
 """

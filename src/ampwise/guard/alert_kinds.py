@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -20,6 +19,7 @@ from typing import Any, Literal, NoReturn
 from ampwise.errors import BadInput
 from ampwise.finding import Finding
 from ampwise.printers.terminal import printable
+from ampwise.programs import find_program
 from ampwise.strict_json import plain
 
 __all__ = ["HELD_BACK", "Alert", "command", "stderr", "webhook"]
@@ -65,9 +65,10 @@ def command(arguments: Sequence[str], *, timeout: float = 30.0) -> Alert:
         raise BadInput(
             f"command({arguments!r}): a list of the program and its arguments is expected: ['notify', '-u']."
         )
-    if shutil.which(arguments[0]) is None:
+    program = find_program(arguments[0])
+    if program is None:
         raise BadInput(f"command({list(arguments)!r}): there is no program {arguments[0]!r} that could be run.")
-    line = list(arguments)
+    line = [program, *arguments[1:]]
 
     def run(finding: Finding) -> None:
         with tempfile.TemporaryFile() as said:  # no pipe: whatever it leaves running would hold that open
@@ -86,7 +87,7 @@ def command(arguments: Sequence[str], *, timeout: float = 30.0) -> Alert:
             if done.returncode:
                 raise OSError(f"exit code {done.returncode}{_last_line(said)}")
 
-    return _named(run, f"command({line[0]})")  # its arguments may hold secrets
+    return _named(run, f"command({arguments[0]})")  # its arguments may hold secrets
 
 
 def stderr() -> Alert:

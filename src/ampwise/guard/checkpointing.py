@@ -59,8 +59,6 @@ class Checkpointing:
         self._late_told: Job | None = None
         self._wanted: tuple[int, Callable[[int], object]] | None = None  # the last step, and what is to be done
         self.failures = 0  # in a row
-        self.failed = 0  # in all
-        self.count = 0  # checkpoints written
         self.last: Checkpoint | None = None
         self.last_good: Checkpoint | None = None
 
@@ -172,7 +170,6 @@ class Checkpointing:
 
     def _has_written(self, job: Job, checkpoint: Checkpoint) -> None:
         self.failures = 0
-        self.count += 1
         if job.undone_to is not None:
             self._undo(checkpoint, job.undone_to)
             return
@@ -183,7 +180,6 @@ class Checkpointing:
     def _has_failed(self, job: Job) -> None:
         step = job.snapshot.step
         self.failures += 1
-        self.failed += 1
         if job.not_finite:
             names = tuple(job.not_finite[:NAMED])
             self._telling.tell(

@@ -28,7 +28,6 @@ from ampwise.guard.disk.lock import Lock
 from ampwise.guard.durations import Every, seconds
 from ampwise.guard.ends import STOPPED, Signals, Stopped, Watchdog
 from ampwise.guard.ladder import Facts, Ladder
-from ampwise.guard.metrics import Metrics
 from ampwise.guard.position import Position
 from ampwise.guard.recovery import Recovery
 from ampwise.guard.resuming import Resuming
@@ -61,7 +60,6 @@ class Guard:
     resume: go on from the newest whole checkpoint in the directory, if there is one.
     split: on running out of memory, cut batches in halves, and in halves again.
     alerts: functions that are called with each finding, in the background; ``ampwise.guard.alerts`` has some.
-    metrics_port: offer numbers to Prometheus, on this machine only.
     signals: at which the step is finished, the state saved, and the program ended with ``exit_code``.
     patience: how long other ranks are waited for, and the next step, before this one ends too; see ``alive``.
 
@@ -89,7 +87,6 @@ class Guard:
         resume: bool = True,
         split: bool = False,
         alerts: Iterable[Alert] = (),
-        metrics_port: int | None = None,
         signals: Iterable[str] = ("SIGTERM",),
         exit_code: int = 0,
         patience: str | float = "30min",
@@ -136,7 +133,6 @@ class Guard:
         self._signals = Signals(signals)
         self._lock = Lock(self.directory)
         self._watchdog = Watchdog(waits, self._last_words) if self._agreement.several else None
-        self._metrics = Metrics(metrics_port) if metrics_port is not None and speaks else None
         self._lag = 0 if engine.device.type == "cpu" else 1  # how many steps later the host knows of one
         self._unjudged: deque[Step] = deque()
         self._window: list[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]] = []
@@ -247,8 +243,6 @@ class Guard:
         if self._begun:
             self._let_go()
         self._telling.close()
-        if self._metrics is not None:
-            self._metrics.close()
 
     def _let_go(self) -> None:
         self._signals.stop_listening()
@@ -336,11 +330,6 @@ class Guard:
         """Of the batch that ``batches`` handed out last, from 0."""
         return self._position.epoch
 
-    @property
-    def metrics_address(self) -> str | None:
-        """Where the numbers for Prometheus are, on the first rank; None if nobody asked for them."""
-        return None if self._metrics is None else self._metrics.address
-
     def __repr__(self) -> str:
         return f"<Guard of {self._engine!r} in {self.directory}, step {self._number:,}>"
 
@@ -397,26 +386,7 @@ class Guard:
 
     def _facts(self, step: Step, loss: float) -> Facts:
         scaler = self._engine.scaler
-        if self._metrics is not None:
-            self._offer(self._metrics, step, loss)
         return Facts(step.number, step.skipped, loss, step.scale, scaler.is_enabled(), scaler.min_scale)
-
-    def _offer(self, metrics: Metrics, step: Step, loss: float) -> None:
-        good = self._checkpointing.snapshots.good
-        metrics.update(
-            step=step.number,
-            loss=loss,
-            grad_norm=step.grad_norm,
-            scale=step.scale,
-            lr=step.lr,
-            skipped=self._engine.skipped_steps,
-            applied=self._engine.applied_steps,
-            rollbacks=self._recovery.rollbacks,
-            checkpoints=self._checkpointing.count,
-            checkpoints_failed=self._checkpointing.failed,
-            last_good_step=0 if good is None else good.step,
-            healthy=self._recovery.standing.healthy,
-        )
 
     def _besides(self) -> dict[str, Any]:
         """What is saved besides the state of the engine."""

@@ -104,7 +104,7 @@ def _relevant(flags: Iterable[str]) -> tuple[str, ...]:
 def _sysctl() -> str:
     import subprocess  # only on a Mac, and slow to import
 
-    command = ["sysctl", SYSCTL_MODEL, "hw.optional"]
+    command = ["/usr/sbin/sysctl", SYSCTL_MODEL, "hw.optional"]  # part of macOS
     try:
         # Exits with 1 when one of the keys is missing, and still prints the others.
         done = subprocess.run(command, capture_output=True, text=True, timeout=SYSCTL_TIMEOUT_S, check=False)

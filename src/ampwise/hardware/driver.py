@@ -5,10 +5,13 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from ampwise.programs import find_program
+
 __all__ = ["driver_version", "parse_driver_version"]
 
 KERNEL_MODULE = Path("/proc/driver/nvidia/version")
-QUERY = ("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+PROGRAM = "nvidia-smi"
+QUERY = ("--query-gpu=driver_version", "--format=csv,noheader")
 QUERY_TIMEOUT_S = 10.0  # without persistence mode the driver wakes every GPU first
 
 
@@ -36,8 +39,11 @@ def parse_driver_version(text: str) -> str | None:
 def _ask_nvidia_smi() -> str:
     import subprocess  # seldom needed, and slow to import
 
+    program = find_program(PROGRAM)
+    if program is None:
+        return ""
     try:
-        done = subprocess.run(QUERY, capture_output=True, text=True, timeout=QUERY_TIMEOUT_S, check=True)
+        done = subprocess.run([program, *QUERY], capture_output=True, text=True, timeout=QUERY_TIMEOUT_S, check=True)
     except (OSError, subprocess.SubprocessError):
         return ""
     return done.stdout

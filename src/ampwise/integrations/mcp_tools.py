@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ampwise.errors import BadInput
-from ampwise.integrations.mcp_folder import Folder
+from ampwise.integrations.mcp_folder import Folder, Named, Word
 from ampwise.integrations.mcp_process import Ended, Launch, launch
 from ampwise.printers.terminal import printable
 from ampwise.strict_json import dumps
@@ -29,13 +29,18 @@ SECONDS = 300.0
 MOST_SECONDS = 3600.0
 LONGEST_WORD = 200
 LONGEST_TEXT = 1_000_000
+MOST_AT_ONCE = 4  # requests that are worked on; others wait for their turn,
+MOST_WAITING = 100  # up to so many
 
 
 class Tools:
     """The tools, for one folder."""
 
     def __init__(self, folder: Folder, *, allow_run: bool = False, run_verb: Launch = launch) -> None:
+        from anyio import Semaphore
+
         self._folder, self._allow_run, self._run_verb = folder, allow_run, run_verb
+        self._turns, self._waiting = Semaphore(MOST_AT_ONCE), 0
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -50,9 +55,8 @@ class Tools:
         The answer: {findings: [{code, name, severity, message, file, cell, line, column, fix, mendable}], left_out,
         notes}. `explain` says more about a code, `fix` mends.
         """
-        where = [] if text else self._folder.scripts(paths or ["."])
         rules = _options(select=select, ignore=ignore)
-        ended = await self._check(["--json", "--no-fix", "--exit-zero", *rules], where, text)
+        ended = await self._check(["--json", "--no-fix", "--exit-zero", *rules], paths, text)
         found = _parsed(ended.out)
         shown = [_slim(each) for each in found[:MOST_FINDINGS]]
         while shown and len(dumps(shown)) > LONGEST:
@@ -63,12 +67,11 @@ class Tools:
         """paths: files and folders (default: all). The answer is a unified diff, and nothing is written unless
         write is true. unsafe: also where mending may change what else the script does.
         """
-        where = self._folder.scripts(paths or ["."])
         unsafely = "--unsafe-fixes" if unsafe else "--no-unsafe-fixes"
-        ended = await self._check(["--diff", "--no-fix", unsafely], where)
+        ended = await self._check(["--diff", "--no-fix", unsafely], paths)
         told = _notes(ended.err)
         if write and ended.out:
-            left = await self._check(["--fix", "--json", "--exit-zero", unsafely], where)
+            left = await self._check(["--fix", "--json", "--exit-zero", unsafely], paths)
             told = ["written", f"{len(_parsed(left.out))} findings are left", *_notes(left.err)]
         return _shortened("".join(f"{line}\n" for line in told) + ended.out)
 
@@ -147,17 +150,17 @@ class Tools:
         as the capsule says). precision, device: to run it in and on. Needs --allow-run.
         """
         self._needs_allow_run("replay builds the model with your code")
-        made = [] if build is None else [f"--build={self._folder.maker(build)}"]
-        words = [*_options(precision=precision, device=device), *made, self._folder.folder(capsule)]
-        ended = await self._verb("replay", ["--output-format=full", *words])
+        made = [] if build is None else [Named("maker", [build], before="--build=")]
+        how = _options(precision=precision, device=device)
+        ended = await self._verb("replay", ["--output-format=full", *how, *made, Named("folder", [capsule])])
         return _shortened("\n".join([*_notes(ended.err), ended.out]))
 
     async def read_report(self, run: str, other: str | None = None) -> str:
         """run: the folder of a record that `ampwise run` left: verdict, findings, where the time went, layer by layer.
         other: a later one, to compare it with.
         """
-        records = [self._folder.folder(each) for each in (run, other) if each is not None]
-        return _shortened((await self._verb("report", records)).out)
+        records = Named("folder", [each for each in (run, other) if each is not None])
+        return _shortened((await self._verb("report", [records])).out)
 
     async def run(self, script: str, args: list[str] | None = None, output: str = "", seconds: float = SECONDS) -> str:
         """script: a training script of the folder, run as it is and watched. args: its own arguments. output: the
@@ -167,31 +170,37 @@ class Tools:
         self._needs_allow_run("run executes a script")
         if not 0 < seconds <= MOST_SECONDS:
             raise BadInput(f"seconds={seconds:g}: above 0 and up to {MOST_SECONDS:g}.")
-        where = [f"--output={self._folder.new(output)}"] if output else []
-        words = ["run", *where, self._folder.file(script), *(args or ())]
+        where = [Named("new", [output], before="--output=")] if output else []
+        words = ["run", *where, Named("file", [script]), *(args or ())]
         ended = await self._run_verb(words, cwd=self._folder.root, seconds=seconds)
         if ended.code == 2 and ended.err.startswith("ampwise: error: "):
             raise BadInput(_last_line(ended))
         half = LONGEST // 2
         return f"exit code {ended.code}\n{_end_of(ended.out, half)}\n{_end_of(ended.err, half)}"
 
-    async def _check(self, options: Sequence[str], where: Sequence[str], text: str = "") -> Ended:
+    async def _check(self, options: Sequence[str], paths: list[str] | None, text: str = "") -> Ended:
         if len(text) > LONGEST_TEXT:
             raise BadInput(f"text: of {len(text)} characters; up to {LONGEST_TEXT} are taken. Name a file.")
-        if text:
-            self._folder.settings()
-        return await self._verb("check", [*options, *(["-"] if text else where)], text or None)
+        where: list[Word] = [Named("settings"), "-"] if text else [Named("scripts", paths or ["."])]
+        return await self._verb("check", [*options, *where], text or None)
 
-    async def _verb(self, verb: str, words: Sequence[str], text: str | None = None) -> Ended:
+    async def _verb(self, verb: str, words: Sequence[Word], text: str | None = None) -> Ended:
         """A verb that is to end with 0 or 1; what it says otherwise is the error."""
-        ended = await self._run_verb([verb, *words], cwd=self._folder.root, seconds=SECONDS, text=text)
+        if self._waiting >= MOST_WAITING:
+            raise BadInput(f"{self._waiting} requests are not answered yet: ask again when they are.")
+        self._waiting += 1
+        try:
+            async with self._turns:
+                ended = await self._run_verb([verb, *words], cwd=self._folder.root, seconds=SECONDS, text=text)
+        finally:
+            self._waiting -= 1
         if ended.code not in (0, 1) or "Traceback (most recent call last)" in ended.err:
             raise BadInput(_last_line(ended))
         return ended
 
-    def _loaded(self, what: str, name: str) -> str:
-        self._needs_allow_run(f"{what}={name!r} loads your code")
-        return self._folder.maker(name)
+    def _loaded(self, what: str, name: str) -> Named:
+        self._needs_allow_run(f"{what}={name[:LONGEST_WORD]!r} loads your code")
+        return Named("maker", [name])
 
     def _needs_allow_run(self, what: str) -> None:
         if not self._allow_run:

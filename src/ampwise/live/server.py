@@ -7,15 +7,18 @@ a name of its own that it points here. The port may be any: ssh forwards one to 
 
 from __future__ import annotations
 
+import contextlib
 import hmac
 import os
 import re
 import secrets
+import socket
 import socketserver
 import threading
 import time
 from collections.abc import Callable
 from http import HTTPStatus
+from http.client import LineTooLong
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import TYPE_CHECKING, Any
 
@@ -32,7 +35,9 @@ __all__ = ["HOST", "Present", "Server", "serve"]
 HOST = "127.0.0.1"  # and nothing else, ever
 LOOK_S = 2.0  # at most so often is the record looked at, however many ask; the page asks as often
 PATIENCE_S = 0.5  # in which most runs are made anew; who asks for a larger one gets what was made before
-CLIENT_S = 20.0  # that a client may be silent while it asks, or take nothing of its answer
+CLIENT_S = 20.0  # that a client has to show the token, and may then take nothing of its answer
+MOST_STRANGERS = 64  # clients at a time that have not shown the token
+MOST_ASKED = 131_072  # bytes of a request
 OURS = re.compile(r"(127\.0\.0\.1|localhost|\[::1\])(:\d{1,5})?", re.IGNORECASE)
 KINDS = {"": "text/html; charset=utf-8", "update": "application/json; charset=utf-8"}  # by the last part of a path
 
@@ -163,6 +168,8 @@ class Server(ThreadingHTTPServer):
     def __init__(self, present: Present, port: int = 0) -> None:
         self.present = present
         self.token = secrets.token_urlsafe(16)
+        self._strangers: dict[socket.socket, float] = {}  # when they came, the oldest first
+        self._meeting = threading.Lock()
         super().__init__((HOST, port), _Handler)
 
     def server_bind(self) -> None:
@@ -178,12 +185,61 @@ class Server(ThreadingHTTPServer):
     def handle_error(self, request: Any, client_address: Any) -> None:
         """A client that has gone, or sends nonsense, is no reason to write into the terminal."""
 
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Answer in a thread. Whoever does not show the token has little time, and goes when there are many of them."""
+        with self._meeting:
+            self._strangers[request] = time.monotonic()
+            if len(self._strangers) > MOST_STRANGERS:
+                self._cut(next(iter(self._strangers)))
+        super().process_request(request, client_address)
+
+    def service_actions(self) -> None:
+        """Cut off whoever took too long, though never silent: this is called several times a second."""
+        with self._meeting:
+            for request in [each for each, came in self._strangers.items() if time.monotonic() - came > CLIENT_S]:
+                self._cut(request)
+
+    def welcome(self, request: Any) -> None:
+        """A client that has shown the token, or has been answered, may take its time."""
+        with self._meeting:
+            self._strangers.pop(request, None)
+
+    def shutdown_request(self, request: Any) -> None:
+        self.welcome(request)
+        super().shutdown_request(request)
+
+    def _cut(self, request: socket.socket) -> None:
+        del self._strangers[request]
+        with contextlib.suppress(OSError):  # it has gone
+            request.shutdown(socket.SHUT_RDWR)  # which wakes its thread
+
+
+class _Asked:
+    """What a client asks, of which only so much is read."""
+
+    def __init__(self, file: Any) -> None:
+        self._file, self._left = file, MOST_ASKED
+
+    def readline(self, size: int = -1) -> bytes:
+        line: bytes = self._file.readline(self._left + 1 if size < 0 else min(size, self._left + 1))
+        self._left -= len(line)
+        if self._left < 0:
+            raise LineTooLong("request")
+        return line
+
+    def close(self) -> None:
+        self._file.close()
+
 
 class _Handler(BaseHTTPRequestHandler):
     server: Server
     timeout = CLIENT_S
     error_message_format = "%(code)d %(message)s\n"
     error_content_type = "text/plain; charset=utf-8"
+
+    def setup(self) -> None:
+        super().setup()
+        self.rfile = _Asked(self.rfile)  # type: ignore[assignment]
 
     def do_GET(self) -> None:
         self._answer(with_body=True)
@@ -239,6 +295,8 @@ class _Handler(BaseHTTPRequestHandler):
         """The last part of the path, after the token; None where it is answered already."""
         token, slash, what = self.path.partition("?")[0].removeprefix("/").partition("/")
         known = hmac.compare_digest(token.encode("utf-8", "replace"), self.server.token.encode())
+        if known:
+            self.server.welcome(self.request)
         if known and slash and what in KINDS:
             return what
         if known and not slash:  # the last sign is easily lost when an address is copied

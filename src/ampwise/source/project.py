@@ -1,5 +1,5 @@
 """The files given to the linter, read on demand, and what each of them tells: ``Project`` and ``Code``."""
-# ruff: noqa: PTH120, PTH123 (pathlib takes longer to import than a check)
+# ruff: noqa: PTH120 (pathlib takes longer to import than a check)
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from ampwise.source.relevance import (
     trains,
     trains_in_half,
 )
-from ampwise.source.script import Script, Unreadable, read_script, script_from_text
+from ampwise.source.script import Script, Unreadable, read_bytes, read_script, script_from_text
 from ampwise.source.steps import Region, regions_of
 from ampwise.source.vocabulary import FRAMEWORKS
 from ampwise.source.walk import Site, Trace, trace
@@ -161,9 +161,9 @@ class Project:
         if not path.endswith(".py"):
             return None
         try:
-            with open(path, encoding="utf-8", errors="replace") as file:
-                return file.read()
-        except OSError:
+            text = read_bytes(path).decode("utf-8", "replace")
+            return text.replace("\r\n", "\n").replace("\r", "\n")
+        except Unreadable:
             return None
 
     def _read(self, path: str) -> Code | Unreadable:
