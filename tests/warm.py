@@ -6,19 +6,25 @@ when, starts a real one.
 
     warm = Warm()
     warm.run("-m", "ampwise", "run", "train.py", cwd=folder)  # as subprocess.run([sys.executable, ...], text=True)
+    warm.on_terminal("-m", "ampwise", "rules", cwd=folder)  # the bytes that a terminal gets
 """
 
 import atexit
+import contextlib
+import fcntl
 import gc
 import importlib
 import json
 import os
 import runpy
+import select
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import tempfile
+import termios
 import threading
 from pathlib import Path
 
@@ -68,6 +74,17 @@ class Warm:
             said = [each.read().decode() for each in (out, err) if each.seek(0) == 0]
         return subprocess.CompletedProcess([sys.executable, *words], code, *said)
 
+    def on_terminal(self, *words, cwd, env, timeout=120):
+        """What a terminal gets of Python with these words: every byte of its stdout and stderr, which are the same."""
+        environment = {"PYTHON_EXEC": str(self.rank), "PYTHONPATH": str(ROOT / "src"), **env}
+        with terminal(timeout) as (shown, files), Fork(self.address, words, files, cwd, environment) as fork:
+            for each in files:
+                os.close(each)
+            try:
+                return b"".join(shown)
+            finally:
+                fork.kill()
+
     def close(self):
         self.parent.terminate()
         self.parent.wait(timeout=10)
@@ -85,8 +102,41 @@ class Cold:
             command, cwd=cwd, env=environment, input=input, timeout=timeout, check=False, capture_output=True, text=True
         )
 
+    def on_terminal(self, *words, cwd, env, timeout=120):
+        with terminal(timeout) as (shown, files):
+            stdin, stdout, stderr = files
+            command = [sys.executable, *map(str, words)]
+            environment = {"PYTHONPATH": str(ROOT / "src"), **env}
+            started = subprocess.Popen(command, cwd=cwd, env=environment, stdin=stdin, stdout=stdout, stderr=stderr)
+            for each in files:
+                os.close(each)
+            try:
+                return b"".join(shown)
+            finally:
+                started.kill()
+                started.wait()
+
     def close(self):
         pass
+
+
+@contextlib.contextmanager
+def terminal(timeout, rows=24, columns=100):
+    """What is shown on a terminal until all who write there have gone; and files: nothing to read, and twice its other
+    end, which are to be closed by who has handed them on."""
+    ours, theirs = os.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
+
+    def shown():
+        with contextlib.suppress(OSError):  # EIO: nobody has the other end any more
+            while select.select([ours], [], [], timeout)[0]:
+                yield os.read(ours, 65536)
+            raise subprocess.TimeoutExpired("a command that writes nothing", timeout)
+
+    try:
+        yield shown(), [os.open(os.devnull, os.O_RDONLY), theirs, os.dup(theirs)]
+    finally:
+        os.close(ours)
 
 
 class Fork:
@@ -108,8 +158,13 @@ class Fork:
         try:
             return int(self.answers.readline())
         except TimeoutError:
-            os.kill(self.pid, signal.SIGKILL)
+            self.kill()
             raise subprocess.TimeoutExpired(str(self.pid), timeout) from None
+
+    def kill(self):
+        """End it, if it has not ended by itself."""
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, signal.SIGKILL)
 
     def __enter__(self):
         return self

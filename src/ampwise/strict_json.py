@@ -17,14 +17,15 @@ DEEPEST = 50  # evidence nested deeper is a mistake, or holds itself
 
 
 def dumps(value: Any, *, indent: int | None = 2) -> str:
-    """``value`` as strict JSON, ending in a newline.
+    """``value`` as strict JSON in printable ASCII, ending in a newline.
 
     >>> print(dumps({"norm": float("inf"), "shape": (2, 3)}, indent=None), end="")
     {"norm": "Infinity", "shape": [2, 3]}
     """
     import json  # takes longer to load than most verbs to run
 
-    return json.dumps(plain(value), indent=indent, allow_nan=False) + "\n"
+    # json leaves DEL as it is, the one control character that ASCII has above its letters.
+    return json.dumps(plain(value), indent=indent, allow_nan=False).replace("\x7f", r"\u007f") + "\n"
 
 
 def loads(data: str | bytes) -> Any:

@@ -297,7 +297,7 @@ def test_force_exclude_is_for_tools_that_name_every_file(check, write, monkeypat
     assert check("--force-exclude", "--stdin-filename", "gen/b.py", "-", stdin=b"bad()") == (0, "", "")
     assert check("--force-exclude", "--stdin-filename", "a.py", "-", stdin=b"bad()")[0] == 1
     written = []
-    monkeypatch.setattr("ampwise.cli.check._write_bytes", written.append)
+    monkeypatch.setattr("ampwise.cli.check.write_exact", lambda data, *_: written.append(data))
     assert check("--force-exclude", "--fix", "--stdin-filename", "gen/b.py", "-", stdin=b"bad()") == (0, "", "")
     assert written == [b"bad()"]
 
@@ -328,7 +328,7 @@ def test_stdin_under_the_settings_of_the_name(check, tmp_path):
 )
 def test_stdin_mended_goes_to_stdout(check, write, monkeypatch, data):
     written = []
-    monkeypatch.setattr("ampwise.cli.check._write_bytes", written.append)
+    monkeypatch.setattr("ampwise.cli.check.write_exact", lambda data, *_: written.append(data))
     code, out, _ = check("-", "--fix", stdin=data)
     assert (code, out) == (0, "")
     assert written == [data.replace(b"bad", b"good")]
@@ -336,7 +336,7 @@ def test_stdin_mended_goes_to_stdout(check, write, monkeypatch, data):
 
 def test_stdin_that_cannot_be_read_is_not_lost(check, write, monkeypatch):
     written = []
-    monkeypatch.setattr("ampwise.cli.check._write_bytes", written.append)
+    monkeypatch.setattr("ampwise.cli.check.write_exact", lambda data, *_: written.append(data))
     for data in (b"\xff", b"def ("):
         code, _, err = check("-", "--fix", stdin=data)
         assert (code, written.pop()) == (2, data)

@@ -186,7 +186,7 @@ def test_a_diff_is_what_ruff_prints():
 
 @pytest.mark.skipif(shutil.which("patch") is None, reason="needs patch")
 @pytest.mark.parametrize("mark", ["", "\ufeff"])
-@pytest.mark.parametrize("ends", ["\n", "\r\n"])
+@pytest.mark.parametrize("ends", ["\n", "\r\n", "\r"])
 def test_patch_takes_the_diff_of_any_file(tmp_path, mark, ends):
     before = f"{mark}first = 1\nsecond = 2\nthird = 3\n".replace("\n", ends).encode()
     (tmp_path / "a.py").write_bytes(before)
@@ -199,11 +199,22 @@ def test_patch_takes_the_diff_of_any_file(tmp_path, mark, ends):
     assert (tmp_path / "a.py").read_bytes() == before.replace(b"2", b"22")
 
 
-def test_a_diff_has_no_carriage_returns_within_its_lines():
-    old = script_from_bytes(b"first = 1\rsecond = 2\r", "a.py")
-    assert unified_diff(old, old.text.replace("2", "22")) == (
-        "--- a.py\n+++ a.py\n@@ -1,2 +1,2 @@\n first = 1\n-second = 2\n+second = 22\n"
+@pytest.mark.skipif(shutil.which("patch") is None, reason="needs patch")
+@pytest.mark.parametrize(
+    "name", ["größe.py", "a b.py", 'q"\\.py', "tab\t.py", "\x1b[2J.py", "a\n+++ b.py", "\udcff.py"]
+)
+@pytest.mark.parametrize("encoding", ["utf-8", "latin-1"])
+def test_patch_finds_the_file_whatever_its_name(tmp_path, name, encoding):
+    """A newline in a name would otherwise begin a patch of another file."""
+    before = f"# coding: {encoding}\nx = 2  # é\n".encode(encoding)
+    (tmp_path / name).write_bytes(before)
+    old = script_from_bytes(before, name)
+    difference = unified_diff(old, old.text.replace("2", "22")).encode(encoding)
+    done = subprocess.run(
+        ["patch", "-p0", "--binary"], cwd=tmp_path, input=difference, capture_output=True, check=False
     )
+    assert done.returncode == 0, done.stdout
+    assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == {name: before.replace(b"2 ", b"22 ")}
 
 
 codes = st.lists(st.sampled_from(["a = 1", "b = 2", "", "c = 'ü'", "\x0c"]), max_size=12).map("\n".join)

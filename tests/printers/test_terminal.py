@@ -2,12 +2,29 @@
 
 import ast
 import io
+import re
+import sys
 from pathlib import Path
 
 import pytest
 
 import ampwise.printers.terminal
-from ampwise.printers.terminal import CannotWrite, console, encodable, flush, paint, printable, wants_colour, write
+from ampwise.printers.terminal import (
+    CannotWrite,
+    console,
+    encodable,
+    flush,
+    paint,
+    printable,
+    printable_lines,
+    say,
+    table,
+    wants_colour,
+    write,
+    write_exact,
+)
+
+HOSTILE = "\x1b]0;title\x07\x1b[31m\x9b2J\u202e"
 
 
 class Terminal(io.StringIO):
@@ -26,11 +43,105 @@ class Terminal(io.StringIO):
         ("\u202egnp.exe", r"\u202egnp.exe"),
         ("\u2028", r"\u2028"),
         ("\udcff", r"\udcff"),
+        ("a\x7fb\x08c\x07", r"a\x7fb\x08c\x07"),
+        ("\u2066x\u2069\u200e\u200f\u061c", r"\u2066x\u2069\u200e\u200f\u061c"),
+        ("zero\u200bwidth\u2060\ufeff\xad", r"zero\u200bwidth\u2060\ufeff\xad"),
+        ("tag\U000e0041\U000e007f", r"tag\U000e0041\U000e007f"),
+        ("filler\u3164\u115f\uffa0\u034f", r"filler\u3164\u115f\uffa0\u034f"),
+        ("selector\ufe00\U000e0100", r"selector\ufe00\U000e0100"),
+        ("⚠\ufe0f e\u0301", "⚠\ufe0f e\u0301"),
         ("[red]not markup[/red]", "[red]not markup[/red]"),
     ],
 )
 def test_printable_shows_what_would_act(text, shown):
     assert printable(text) == shown
+    assert printable(shown) == shown
+    assert printable_lines(f"{text}\n\t{text}").replace("\n", r"\n").replace("\t", r"\t") == rf"{shown}\n\t{shown}"
+
+
+def test_what_is_filled_in_stays_in_its_line(capsys):
+    say("ampwise: {}: {:,} of {}", "a\nampwise: error: b", 1234, OSError("\x1b[2J{}"))
+    say("{}", Path("c\rd"), stream=sys.stdout)
+    assert capsys.readouterr() == ("c\\rd\n", "ampwise: a\\nampwise: error: b: 1,234 of \\x1b[2J{}\n")
+
+
+def test_nothing_is_said_where_stderr_was_closed(monkeypatch):
+    monkeypatch.setattr(sys, "stderr", None)
+    say("{}", "nobody listens")
+
+
+class NoTerminalAtAll:
+    """What a program may put in the place of stderr: all that print() asks for is this."""
+
+    text = ""
+
+    def write(self, text):
+        self.text += text
+
+
+def test_a_stream_needs_nothing_but_write(monkeypatch):
+    monkeypatch.setattr(sys, "stderr", NoTerminalAtAll())
+    say("{}", "\x1b[1m")
+    assert sys.stderr.text == "\\x1b[1m\n"
+
+
+@pytest.mark.parametrize(
+    "act", ["\x1b[2J", "\x1b[8m", "\x1b[7m", "\x1b[30;40m", "\x1b[38;5;16m", "\x1b]0;x\x07", "\x1b[;m"]
+)
+def test_of_what_acts_only_our_own_styles_are_written(monkeypatch, act):
+    monkeypatch.setenv("TERM", "xterm")
+    stream = Terminal()
+    write(f"{paint('a', 'error', True)}\n\t{act}", stream)
+    assert stream.getvalue() == f"\x1b[1;31ma\x1b[0m\n\t{printable(act)}"
+
+
+def test_without_colour_no_style_is_written():
+    stream = io.StringIO()
+    write(paint("a", "error", True), stream)
+    assert stream.getvalue() == r"\x1b[1;31ma\x1b[0m"
+
+
+def test_all_our_styles_are_written(monkeypatch):
+    monkeypatch.setenv("TERM", "xterm")
+    for style in ampwise.printers.terminal.STYLES:
+        stream = Terminal()
+        write(paint("a", style, True), stream)
+        assert stream.getvalue() == paint("a", style, True)
+
+
+def test_exact_bytes_for_a_file_and_harmless_text_for_a_terminal(monkeypatch):
+    data = b"a\r\n\x1b[2J\r\xff\n"
+    file = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    write_exact(data, file)
+    assert file.buffer.getvalue() == data
+    terminal = io.TextIOWrapper(io.BytesIO(), encoding="utf-8")
+    monkeypatch.setattr(terminal, "isatty", lambda: True, raising=False)
+    write_exact(data, terminal)
+    flush(terminal)
+    assert terminal.buffer.getvalue() == rb"a" + b"\n" + rb"\x1b[2J\r\xff" + b"\n"
+
+
+def test_the_console_shows_what_would_act(monkeypatch):
+    """Whoever forgets ``printable`` there has crooked columns, and no more."""
+    from rich.progress import Progress
+    from rich.text import Text
+
+    monkeypatch.setenv("TERM", "xterm")
+    stream = Terminal()
+    screen = console(stream)
+    for each in (HOSTILE, Text(HOSTILE)):
+        screen.print(each)
+    cells = table("name")
+    cells.add_row(HOSTILE)
+    screen.print(cells)
+    with Progress(console=screen) as bar:
+        bar.add_task(HOSTILE)
+    with screen.status(Text(HOSTILE)):
+        pass
+    assert r"\x1b]0;title" in stream.getvalue()  # rich itself drops a bell
+    acting = re.sub(r"\x1b\[([0-9;]*[mK]|\?25[lh]|\d*A)|\r|\n", "", stream.getvalue())
+    assert printable(acting) == acting
+    assert "\x1b[31m" not in stream.getvalue()
 
 
 @pytest.mark.parametrize(
@@ -61,8 +172,8 @@ def test_paint_leaves_text_alone_without_colour():
 def test_the_console_is_plain_and_wide_in_a_pipe(monkeypatch):
     monkeypatch.delenv("COLUMNS", raising=False)
     stream = io.StringIO()
-    console(stream).print("[bold]x[/bold] 123")
-    assert stream.getvalue() == "x 123\n"
+    console(stream).print("[bold]x[/bold] 123 :warning:", style="bold")
+    assert stream.getvalue() == "[bold]x[/bold] 123 :warning:\n"  # a name is no markup, and no emoji
     assert console(stream).width == 110
 
 
@@ -96,9 +207,9 @@ def test_what_cannot_be_written_is_told_from_other_errors():
 def test_the_console_honours_no_color(monkeypatch):
     monkeypatch.setenv("TERM", "xterm")
     coloured, plain = Terminal(), Terminal()
-    console(coloured).print("[bold red]x[/]")
+    console(coloured).print("x", style="bold red")
     monkeypatch.setenv("NO_COLOR", "1")
-    console(plain).print("[bold red]x[/]")
+    console(plain).print("x", style="bold red")
     assert "\x1b[" in coloured.getvalue()
     assert plain.getvalue() == "x\n"
 

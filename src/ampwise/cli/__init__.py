@@ -19,7 +19,7 @@ from collections.abc import Sequence
 
 from ampwise.errors import AmpwiseError, UnknownName, nearest
 from ampwise.modules import module_names
-from ampwise.printers.terminal import CannotWrite, flush, write, writing
+from ampwise.printers.terminal import CannotWrite, console, flush, say, write, writing
 
 TYPE_CHECKING = False  # as in typing, which takes milliseconds to import
 if TYPE_CHECKING:
@@ -40,7 +40,13 @@ def script() -> NoReturn:
     only_reads = sys.argv[1:2] == ["check"]
     if only_reads:
         gc.disable()  # see cli/check.py; here it stays off, since there is no afterwards
-    code = main()
+    try:
+        code = main()
+    except Exception:  # a fault of ours, whose traceback may quote what was read
+        import traceback
+
+        write(traceback.format_exc(), sys.stderr)
+        code = 1
     if only_reads:
         # Taking apart the trees of a thousand files takes as long as a third of the check, and nobody needs it.
         for stream in (sys.stdout, sys.stderr):
@@ -57,17 +63,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return _run(words)
     except AmpwiseError as error:
-        print(f"ampwise: error: {error}", file=sys.stderr)
+        say("ampwise: error: {}", error)
         return 2
     except CannotWrite as error:
-        print(f"ampwise: error: {error}", file=sys.stderr)
+        say("ampwise: error: {}", error)
         _drop_stdout()
         return 2
     except BrokenPipeError:  # `ampwise rules | head`: the reader has gone
         _drop_stdout()
         return READER_GONE
     except KeyboardInterrupt:
-        print("ampwise: interrupted", file=sys.stderr)
+        say("ampwise: interrupted")
         return INTERRUPTED
 
 
@@ -147,7 +153,7 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         stop = "" if message.endswith((".", "?")) else "."
-        print(f"ampwise: error: {message}{stop} See `{self.prog} --help`.", file=sys.stderr)
+        say("ampwise: error: {}{} See `{} --help`.", message, stop, self.prog)
         raise SystemExit(2)
 
     def _print_message(self, message: str, file: Any = None) -> None:
@@ -179,7 +185,7 @@ class _Version(argparse.Action):
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
         from ampwise.printers.tool import installed_version
 
-        write(f"ampwise {installed_version() or '(a source folder, not installed)'}\n", sys.stdout)
+        say("ampwise {}", installed_version() or "(a source folder, not installed)", stream=sys.stdout)
         parser.exit()
 
 
@@ -194,5 +200,9 @@ def _formatter() -> type[argparse.HelpFormatter]:
 
         text_markup = False
         help_markup = False
+
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **options)
+            self.console = console()  # without any styles where none are wanted; rich would keep the bold ones
 
     return Formatter

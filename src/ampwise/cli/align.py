@@ -78,7 +78,7 @@ def _found(args: argparse.Namespace) -> Alignment:
 
     def tell(text: str) -> None:
         if not args.quiet:
-            print(f"ampwise: {printable(text)}", file=sys.stderr)
+            terminal.say("ampwise: {}", text)
 
     with contextlib.redirect_stdout(sys.stderr):  # what the user's code prints is not what was asked for
         return align(

@@ -35,6 +35,9 @@ Each is checked before it is written: one after which a finding is still there, 
 changed meanwhile, or that a symlink has elsewhere, is not written. From stdin the fixed text goes to stdout, and the
 findings to stderr.
 
+--diff into a file or a pipe is an exact patch, for `patch -p0`. On a terminal, characters that would act on it or hide
+text are shown as escapes, as in all that ampwise prints.
+
 The exit code is 0 when nothing was found, 1 when something was (after --fix: is left; with --diff: would change),
 and 2 when nothing could be read or the command makes no sense. With --exit-zero, findings do not count. Files that
 cannot be read are named on stderr and counted in the last line, and the rest is checked.
@@ -49,7 +52,7 @@ import sys
 from collections.abc import Sequence
 
 from ampwise.printers import VARIABLE, add_output_arguments, output_format, print_findings
-from ampwise.printers.terminal import flush, printable, wants_colour, write, writing
+from ampwise.printers.terminal import flush, say, wants_colour, write, write_exact
 
 TYPE_CHECKING = False  # as in typing, which takes milliseconds to import
 if TYPE_CHECKING:
@@ -225,9 +228,9 @@ def _exit_code(args: argparse.Namespace, report: Report, found: bool) -> int:
 def _warn(report: Report) -> None:
     flush(sys.stdout)  # so that a log of both streams has them in order
     for error in report.unreadable:
-        print(f"ampwise: {printable(error.path)}: cannot check: {printable(error.reason)}", file=sys.stderr)
+        say("ampwise: {}: cannot check: {}", error.path, error.reason)
     for note in report.notes:
-        print(f"ampwise: {printable(note)}", file=sys.stderr)
+        say("ampwise: {}", note)
 
 
 # What is changed.
@@ -256,20 +259,26 @@ def _show_diff(args: argparse.Namespace, report: Report, task: Task) -> int:
 
     repairs = repair(report.findings, task, unsafe=args.unsafe_fixes)
     report.notes += repairs.notes
-    text = _diffs(repairs)
-    write(text, sys.stdout)
+    changes = _write_diffs(repairs)
     _warn(report)
     if report.files_checked:
-        told = f"would fix {repairs.count} finding{'s' if repairs.count != 1 else ''}" if text else "nothing to fix"
+        told = f"would fix {repairs.count} finding{'s' if repairs.count != 1 else ''}" if changes else "nothing to fix"
         missed = _missed(report)
-        print(f"ampwise: {told}{f', but {missed}' if missed else ''}", file=sys.stderr)
-    return _exit_code(args, report, bool(text))
+        say("ampwise: {}{}", told, f", but {missed}" if missed else "")
+    return _exit_code(args, report, changes)
 
 
-def _diffs(repairs: Repairs) -> str:
+def _write_diffs(repairs: Repairs) -> bool:
+    """Write each diff in the encoding of its file, so that ``patch`` finds the bytes there; whether there was one."""
     from ampwise.lint.fix import unified_diff
 
-    return "".join(unified_diff(change.before, change.text) for change in repairs.files.values())
+    changes = False
+    for change in repairs.files.values():
+        encoding = change.before.encoding
+        data = unified_diff(change.before, change.text).encode(encoding, "backslashreplace")
+        write_exact(data, sys.stdout, encoding)
+        changes = changes or bool(data)
+    return changes
 
 
 def _add_noqa(args: argparse.Namespace, report: Report) -> int:
@@ -290,7 +299,7 @@ def _add_noqa(args: argparse.Namespace, report: Report) -> int:
         else:
             added += len(findings)
     _warn(report)
-    write(f"Suppressed {added} finding{'s' if added != 1 else ''} with comments.\n", sys.stdout)
+    say("Suppressed {} finding{} with comments.", added, "s" if added != 1 else "", stream=sys.stdout)
     return _exit_code(args, report, found=added < len(report.findings))
 
 
@@ -303,13 +312,13 @@ def _run_stdin(args: argparse.Namespace, choice: Choice) -> int:
     path = args.stdin_filename or STDIN
     if args.force_exclude and args.stdin_filename and is_excluded(path, choice.configs):
         if args.fix and not args.diff:
-            _write_bytes(data)
+            write_exact(data, sys.stdout)
         return 0
     try:
         text = decoded(data, path)
     except Unreadable as error:
         if args.fix and not args.diff:
-            _write_bytes(data)
+            write_exact(data, sys.stdout)
         return _tell(args, Report(unreadable=[error]), texts={})
     report, task = check_text(text, path, choice)
     if args.diff:
@@ -331,12 +340,5 @@ def _mend_stdin(args: argparse.Namespace, choice: Choice, report: Report, task: 
         data = change.before.file_bytes(text)
         report, _ = check_text(text, path, choice)
     report.notes += repairs.notes
-    _write_bytes(data)
+    write_exact(data, sys.stdout)
     return _tell(args, report, repairs.count, texts={path: text})
-
-
-def _write_bytes(data: bytes) -> None:
-    with writing():
-        sys.stdout.flush()
-        sys.stdout.buffer.write(data)
-        sys.stdout.flush()

@@ -101,7 +101,7 @@ def run(args: argparse.Namespace) -> int:
         _write_page(result, paper, args.force)
     _print(result, as_json=args.json)
     if paper is not None and not args.json:
-        terminal.write(f"\nThe page is {terminal.printable(str(paper))}\n", sys.stdout)
+        terminal.say("\nThe page is {}", paper, stream=sys.stdout)
     return 1 if any(row.differs for row in result.rows) else 0
 
 

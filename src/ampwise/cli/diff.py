@@ -151,19 +151,21 @@ def _need_torch() -> None:
 @contextlib.contextmanager
 def _progress(quiet: bool) -> Iterator[Callable[[str], None]]:
     """What is being done, on stderr: in place on a terminal, a line each elsewhere."""
+    from ampwise.printers.terminal import console, printable, say
+
     if quiet:
         yield lambda text: None
     elif not sys.stderr.isatty():
-        yield lambda text: print(f"diff: {text}", file=sys.stderr, flush=True)
+        yield lambda text: say("diff: {}", text)
     else:
-        from ampwise.printers.terminal import console
+        from rich.text import Text
 
         with console(sys.stderr).status("diff") as status:
-            yield lambda text: status.update(f"diff: {text}")
+            yield lambda text: status.update(Text(printable(f"diff: {text}")))  # Text: a name is not markup
 
 
 def _print(result: Difference, paper: Path | None, args: argparse.Namespace) -> None:
-    from ampwise.printers.terminal import console, printable, wants_colour, write
+    from ampwise.printers.terminal import console, say, wants_colour, write
 
     if args.json:
         from ampwise.strict_json import dumps
@@ -175,4 +177,4 @@ def _print(result: Difference, paper: Path | None, args: argparse.Namespace) -> 
     text = difference_text(result, colour=wants_colour(sys.stdout), width=console().width, everything=args.all)
     write(text, sys.stdout)
     if paper is not None:
-        write(f"The page is {printable(str(paper))}\n", sys.stdout)
+        say("The page is {}", paper, stream=sys.stdout)

@@ -35,7 +35,9 @@ def run(args: argparse.Namespace) -> int:
     from ampwise.integrations.mcp import serve
 
     if sys.stdin is not None and sys.stdin.isatty():
-        print("ampwise: an agent starts this, and speaks to it on stdin; Ctrl-D ends it", file=sys.stderr)
+        from ampwise.printers.terminal import say
+
+        say("ampwise: an agent starts this, and speaks to it on stdin; Ctrl-D ends it")
     serve(args.root, allow_run=args.allow_run)
     return 0
 

@@ -156,11 +156,13 @@ def _progress(quiet: bool) -> Iterator[Callable[[str], object] | None]:
     if quiet:
         yield None
     elif sys.stderr.isatty():
+        from rich.text import Text
+
         out = terminal.console(sys.stderr)
-        with out.status("making the model") as status:
-            yield lambda doing: status.update(f"counting {terminal.printable(doing)}")
+        with out.status("making the model") as status:  # Text: a name is not markup
+            yield lambda doing: status.update(Text(terminal.printable(f"counting {doing}")))
     else:
-        yield lambda doing: print(f"ampwise: counting {terminal.printable(doing)}", file=sys.stderr, flush=True)
+        yield lambda doing: terminal.say("ampwise: counting {}", doing)
 
 
 def _show(out: Console, result: MemoryEstimate) -> None:

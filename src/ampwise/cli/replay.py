@@ -31,7 +31,7 @@ import contextlib
 import sys
 
 from ampwise.printers import add_output_arguments, output_format, print_findings
-from ampwise.printers.terminal import printable, write
+from ampwise.printers.terminal import say
 
 TYPE_CHECKING = False  # as in typing, which takes milliseconds to import
 if TYPE_CHECKING:
@@ -65,10 +65,10 @@ def run(args: argparse.Namespace) -> int:
         print_findings(rerun.findings, form)
         return 1
     if form in FOR_PEOPLE:
-        write(f"{_finite(contents, rerun)}\n", sys.stdout)
+        say("{}", _finite(contents, rerun), stream=sys.stdout)
     else:
         print_findings((), form)
-        print(_finite(contents, rerun), file=sys.stderr)
+        say("{}", _finite(contents, rerun))
     return 0 if rerun.ended.finite else 1
 
 
@@ -80,12 +80,12 @@ def _rerun(args: argparse.Namespace) -> tuple[Contents, Rerun]:
     from ampwise.user_code import python_path
 
     contents = read(args.capsule, lambda kind: device_named(args.device, kind))
-    _say(_head(contents))
+    say("ampwise: {}", _head(contents))
     device = device_named(args.device, contents.device or "cpu")
     precision = precision_for(args.precision, contents, device)
     builder = builder_named(args.build) if args.build is not None else own_builder(contents.build)
     if args.build is None:
-        _say(_announced(builder, contents))
+        say("ampwise: {}", _announced(builder, contents))
     # What the user's code prints is not what was asked for.
     with python_path(builder), contextlib.redirect_stdout(sys.stderr):
         built = build(builder, contents.build_args)
@@ -115,10 +115,6 @@ def _head(contents: Contents) -> str:
 def _announced(builder: Named, contents: Contents) -> str:
     arguments = ", ".join(f"{name}={value!r}" for name, value in contents.build_args.items())
     return f"built as the capsule says, with {builder.function}({arguments[:200]}) of {builder.said}"
-
-
-def _say(text: str) -> None:
-    print(f"ampwise: {printable(text)}", file=sys.stderr)
 
 
 def _finite(contents: Contents, rerun: Rerun) -> str:

@@ -113,7 +113,7 @@ def _give(
     """The report in the form that was asked for; each is made only then."""
     from pathlib import Path
 
-    from ampwise.printers.terminal import console, printable, wants_colour, write
+    from ampwise.printers.terminal import console, say, wants_colour, write
     from ampwise.report.page.writing import write_page
 
     paper = Path(args.output) if args.output is not None else own_page if args.open else None
@@ -122,7 +122,7 @@ def _give(
     if args.json:
         write(as_json(), sys.stdout)
     elif paper is not None:
-        write(f"{printable(verdict())}\nThe page is {printable(str(paper))}\n", sys.stdout)
+        say("{}\nThe page is {}", verdict(), paper, stream=sys.stdout)
     else:
         write(told(console().width, wants_colour(sys.stdout)), sys.stdout)
     if args.open and paper is not None:
@@ -149,7 +149,6 @@ def _read(name: str, other: str | None = None) -> Run:
     from pathlib import Path
 
     from ampwise.errors import BadInput
-    from ampwise.printers.terminal import printable
     from ampwise.record.hints import why_not_a_record
     from ampwise.record.reader import Run
 
@@ -160,5 +159,4 @@ def _read(name: str, other: str | None = None) -> Run:
     except BadInput as error:
         alone = "" if other is None else f"`ampwise report {other}` shows the other one."
         told = [str(error), why_not_a_record(Path(name)), alone]
-        # Printable, since names of files may be anybody's.
-        raise BadInput(printable(" ".join(part for part in told if part))) from error
+        raise BadInput(" ".join(part for part in told if part)) from error

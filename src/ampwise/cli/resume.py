@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from ampwise.printers.terminal import write
+    from ampwise.printers.terminal import say, write
 
     found = _found(args.directory)
     if args.verify:
@@ -52,8 +52,9 @@ def run(args: argparse.Namespace) -> int:
         if args.show and found:
             _print_table(found)
         else:
-            write("".join(f"{line}\n" for line in _passed_over(found, chosen)), sys.stdout)
-        write(f"{_verdict(args.directory, found, chosen)}\n", sys.stdout)
+            for line in _passed_over(found, chosen):
+                say("{}", line, stream=sys.stdout)
+        say("{}", _verdict(args.directory, found, chosen), stream=sys.stdout)
     return 0 if chosen else 1
 
 
@@ -80,12 +81,12 @@ def _verified(checkpoint: Checkpoint) -> Checkpoint:
     import dataclasses
 
     from ampwise.guard.disk.catalog import Damaged, verify
-    from ampwise.printers.terminal import printable
+    from ampwise.printers.terminal import printable, say
     from ampwise.report.wording import size
 
     if checkpoint.trouble:
         return checkpoint
-    print(f"ampwise: reading {printable(checkpoint.path.name)} ({size(checkpoint.bytes)})", file=sys.stderr)
+    say("ampwise: reading {} ({})", checkpoint.path.name, size(checkpoint.bytes))
     try:
         verify(checkpoint)
     except Damaged as error:
@@ -97,21 +98,18 @@ def _verified(checkpoint: Checkpoint) -> Checkpoint:
 
 
 def _passed_over(found: Sequence[Checkpoint], chosen: Checkpoint | None) -> Iterator[str]:
-    from ampwise.printers.terminal import printable
-
     for each in found[: len(found) if chosen is None else found.index(chosen)]:
-        yield f"Not from step {each.step} ({printable(each.path.name)}): {each.trouble}"
+        yield f"Not from step {each.step} ({each.path.name}): {each.trouble}"
 
 
 def _verdict(directory: str, found: Sequence[Checkpoint], chosen: Checkpoint | None) -> str:
-    from ampwise.printers.terminal import printable
     from ampwise.report.wording import size
 
     if chosen is None:
         what = "none of them is whole" if found else "there is no checkpoint"
-        return f"There is nothing to go on from in {printable(directory)}: {what}. A run would begin anew."
+        return f"There is nothing to go on from in {directory}: {what}. A run would begin anew."
     facts = ", ".join(filter(None, (_precision(chosen), size(chosen.bytes), _moment(chosen.saved), _state(chosen))))
-    return f"A run would go on from step {chosen.step} ({printable(str(chosen.path))}): {facts}."
+    return f"A run would go on from step {chosen.step} ({chosen.path}): {facts}."
 
 
 def _print_table(found: Sequence[Checkpoint]) -> None:

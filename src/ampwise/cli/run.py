@@ -119,7 +119,9 @@ def _watched(script: Script, folder: Path, args: argparse.Namespace) -> int:
     except BadInput as error:
         if not args.part:
             raise
-        print(f"ampwise: warning: this process runs unwatched: {error}", file=sys.stderr)
+        from ampwise.printers.terminal import say
+
+        say("ampwise: warning: this process runs unwatched: {}", error)
         return script.run().exit_code
     ended = running.run()
     if not args.part and rank_here()[0] == 0:
@@ -150,7 +152,7 @@ def _launched(script: Script, folder: Path, args: argparse.Namespace) -> int:
 
 def _say_of_sinks(folder: Path, args: argparse.Namespace) -> None:
     """Those that failed, in a line each, also to who wants to hear nothing: they are where nobody looks."""
-    from ampwise.printers.terminal import printable
+    from ampwise.printers.terminal import say
     from ampwise.record.reader import Run
     from ampwise.rules.run.sink_failed import RULE
 
@@ -162,7 +164,7 @@ def _say_of_sinks(folder: Path, args: argparse.Namespace) -> None:
         return
     for finding in found:
         if finding.rule.code == RULE.code:
-            print(printable(f"ampwise: warning: {RULE.code} {RULE.name}: {finding.message}"), file=sys.stderr)
+            say("ampwise: warning: {} {}: {}", RULE.code, RULE.name, finding.message)
 
 
 def _show(folder: Path) -> None:
@@ -177,7 +179,7 @@ def _show(folder: Path) -> None:
         return
     text = summary(record, colour=wants_colour(sys.stderr), width=console(sys.stderr).width)
     sys.stdout.flush()
-    write(f"\n{text}", sys.stderr)
+    write("\n" + text, sys.stderr)
 
 
 def _judge_ranks(folder: Path) -> None:

@@ -42,7 +42,7 @@ import os
 import sys
 from pathlib import Path
 
-from ampwise.printers.terminal import print_tables, printable, write
+from ampwise.printers.terminal import print_tables, say, write
 
 TYPE_CHECKING = False  # as in typing, which takes milliseconds to import
 if TYPE_CHECKING:
@@ -110,13 +110,13 @@ def run(args: argparse.Namespace) -> int:
     try:
         found = _found(args, part)
     except KeyboardInterrupt:
-        print(f"\nampwise: interrupted; resume with: {_command(args)}", file=sys.stderr)
+        say("\nampwise: interrupted; resume with: {}", _command(args))
         return INTERRUPTED
     _print(found, args)
     if args.out:  # after it was printed: if it cannot be written, it is not lost
         found.save(args.out)
         if not args.json:
-            write(f"Written to {printable(args.out)}: ampwise.Found.load({printable(args.out)!r})\n", sys.stdout)
+            say("Written to {}: ampwise.Found.load({})", args.out, repr(args.out), stream=sys.stdout)
     return 0 if found.narrower else 1
 
 

@@ -34,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from ampwise.integrations.skill import FILE, skill_text
-    from ampwise.printers.terminal import printable, write
+    from ampwise.printers.terminal import say, write
 
     text = skill_text()
     if args.out is None:
@@ -44,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
 
     path = Path(args.out, FILE)
     _write(path, text, force=args.force)
-    write(f"The skill is {printable(str(path))}\n", sys.stdout)
+    say("The skill is {}", path, stream=sys.stdout)
     return 0
 
 

@@ -90,7 +90,7 @@ def _serve(follower: Follower, port: int, *, show: bool, interval_s: float | Non
 
     from ampwise.live.server import LOOK_S, serve
     from ampwise.live.terminal import has_ended
-    from ampwise.printers.terminal import flush, write
+    from ampwise.printers.terminal import flush, say
     from ampwise.report.page import page, update
     from ampwise.report.verdict import verdict
 
@@ -103,7 +103,7 @@ def _serve(follower: Follower, port: int, *, show: bool, interval_s: float | Non
 
     server = serve(follower, page=live_page, update=update, port=port, interval_s=interval_s)
     try:
-        write(f"{server.address}\n", sys.stdout)
+        say("{}", server.address, stream=sys.stdout)
         flush(sys.stdout)
         if show:
             _show(server.address, opening)
@@ -129,9 +129,9 @@ def _show(address: str, opening: ExitStack) -> None:
 
 def _say(text: str) -> None:
     """To the person, not into a pipe."""
-    from ampwise.printers.terminal import flush, printable, write
+    from ampwise.printers.terminal import flush, say
 
-    write(f"ampwise: {printable(text)}\n", sys.stderr)
+    say("ampwise: {}", text)
     flush(sys.stderr)
 
 

@@ -27,6 +27,7 @@ from ampwise.engine.scaling.scale import FORGIVEN
 from ampwise.engine.statistics import Statistics
 from ampwise.engine.step import Step
 from ampwise.finding import Finding
+from ampwise.printers.terminal import say
 from ampwise.randomness import HostDraws
 from ampwise.trace.alone import exchanges_refused
 from ampwise.trace.buffers import Buffers, Remembered, as_remembered
@@ -189,10 +190,7 @@ class BadSteps:
         except Exception as error:  # ours, or the script's when it is run again; training goes on
             what = ": ".join(part for part in (type(error).__name__, str(error)) if part)
             if self._ranks.speaks:
-                print(
-                    f"ampwise: step {bad.number} could not be explained: run again, it fails with {what}",
-                    file=sys.stderr,
-                )
+                say("ampwise: step {} could not be explained: run again, it fails with {}", bad.number, what)
 
     # A bad step
 
@@ -347,7 +345,7 @@ class BadSteps:
         """Why a step with a bad loss is not explained."""
         if not self._said_why_not and not math.isfinite(bad.loss) and self._ranks.speaks:
             self._said_why_not = True
-            print(f"ampwise: the loss of step {bad.number} is {bad.loss}. {why}", file=sys.stderr)
+            say("ampwise: the loss of step {} is {}. {}", bad.number, bad.loss, why)
 
     def _tell(self, found: Sequence[Finding], step: int) -> None:
         known = {(finding.rule.code, finding.place.file, finding.place.line) for finding in self.findings}

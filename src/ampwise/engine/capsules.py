@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ampwise.errors import BadInput
 from ampwise.finding import Finding
+from ampwise.printers.terminal import say
 from ampwise.randomness import plain_random
 from ampwise.report.wording import size
 from ampwise.trace.replay import Subject
@@ -87,13 +87,10 @@ class Capsules:
         )
         try:
             how_large = size(size_of(contents, self._weights))
-            print(
-                f"ampwise: saving step {bad.number} in {next_path(self._folder, contents)} ({how_large})",
-                file=sys.stderr,
-            )
+            say("ampwise: saving step {} in {} ({})", bad.number, next_path(self._folder, contents), how_large)
             return write(self._folder, contents, weights=self._weights)
         except (BadInput, OSError) as error:
-            print(f"ampwise: step {bad.number} could not be saved: {error}", file=sys.stderr)
+            say("ampwise: step {} could not be saved: {}", bad.number, error)
             return None
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -58,6 +57,7 @@ from ampwise.errors import BadInput
 from ampwise.evidence.narrow import NarrowLayers
 from ampwise.finding import Finding
 from ampwise.float8.recipe import Fp8, fp8_from
+from ampwise.printers.terminal import say
 from ampwise.sinks.metrics import Row
 from ampwise.trace.replay import Settings
 
@@ -199,7 +199,7 @@ class Engine:
         if self.policy.base == "auto":
             self._ranks.refuse_different(self.precision)
             if speaks():
-                print(f"ampwise: {self.why}", file=sys.stderr)
+                say("ampwise: {}", self.why)
 
     @property
     def precision(self) -> str:

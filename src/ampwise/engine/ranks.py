@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
@@ -14,6 +13,7 @@ from torch.nn import Module, SyncBatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
 from ampwise.errors import BadInput
+from ampwise.printers.terminal import say
 
 __all__ = ["Ranks", "rank", "speaks"]
 
@@ -150,10 +150,9 @@ class Ranks:
         if not _has_others() or dist.get_world_size() == 1 or self.several:
             return
         if self.process_group is None and not any(hasattr(each, "placements") for each in parameters) and speaks():
-            print(
-                f"ampwise: {dist.get_world_size()} ranks, and the model is neither wrapped in DDP nor sharded: each "
-                "rank trains by itself.",
-                file=sys.stderr,
+            say(
+                "ampwise: {} ranks, and the model is neither wrapped in DDP nor sharded: each rank trains by itself.",
+                dist.get_world_size(),
             )
 
     def refuse_different(self, chosen: str) -> None:

@@ -10,6 +10,7 @@ import torch
 
 from ampwise.engine.ranks import rank
 from ampwise.errors import BadInput
+from ampwise.printers.terminal import printable
 from ampwise.randomness import random_state, restore_random
 
 __all__ = ["restore_rng", "rng_state"]
@@ -27,8 +28,10 @@ def restore_rng(state: Mapping[str, Any], device: torch.device) -> None:
     """
     if isinstance(state, Mapping) and state.get("rank", 0) != rank():
         warnings.warn(
-            f"load_state_dict(): random numbers were saved on rank {state.get('rank', 0)}; those of rank {rank()} "
-            "stay as they are. To go on to the bit, save the engine's state on every rank.",
+            printable(
+                f"load_state_dict(): random numbers were saved on rank {state.get('rank', 0)}; those of rank {rank()} "
+                "stay as they are. To go on to the bit, save the engine's state on every rank."
+            ),
             UserWarning,
             stacklevel=4,
         )

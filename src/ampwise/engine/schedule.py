@@ -15,6 +15,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from ampwise.engine.scaling.outcome import Outcome
 from ampwise.errors import BadInput
+from ampwise.printers.terminal import printable
 
 __all__ = ["Schedules"]
 
@@ -51,8 +52,9 @@ class Schedules:
     def _warn_if_moved(self, scheduler: Any) -> None:
         before = self._places.get(id(scheduler))
         if before is not None and scheduler.last_epoch != before:
+            name = type(scheduler).__name__
             warnings.warn(
-                f"{type(scheduler).__name__} was moved by someone else: it was given to the engine, which moves it.",
+                printable(f"{name} was moved by someone else: it was given to the engine, which moves it."),
                 UserWarning,
                 stacklevel=2,
             )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import itertools
 import os
-import sys
 import time
 from collections import deque
 from collections.abc import Iterable, Sequence
@@ -53,10 +52,9 @@ def _free_name() -> Path:
 
 
 def _say(finding: Finding) -> None:
-    from ampwise.printers.terminal import printable
+    from ampwise.printers.terminal import say
 
-    said = f"ampwise: warning: {finding.rule.code} {finding.rule.name}: {finding.message}"
-    print(printable(said), file=sys.stderr)
+    say("ampwise: warning: {} {}: {}", finding.rule.code, finding.rule.name, finding.message)
 
 
 class Telling:

@@ -18,7 +18,7 @@ from typing import Any, Literal, NoReturn
 
 from ampwise.errors import BadInput
 from ampwise.finding import Finding
-from ampwise.printers.terminal import printable
+from ampwise.printers.terminal import flush, printable, write
 from ampwise.programs import find_program
 from ampwise.strict_json import plain
 
@@ -93,11 +93,12 @@ def command(arguments: Sequence[str], *, timeout: float = 30.0) -> Alert:
 def stderr() -> Alert:
     """Writes each finding to standard error, with its fix."""
 
-    def write(finding: Finding) -> None:
-        shown = finding.but(message=f"{finding.message}{_more(finding)}")
-        print(f"ampwise: {finding.severity}: {shown}", file=sys.stderr, flush=True)
+    def tell(finding: Finding) -> None:
+        shown = str(finding.but(message=f"{finding.message}{_more(finding)}"))  # printable, but for its own newlines
+        write("".join(("ampwise: ", finding.severity, ": ", shown, "\n")), sys.stderr)
+        flush(sys.stderr)
 
-    return _named(write, "stderr()")
+    return _named(tell, "stderr()")
 
 
 def _named(alert: Callable[[Finding], None], name: str) -> Alert:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import atexit
 import os
 import queue
-import sys
 import threading
 import time
 from collections import deque
@@ -19,7 +18,7 @@ from typing import Any
 from ampwise.errors import BadInput
 from ampwise.finding import Finding
 from ampwise.guard.alert_kinds import HELD_BACK, Alert, command, stderr, webhook
-from ampwise.printers.terminal import printable
+from ampwise.printers.terminal import say
 
 __all__ = ["Alert", "Alerts", "Flood", "command", "stderr", "webhook"]
 
@@ -190,7 +189,7 @@ class _Way:
             return
         self._complained = True
         try:
-            print(printable(f"ampwise: warning: the alert {self._name} {what}"), file=sys.stderr, flush=True)
+            say("ampwise: warning: the alert {} {}", self._name, what)
         except (OSError, ValueError):  # nobody can be told
             return
 

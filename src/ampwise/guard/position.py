@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from ampwise.errors import BadInput
 from ampwise.guard.data import Data
+from ampwise.printers.terminal import say
 from ampwise.record.files import read_json, write_aside
 from ampwise.strict_json import dumps
 
@@ -101,7 +101,7 @@ class Position:
         try:
             write_aside(self._path, [dumps({"passed_over": self.passed_over}).encode()])
         except OSError as error:  # training goes on, and checkpoints from now on know of them, too
-            print(f"ampwise: {self._path} could not be written: {error.strerror or error}", file=sys.stderr)
+            say("ampwise: {} could not be written: {}", self._path, error.strerror or error)
 
     @property
     def epoch(self) -> int:

@@ -9,7 +9,6 @@ that are drawn for the order of the data and for the training in turns.
 from __future__ import annotations
 
 import copy
-import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -20,6 +19,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from ampwise.errors import BadInput
+from ampwise.printers.terminal import say
 from ampwise.randomness import captured, restore_random
 
 __all__ = ["Place", "Source", "length_of", "set_epoch", "source_of"]
@@ -250,10 +250,10 @@ class _Patience:
             return
         self._next = time.monotonic() + PATIENCE_S
         of = "" if count is None else f" of {count:,}"
-        print(f"ampwise: going back in the data: {done:,}{of} batches of epoch {self._epoch} read", file=sys.stderr)
+        say("ampwise: going back in the data: {:,}{} batches of epoch {} read", done, of, self._epoch)
         if not _Patience.advised:
             _Patience.advised = True
-            print(f"ampwise: {ADVICE}", file=sys.stderr)
+            say("ampwise: {}", ADVICE)
 
 
 # --- random numbers ------------------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ from ampwise.evidence.faults import Fault
 from ampwise.finding import Finding, Severity
 from ampwise.guard.alerts import Alerts
 from ampwise.printers import print_findings
+from ampwise.printers.terminal import say
 from ampwise.rules.judging import judged
 
 __all__ = ["Telling", "finding_of"]
@@ -43,14 +44,14 @@ class Telling:
             return
         if finding.rule.severity is Severity.INFO:
             at = "" if finding.place.step is None else f"step {finding.place.step:,}: "
-            print(f"ampwise: {at}{finding.message}", file=sys.stderr)
+            say("ampwise: {}{}", at, finding.message)
         else:
             print_findings([finding], file=sys.stderr)
 
     def say(self, words: str) -> None:
         """A line for people, which is no finding."""
         if self._speaks:
-            print(f"ampwise: {words}", file=sys.stderr)
+            say("ampwise: {}", words)
 
     def close(self) -> None:
         if self._alerts is not None:

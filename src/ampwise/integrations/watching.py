@@ -179,8 +179,10 @@ class Watching:
         )
         text = summary(run, colour=wants_colour(sys.stderr), width=console(sys.stderr).width, not_kept=kept)
         sys.stdout.flush()
-        write(f"\n{text}", sys.stderr)
+        write("\n" + text, sys.stderr)
 
 
 def _say(said: str) -> None:
-    print(f"ampwise: warning: {said}", file=sys.stderr)
+    from ampwise.printers.terminal import say
+
+    say("ampwise: warning: {}", said)

@@ -6,6 +6,7 @@ the next pass, which looks at the new text.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -61,10 +62,12 @@ def unified_diff(script: Script, text: str) -> str:
     if text == script.text:
         return ""
     if not script.cells:
-        return _diff(script.path, *_as_in_file(script, text))
+        name = _quoted(script.path, script.encoding)
+        # After a blank, patch expects a date; after a tab, it knows that there is none.
+        return _diff(f"{name}\t" if " " in name else name, *_as_in_file(script, text))
     before, after = _cell_texts(script), _cell_texts(_read_again(script, text))
     return "".join(
-        _diff(f"{script.path}:cell {number}", code, after.get(number, ""))
+        _diff(_quoted(f"{script.path}:cell {number}", script.encoding), code, after.get(number, ""))
         for number, code in before.items()
         if code != after.get(number, "")
     )
@@ -136,10 +139,7 @@ def _cell_texts(script: Script) -> dict[int, str]:
 def _as_in_file(script: Script, text: str) -> tuple[str, str]:
     """The code before and after as ``patch`` must see it: with the mark and the line endings of the file."""
     mark = "\ufeff" if script.bom else ""
-    before, after = (mark + script.file_text(code) for code in (script.text, text))
-    # A lone carriage return ends no line to patch, and would send a terminal back to the start of this one.
-    has_lone_return = "\r" in before.replace("\r\n", "")
-    return (script.text, text) if has_lone_return else (before, after)
+    return mark + script.file_text(script.text), mark + script.file_text(text)
 
 
 def _diff(name: str, before: str, after: str) -> str:
@@ -147,6 +147,19 @@ def _diff(name: str, before: str, after: str) -> str:
 
     lines = difflib.unified_diff(_lines(before), _lines(after), name, name)
     return "".join(_with_end(lines))
+
+
+def _quoted(name: str, encoding: str) -> str:
+    r"""A name as ``patch`` and git read it: in quotes, with its bytes as escapes, where it could be taken for more.
+
+    >>> print(_quoted("train.py", "utf-8"), _quoted("a\n+++ b.py", "utf-8"))
+    train.py "a\012+++ b.py"
+    """
+    fits = name.isascii() or encoding == "utf-8"  # the script's own, in which all of its diff is written
+    if name.isprintable() and fits and not {'"', "\\"} & set(name):
+        return name
+    escaped = (chr(byte) if 32 <= byte < 127 and byte not in b'"\\' else f"\\{byte:03o}" for byte in os.fsencode(name))
+    return f'"{"".join(escaped)}"'
 
 
 def _lines(text: str) -> list[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from types import TracebackType
 
-from ampwise.printers.terminal import write
+from ampwise.printers.terminal import redraw
 
 TYPE_CHECKING = False  # as in typing, which takes milliseconds to import
 if TYPE_CHECKING:
@@ -16,7 +16,6 @@ __all__ = ["Progress"]
 MANY_FILES = 200
 BETWEEN_S = 0.1
 WIDEST = 40
-ERASE = "\r\x1b[K"
 
 
 class Progress:
@@ -36,13 +35,13 @@ class Progress:
         now = time.monotonic()
         if self._stream is not None and (self._drawn_at is None or now - self._drawn_at >= BETWEEN_S):
             self._drawn_at = now
-            self._show(f"{ERASE}{self._bar()}")
+            redraw(self._bar(), self._stream)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._drawn_at is not None:
-            self._show(ERASE)
+        if self._stream is not None and self._drawn_at is not None:
+            redraw("", self._stream)
 
     def _bar(self) -> str:
         import shutil
@@ -51,8 +50,3 @@ class Progress:
         width = max(0, min(WIDEST, shutil.get_terminal_size().columns - len(counted) - 3))
         filled = width * self._done // self._total
         return f"[{'#' * filled}{'-' * (width - filled)}]{counted}"
-
-    def _show(self, text: str) -> None:
-        if self._stream is not None:
-            write(text, self._stream)
-            self._stream.flush()

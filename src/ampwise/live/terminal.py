@@ -14,7 +14,7 @@ from ampwise.errors import BadInput
 from ampwise.live.frame import Paper, curves, frame
 from ampwise.live.looking import REST, Looking
 from ampwise.live.state import Now, one_line, state_of
-from ampwise.printers.terminal import PIPE_WIDTH, flush, printable, wants_colour, write, writing
+from ampwise.printers.terminal import PIPE_WIDTH, console, flush, say, wants_colour, write, writing
 from ampwise.report.summary import summary
 
 if TYPE_CHECKING:
@@ -44,8 +44,8 @@ def watch(follower: Follower, stream: TextIO, *, interval_s: float | None = None
         _on_screen(looking, stream, interval_s or ON_A_TERMINAL_S)
     else:
         _in_lines(looking, stream, interval_s or ELSEWHERE_S)
-    width = _console(stream).width if stream.isatty() else PIPE_WIDTH
-    write(f"\n{summary(looking.run, colour=wants_colour(stream), width=width)}", stream)
+    width = _screen(stream).width if stream.isatty() else PIPE_WIDTH
+    write("\n" + summary(looking.run, colour=wants_colour(stream), width=width), stream)
     if looking.lost:
         flush(stream)
         raise BadInput(f"{follower.folder} {looking.lost} What was seen until then is above.")
@@ -57,9 +57,9 @@ def show_once(follower: Follower, stream: TextIO) -> None:
     if not _is_screen(stream):
         _write_line(f"{one_line(_now(looking))}", stream)
         return
-    console = _console(stream)
+    screen = _screen(stream)
     with writing():
-        _print(console, frame(looking.run, _now(looking), _paper(console)))
+        _print(screen, frame(looking.run, _now(looking), _paper(screen)))
 
 
 def looks(looking: Looking, interval_s: float) -> Iterator[Run]:
@@ -105,15 +105,15 @@ def _on_screen(looking: Looking, stream: TextIO, interval_s: float) -> None:
     from rich.console import Group
     from rich.live import Live
 
-    console = _console(stream)
-    with Live(console=console, screen=True, auto_refresh=False) as live, _leaving_in_order(live):
+    screen = _screen(stream)
+    with Live(console=screen, screen=True, auto_refresh=False) as live, _leaving_in_order(live):
         for run in looks(looking, interval_s):
-            lines = frame(run, _now(looking), _paper(console))
+            lines = frame(run, _now(looking), _paper(screen))
             with writing():
                 live.update(Group(*lines), refresh=True)
     # What was found is in the summary that follows, but the curves are not.
     with writing():
-        _print(console, curves(_now(looking), _paper(console)))
+        _print(screen, curves(_now(looking), _paper(screen)))
 
 
 @contextmanager
@@ -153,13 +153,13 @@ def _now(looking: Looking) -> Now:
 
 
 def _write_line(line: str, stream: TextIO) -> None:
-    write(f"{printable(line)}\n", stream)
+    say("{}", line, stream=stream)
     flush(stream)
 
 
-def _print(console: Console, lines: list[Text]) -> None:
+def _print(screen: Console, lines: list[Text]) -> None:
     for line in lines:
-        console.print(line, no_wrap=True, crop=True)
+        screen.print(line, no_wrap=True, crop=True)
 
 
 def _is_screen(stream: TextIO) -> bool:
@@ -167,13 +167,11 @@ def _is_screen(stream: TextIO) -> bool:
     return stream.isatty() and os.environ.get("TERM") not in ("dumb", "unknown")
 
 
-def _console(stream: TextIO) -> Console:
+def _screen(stream: TextIO) -> Console:
     """As wide as the terminal really is: a line that wraps would break the picture."""
-    from rich.console import Console
-
-    return Console(file=stream, highlight=False, color_system="auto" if wants_colour(stream) else None)
+    return console(stream, narrowest=0)
 
 
-def _paper(console: Console) -> Paper:
-    size = console.size  # asked anew each time: windows are resized
-    return Paper(width=size.width, height=max(1, size.height - 1), encoding=console.encoding)
+def _paper(screen: Console) -> Paper:
+    size = screen.size  # asked anew each time: windows are resized
+    return Paper(width=size.width, height=max(1, size.height - 1), encoding=screen.encoding)

@@ -107,7 +107,9 @@ def _width(text: str) -> int:
         return len(text)
     import unicodedata  # a library of its own, which few runs need
 
-    return sum(0 if unicodedata.combining(char) else 1 + (unicodedata.east_asian_width(char) in "WF") for char in text)
+    # Mn and Me: marks on the character before, also those that do not combine, such as a variation selector.
+    shown = (char for char in text if unicodedata.category(char) not in ("Mn", "Me"))
+    return sum(1 + (unicodedata.east_asian_width(char) in "WF") for char in shown)
 
 
 def _read(file: str) -> str:

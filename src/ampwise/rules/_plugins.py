@@ -40,7 +40,9 @@ def modules(entry_point: EntryPoint) -> Iterator[ModuleType]:
 
 def warn(message: str) -> None:
     """A line on stderr; not ``warnings``, because under ``-W error`` that would stop a run for a plugin."""
-    print(f"ampwise: warning: plugin {message}", file=sys.stderr)
+    from ampwise.printers.terminal import say
+
+    say("ampwise: warning: plugin {}", message)
 
 
 def mentioned(folders: list[str]) -> bool:

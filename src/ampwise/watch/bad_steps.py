@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Any
 from ampwise.engine.capsules import MOST
 from ampwise.errors import BadInput
 from ampwise.finding import Finding
-from ampwise.printers.terminal import printable
+from ampwise.printers.terminal import say
 from ampwise.report.wording import size
 from ampwise.watch.calls import Call, Calls
 from ampwise.watch.following import Following
@@ -110,8 +109,7 @@ class BadSteps:
         contents = _contents(call, step, findings)
         try:
             how_large = size(size_of(contents, self._with_weights))
-            into = printable(str(self._capsules))
-            print(f"ampwise: saving step {step.number} in {into} ({how_large})", file=sys.stderr)
+            say("ampwise: saving step {} in {} ({})", step.number, self._capsules, how_large)
             path = write(self._capsules, contents, weights=self._with_weights)
         except BadInput as error:
             self._say(f"Step {step.number} could not be saved: {error}")

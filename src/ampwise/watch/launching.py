@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 from pathlib import Path
 
+from ampwise.printers.terminal import say
 from ampwise.watch.script import Ended, Script
 
 __all__ = ["is_launcher", "launch"]
@@ -24,7 +24,7 @@ def launch(script: Script, folder: Path, options: list[str]) -> Ended:
 
     args = torchrun.get_args_parser().parse_args(list(script.args))
     if args.no_python:
-        print("ampwise: warning: torchrun --no-python starts no Python that could be watched", file=sys.stderr)
+        say("ampwise: warning: torchrun --no-python starts no Python that could be watched")
     else:
         words = ["run", "--part", "-o", str(folder), *options, *(["-m"] if args.module else [])]
         args.training_script_args = [*words, args.training_script, *args.training_script_args]

@@ -17,6 +17,7 @@ from types import CodeType, ModuleType, TracebackType
 from typing import Any
 
 from ampwise.errors import BadInput
+from ampwise.printers.terminal import printable
 from ampwise.watch.patches import INTERNAL
 
 __all__ = ["Ended", "Script", "when_imported"]
@@ -91,7 +92,7 @@ class Script:
         if spec is not None and spec.submodule_search_locations is not None:
             spec = _spec_of(f"{self.name}.__main__")
         if spec is None or spec.loader is None:
-            raise ImportError(f"No module named {self.name}, or none that can be run.")
+            raise ImportError(printable(f"No module named {self.name}, or none that can be run."))
         code = spec.loader.get_code(spec.name)  # type: ignore[attr-defined]
         facts = {
             "__file__": spec.origin,
@@ -116,9 +117,9 @@ def _compiled(path: Path) -> CodeType:
         encoding, _ = tokenize.detect_encoding(io.BytesIO(data).readline)
         data.decode(encoding)
     except (SyntaxError, UnicodeDecodeError):
-        raise SyntaxError(f"{path} is not Python: it is not text in UTF-8") from None
+        raise SyntaxError(printable(f"{path} is not Python: it is not text in UTF-8")) from None
     except LookupError as error:
-        raise SyntaxError(f"{path}: {error}") from None
+        raise SyntaxError(printable(f"{path}: {error}")) from None
     # As it stands, with its name as it was given: tracebacks and pickles are then those of a plain run.
     return compile(data, str(path), "exec", dont_inherit=True)
 

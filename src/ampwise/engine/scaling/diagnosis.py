@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 from ampwise.census.algebra import Census
 from ampwise.errors import ScaleCollapsed
+from ampwise.printers.terminal import printable
 
 __all__ = ["PATIENCE", "collapsed", "warn_of_skips"]
 
@@ -26,8 +27,10 @@ def collapsed(floor: float, in_a_row: int, censuses: Mapping[str, Census]) -> Sc
 def warn_of_skips(in_a_row: int, censuses: Mapping[str, Census]) -> None:
     """Say that nothing is learned any more."""
     warnings.warn(
-        f"GradScaler: {in_a_row} steps in a row were skipped because gradients are not finite. {_cause(censuses)} "
-        "Look for what is not finite in the data, the loss or the weights.",
+        printable(
+            f"GradScaler: {in_a_row} steps in a row were skipped because gradients are not finite. {_cause(censuses)} "
+            "Look for what is not finite in the data, the loss or the weights."
+        ),
         RuntimeWarning,
         stacklevel=6,
     )

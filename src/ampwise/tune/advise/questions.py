@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +12,7 @@ from ampwise.evidence.choice.ideas import SYMPTOMS
 from ampwise.evidence.choice.model import KINDS, parse_count
 from ampwise.evidence.choice.target import of_capability
 from ampwise.hardware.catalog import gpu_named
+from ampwise.printers.terminal import say
 
 __all__ = ["QUESTIONS", "Question", "ask"]
 
@@ -29,11 +29,11 @@ class Question:
 
 def ask() -> dict[str, str | None]:
     """Answers by the names of the options; None where Enter was pressed. Ctrl-C and Ctrl-D leave."""
-    print("A few questions; Enter takes what is in brackets, Ctrl-C leaves.", file=sys.stderr)
+    say("A few questions; Enter takes what is in brackets, Ctrl-C leaves.")
     try:
         return {question.name: _answered(question) for question in QUESTIONS}
     except EOFError:
-        print(file=sys.stderr)
+        say("")
         raise KeyboardInterrupt from None
 
 
@@ -45,7 +45,7 @@ def _answered(question: Question) -> str | None:
         try:
             question.check(answer)
         except AmpwiseError as error:
-            print(f"  {error}", file=sys.stderr)
+            say("  {}", error)
         else:
             return answer
 

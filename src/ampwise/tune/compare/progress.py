@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TextIO
 
-from ampwise.printers.terminal import console, printable, write
+from ampwise.printers.terminal import console, printable, say
 from ampwise.tune.compare.measuring import Progress
 
 __all__ = ["progress_on"]
@@ -40,7 +40,7 @@ def _lines(stream: TextIO) -> Progress:
         what = doing.partition(":")[0]
         if what not in said:
             said.add(what)
-            write(f"ampwise: {printable(what)} ({done}/{total})\n", stream)
+            say("ampwise: {} ({}/{})", what, done, total, stream=stream)
             stream.flush()
 
     return tell

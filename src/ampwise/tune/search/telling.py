@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TextIO
 
-from ampwise.printers.terminal import console, printable, write
+from ampwise.printers.terminal import console, printable, say
 from ampwise.report.wording import duration
 
 __all__ = ["Pace", "Progress", "Told", "progress_on"]
@@ -76,7 +76,7 @@ def _bar(stream: TextIO) -> Iterator[Progress]:
 
 def _line(told: Told, stream: TextIO) -> None:
     left = "" if told.seconds_left is None else f"; about {_rough(told.seconds_left)} left"
-    write(f"ampwise: {printable(told.doing)}{left}\n", stream)
+    say("ampwise: {}{}", told.doing, left, stream=stream)
     stream.flush()
 
 
