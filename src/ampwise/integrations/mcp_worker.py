@@ -19,6 +19,7 @@ from typing import Any, NoReturn
 from ampwise.cli import script
 from ampwise.errors import BadInput
 from ampwise.integrations.mcp_folder import Folder, Named
+from ampwise.printers.terminal import say
 
 __all__ = ["keep_inside", "main"]
 
@@ -37,9 +38,9 @@ def main() -> NoReturn:
         sys.argv = ["ampwise", *folder.words(words)]
         script()
     except BadInput as error:
-        print(f"ampwise: error: {error}", file=sys.stderr)
+        say("ampwise: error: {}", error)
     except RecursionError:
-        print("ampwise: error: a file is nested too deeply to be read.", file=sys.stderr)
+        say("ampwise: error: a file is nested too deeply to be read.")
     sys.exit(2)
 
 
