@@ -399,10 +399,10 @@ class Adapting(nn.Module):
         return y
 
 
-def test_a_buffer_that_the_bad_step_has_spoiled_is_not_taken_for_the_cause(late):
+def test_a_buffer_that_the_bad_step_has_spoiled_is_neither_the_cause_nor_left_so(late):
     run = trained(batches(2), model=Adapting(), precision="fp32", fused=True)
-    found = [(each.rule.name, each.place.step) for each in run.engine.findings]
-    assert found == [("bad-batch", 3), ("poisoned-statistics", 4)]
+    assert [(each.rule.name, each.place.step) for each in run.engine.findings] == [("bad-batch", 3)]
+    assert run.model.size.isfinite().all()
 
 
 @pytest.mark.parametrize("trace", [False, True])

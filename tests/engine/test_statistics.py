@@ -8,8 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from ampwise.engine import statistics
-from ampwise.engine.statistics import Conditional, Statistics
+from ampwise.engine import conditional
+from ampwise.engine.conditional import Conditional
+from ampwise.engine.statistics import Statistics
 from ampwise.errors import BadInput
 
 YES, NO = torch.tensor(1.0), torch.tensor(0.0)
@@ -230,7 +231,7 @@ def test_a_lazy_layer_goes_back_to_what_it_was_made_as():
     kept.remember()
     kept.restore_if(YES)  # nothing there yet
     model(torch.full((8, 3), math.inf))
-    assert len(kept.state()[0]) == 3
+    assert len(kept.state()["norms"][0]) == 3
     kept.restore_if(YES)
     assert bits(model.buffers()) == bits(nn.BatchNorm1d(3).buffers())
     model(torch.randn(8, 3))
@@ -283,7 +284,7 @@ def test_a_checkpoint_in_the_middle_of_a_window_takes_it_along():
     before = bits(model[3].buffers())
     spoil_(model)
     state = kept.state()
-    assert [tuple(tensor.shape) for tensor in state] == [(0,), (0,), (0,), (4,), (4,), ()]
+    assert [tuple(tensor.shape) for tensor in state["norms"]] == [(0,), (0,), (0,), (4,), (4,), ()]
     spoiled = bits(model[1].buffers())
     kept.remember()  # of no concern to what was saved
     other = small_model()
@@ -291,7 +292,7 @@ def test_a_checkpoint_in_the_middle_of_a_window_takes_it_along():
     resumed = Statistics([other])
     resumed.remember()  # which loading replaces
     resumed.load(state)
-    state[3].fill_(7.0)
+    state["norms"][3].fill_(7.0)
     resumed.restore_if(YES)
     assert bits(other[3].buffers()) == before
     assert bits(other[1].buffers()) == spoiled
@@ -318,12 +319,12 @@ def test_what_is_forgotten_is_not_put_back(forget):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda state: state[1:], "statistics of 5 buffers cannot be loaded into 6"),
+        (lambda norms: norms[1:], "statistics of 5 buffers cannot be loaded into 6"),
         (
-            lambda state: [torch.zeros(5), *state[1:]],
+            lambda norms: [torch.zeros(5), *norms[1:]],
             r"running_mean of shape \(5,\) .* BatchNorm1d whose shape is \(4,",
         ),
-        (lambda state: [None, *state[1:]], "a tensor is expected, not NoneType"),
+        (lambda norms: [None, *norms[1:]], "a tensor is expected, not NoneType"),
     ],
 )
 def test_what_belongs_to_another_model_is_refused_and_nothing_changes(change, message):
@@ -332,7 +333,7 @@ def test_what_belongs_to_another_model_is_refused_and_nothing_changes(change, me
     kept.remember()
     before, state = bits(model.buffers()), kept.state()
     with pytest.raises(BadInput, match=message):
-        kept.load(change(state))
+        kept.load({**state, "norms": change(state["norms"])})
     spoil_(model)
     kept.restore()
     assert bits(model.buffers()) == before
@@ -348,8 +349,8 @@ def test_nothing_can_be_loaded_for_a_lazy_layer_that_has_no_shape_yet():
 
 # The kernel, against torch.where, which defines it.
 
-SIZES = (1, 2, 3, 7, 33, 64, 255, 1024, 1025, 5000)
-KINDS = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int8)
+SIZES = (1, 2, 3, 7, 33, 64, 255, 1024, 1025, 5000, 300_001)
+KINDS = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int8, torch.complex128)
 
 
 def any_bits(size, dtype, device="cpu", shift=0):
@@ -368,9 +369,9 @@ def pairs_of(sizes, device="cpu"):
 
 
 def by_torch(pairs, flag):
-    conditional = Conditional()
-    conditional._others = pairs
-    conditional.copy_if_(flag)
+    copies = Conditional()
+    copies._others = pairs
+    copies.copy_if_(flag)
 
 
 def by_kernel(pairs, flag):
@@ -394,7 +395,7 @@ def test_the_kernel_copies_every_bit_or_none():
     pytest.importorskip("triton")
     torch.manual_seed(0)
     check_copies(by_torch, pairs_of((0, 3)))
-    check_copies(by_kernel, pairs_of((0, 1, 3, 1030)))
+    check_copies(by_kernel, pairs_of((0, 1, 3, 1030, 5000)))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU the kernel is compiled, not interpreted")
@@ -425,7 +426,7 @@ def many_layers():
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 @pytest.mark.parametrize("kernels", [True, False])
 def test_on_a_gpu_nothing_waits(kernels, monkeypatch):
-    monkeypatch.setattr(statistics, "has_kernels", lambda: kernels)
+    monkeypatch.setattr(conditional, "has_kernels", lambda: kernels)
     model = many_layers()
     model[3].running_var = torch.ones(100, device="cuda", dtype=torch.float64)[:44:2]  # for torch.where
     kept, yes, no = Statistics([model]), YES.cuda(), NO.cuda()

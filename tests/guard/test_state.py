@@ -1,13 +1,19 @@
 """The whole state of a training: put back, what comes after is what came after it, to the bit."""
 
 import copy
+import math
 import random
+import tempfile
+from collections import OrderedDict, deque
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
@@ -21,7 +27,7 @@ from torch.optim.lr_scheduler import (
 )
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from ampwise import Engine
+from ampwise import Engine, Guard
 from ampwise.errors import BadInput
 from ampwise.guard.agreement import Agreement
 from ampwise.guard.disk.writing import write_checkpoint
@@ -395,6 +401,7 @@ def test_names_are_those_of_a_plain_model_and_each_tensor_is_there_once():
         "model.scale",
         "model.frozen",
         "model.seen",
+        "model.cache",
         "model.embed.weight",
         "model.body.0.weight",
         "model.body.0.bias",
@@ -404,21 +411,31 @@ def test_names_are_those_of_a_plain_model_and_each_tensor_is_there_once():
         "model.body.1.running_var",
         "model.body.1.num_batches_tracked",
     ]
-    buffers = {"model.seen", *(name for name in live.tensors if ".running_" in name or name.endswith("tracked"))}
+    buffers = {
+        "model.seen",
+        "model.cache",
+        *(name for name in live.tensors if ".running_" in name or name.endswith("tracked")),
+    }
     assert live.moving == buffers
+    assert live.transient == {"model.cache"}
+    assert live.plain["buffers"] == {"transient": ["model.cache"], "empty": ["model.nothing"]}
     assert live.tensors["model.embed.weight"] is run.inner.head.weight
 
 
-def test_buffers_are_put_back_but_for_those_that_are_not_saved():
+def test_buffers_are_put_back_persistent_or_not(tmp_path):
     run = training(OPTIMIZERS["sgd"])
     train(run, 1)
     put_back = in_memory(run)
+    onto_disk(run, tmp_path)
     mean = run.inner.body[1].running_mean.clone()
     train(run, 2)
     put_back()
-    assert run.inner.seen == 6
-    assert torch.equal(run.inner.body[1].running_mean, mean)
-    assert run.inner.cache.tolist() == [2.0] * 3
+    fresh = training(OPTIMIZERS["sgd"], seed=2)
+    from_disk(fresh, tmp_path)
+    for each in (run, fresh):
+        assert each.inner.seen == 6
+        assert torch.equal(each.inner.body[1].running_mean, mean)
+        assert each.inner.cache.tolist() == [1.0] * 3
 
 
 def test_tensors_are_put_back_in_the_memory_that_they_have():
@@ -429,6 +446,329 @@ def test_tensors_are_put_back_in_the_memory_that_they_have():
     train(run, 2)
     put_back()
     assert {name: tensor.data_ptr() for name, tensor in run.whole.live().tensors.items()} == places
+
+
+class Buffered(nn.Module):
+    """A layer with one more buffer, of any kind."""
+
+    def __init__(self, buffer, *, persistent):
+        super().__init__()
+        self.linear = nn.Linear(2, 1)
+        self.register_buffer("extra", buffer, persistent=persistent)
+
+
+def buffered(buffer, *, persistent=False, state=None):
+    model = Buffered(buffer, persistent=persistent)
+    engine = Engine(model, torch.optim.SGD(model.parameters(), 0.1), "fp32")
+    return SimpleNamespace(model=model, engine=engine, whole=Whole(engine, state or {}), optimizers=engine.optimizers)
+
+
+OTHER_BUFFERS = {
+    "of another shape": (torch.ones(3), torch.zeros(5)),
+    "of one value": (torch.ones(1), torch.zeros(5)),  # which a copy would spread over all
+    "of another dtype": (torch.ones(3), torch.zeros(3, dtype=torch.int64)),
+    "of pairs": (torch.ones(3, 2, dtype=torch.float64), torch.zeros(3, dtype=torch.complex128)),
+    "of none": (None, torch.zeros(3)),
+    "once none": (torch.ones(3), None),
+}
+
+
+@pytest.mark.parametrize("persistent", [True, False])
+@pytest.mark.parametrize(("then", "now"), list(OTHER_BUFFERS.values()), ids=list(OTHER_BUFFERS))
+def test_a_buffer_that_was_replaced_by_another_is_rolled_back(then, now, persistent):
+    run = buffered(then, persistent=persistent)
+    put_back = in_memory(run)
+    for _ in range(2):
+        run.model.extra = now
+        put_back()
+        assert same(run.model.extra, then)
+
+
+@pytest.mark.parametrize(("then", "now"), list(OTHER_BUFFERS.values()), ids=list(OTHER_BUFFERS))
+def test_a_buffer_that_is_not_persistent_and_does_not_fit_is_no_obstacle_to_resume(then, now, tmp_path, capsys):
+    onto_disk(buffered(then), tmp_path)
+    fresh = buffered(now)
+    plain = from_disk(fresh, tmp_path)
+    fits = then is None or now is None
+    assert same(fresh.model.extra, then if fits else now)
+    assert plain["buffers"]["transient"] == ["model.extra"]
+
+
+def test_it_is_said_in_a_line_that_a_model_keeps_its_own(tmp_path, capsys):
+    onto_disk(buffered(torch.ones(3)), tmp_path)
+    fresh = buffered(torch.zeros(5))
+    Resuming(
+        tmp_path, fresh.engine, fresh.whole, Agreement(fresh.engine.ranks, 10.0), Telling(None, speaks=True)
+    ).newest()
+    assert capsys.readouterr().err == (
+        "ampwise: model.extra: of another shape or dtype in step-00000003, or only there or here; as they are not "
+        "persistent, the model keeps its own\n"
+    )
+
+
+@pytest.mark.parametrize("name", ["of another shape", "of one value", "of another dtype", "of pairs"])
+def test_a_persistent_buffer_that_does_not_fit_is_refused(name, tmp_path):
+    then, now = OTHER_BUFFERS[name]
+    onto_disk(buffered(then, persistent=True), tmp_path)
+    with pytest.raises(BadInput, match=r"'model.extra' is .* in the checkpoint, and .* here"):
+        from_disk(buffered(now, persistent=True), tmp_path)
+
+
+def test_a_model_with_one_buffer_more_or_less_that_is_not_persistent_goes_on(tmp_path):
+    for with_it, there in ((True, False), (False, True)):
+        run = buffered(torch.ones(3))
+        run.model.register_buffer("more", torch.ones(2), persistent=False) if with_it else None
+        onto_disk(run, tmp_path / str(there))
+        fresh = buffered(torch.zeros(3))
+        fresh.model.register_buffer("more", torch.zeros(2), persistent=False) if there else None
+        from_disk(fresh, tmp_path / str(there))
+        assert fresh.model.extra.tolist() == [1.0] * 3
+        assert not there or fresh.model.more.tolist() == [0.0] * 2
+
+
+def test_a_buffer_that_is_registered_after_a_snapshot_is_gone_after_a_rollback():
+    run = buffered(torch.ones(3))
+    put_back = in_memory(run)
+    run.model.register_buffer("more", torch.ones(2))
+    put_back()
+    assert not hasattr(run.model, "more")
+
+
+def test_a_cache_may_hold_anything(tmp_path):
+    """Memory that was never written to may look like NaN."""
+    run = buffered(torch.full((3,), torch.nan))
+    with Guard(run.engine, tmp_path, every="1 steps") as guard:
+        guard.step(lambda: run.model.linear.weight.sum())
+    assert guard.findings == []
+    fresh = buffered(torch.zeros(3))
+    Guard(fresh.engine, tmp_path).begin()
+    assert fresh.model.extra.isnan().all()
+
+
+# Every dtype, and tensors that lie otherwise
+
+DTYPES = sorted({each for each in vars(torch).values() if isinstance(each, torch.dtype)}, key=str)
+QUANTISED = {torch.quint8, torch.qint8, torch.qint32, torch.quint4x2, torch.quint2x4}
+
+
+def raw(tensor):
+    plain = tensor.detach().resolve_conj().resolve_neg()
+    flat = plain if plain.dtype in (torch.bool,) or plain.itemsize > 1 else plain.view(torch.uint8)
+    return tensor.dtype, tuple(tensor.shape), flat.contiguous().reshape(-1).view(torch.uint8).tolist()
+
+
+def of_dtype(dtype):
+    """Of one dimension, of two and of none, and without values."""
+    values = torch.arange(48, dtype=torch.uint8)  # none of which is a NaN, which is refused in weights
+    line = (values % 2 if dtype is torch.bool else values).view(dtype)
+    return [line, line[:0], line[0], line.reshape(1, -1), line.reshape(-1, 1)[:0]]
+
+
+class Keeps:
+    def __init__(self, state):
+        self.state = state
+
+    def state_dict(self):
+        return self.state
+
+    def load_state_dict(self, state):
+        self.state = state
+
+
+@pytest.mark.parametrize("dtype", [each for each in DTYPES if each not in QUANTISED], ids=str)
+def test_tensors_of_every_dtype_that_torch_has_are_saved(dtype, tmp_path):
+    for number, tensor in enumerate(of_dtype(dtype)):
+        run = buffered(tensor, persistent=bool(number % 2), state={"kept": Keeps({"t": [tensor]})})
+        put_back = in_memory(run)
+        onto_disk(run, tmp_path / str(number))
+        other = torch.zeros_like(tensor.view(torch.uint8) if tensor.ndim else tensor.reshape(1).view(torch.uint8))
+        other = other.view(dtype).reshape(tensor.shape)
+        run.model.extra, run.whole._others["kept"].state = other, {}
+        put_back()
+        fresh = buffered(other, persistent=bool(number % 2), state={"kept": Keeps({})})
+        from_disk(fresh, tmp_path / str(number))
+        for each in (run, fresh):
+            assert raw(each.model.extra) == raw(tensor)
+            assert raw(each.whole._others["kept"].state["t"][0]) == raw(tensor)
+
+
+ODD = {
+    "transposed": lambda: torch.arange(6.0).reshape(2, 3).t(),
+    "strided": lambda: torch.arange(6.0)[::2],
+    "expanded": lambda: torch.arange(3.0).reshape(3, 1).expand(3, 4),
+    "conjugated": lambda: torch.tensor([1 + 2j, 3 - 4j]).conj(),
+    "conjugated, double": lambda: torch.tensor([1 + 2j, 3 - 4j], dtype=torch.complex128).conj(),
+    "negated": lambda: torch.tensor([1 + 2j, 3 - 4j]).conj().imag,
+    "channels last": lambda: torch.arange(16.0).reshape(1, 4, 2, 2).to(memory_format=torch.channels_last),
+}
+
+
+@pytest.mark.parametrize("make", list(ODD.values()), ids=list(ODD))
+def test_tensors_that_lie_otherwise_are_saved(make, tmp_path):
+    expected = raw(make())
+    run = buffered(make(), state={"kept": Keeps({"t": make()})})
+    put_back = in_memory(run)
+    onto_disk(run, tmp_path)
+    run.model.extra = torch.zeros_like(make())
+    put_back()
+    assert raw(run.model.extra) == expected
+    fresh = buffered(make() * 2 if "expanded" not in str(make) else make(), state={"kept": Keeps({})})
+    from_disk(fresh, tmp_path)
+    assert raw(fresh.model.extra) == expected
+    assert raw(fresh.whole._others["kept"].state["t"]) == expected
+
+
+def test_buffers_that_are_one_stay_one():
+    run = buffered(torch.ones(3))
+    run.model.register_buffer("again", run.model.extra)
+    assert [name for name in run.whole.live().tensors if "extra" in name or "again" in name] == ["model.extra"]
+    put_back = in_memory(run)
+    run.model.extra = run.model.again = torch.zeros(5)
+    put_back()
+    assert run.model.extra.tolist() == [1.0] * 3
+    assert run.model.again is run.model.extra
+
+
+def test_parameters_and_gradients_of_a_state_come_back_as_such(tmp_path):
+    state = {"p": nn.Parameter(torch.ones(2)), "f": nn.Parameter(torch.ones(1), requires_grad=False)}
+    state["t"] = torch.ones(2, requires_grad=True)
+    run = buffered(None, state={"kept": Keeps(state)})
+    onto_disk(run, tmp_path)
+    fresh = buffered(None, state={"kept": Keeps({})})
+    from_disk(fresh, tmp_path)
+    back = fresh.whole._others["kept"].state
+    assert {name: (type(each), each.requires_grad) for name, each in back.items()} == {
+        "p": (nn.Parameter, True),
+        "f": (nn.Parameter, False),
+        "t": (torch.Tensor, True),
+    }
+
+
+class Tagged(torch.Tensor):
+    pass
+
+
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: buffered(torch.eye(2).to_sparse()), "Guard cannot save model.extra is not dense"),
+        (
+            lambda: buffered(torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8)),
+            "Guard cannot save model.extra: it is quantised (torch.qint8)",
+        ),
+        (
+            lambda: buffered(None, state={"kept": Keeps({"t": torch.ones(2).as_subclass(Tagged)})}),
+            "other.kept.t is a Tagged, which would come back as a plain tensor. Save one: .as_subclass(Tensor).",
+        ),
+        (lambda: buffered(None, state={"kept": Keeps({"t": object()})}), "is a object"),
+        (lambda: buffered(None, state={"kept": Keeps({"t": (x for x in ())})}), "a generator cannot be saved: "),
+        (lambda: buffered(None, state={"kept": Keeps({"t": ITSELF})}), "is nested too deep, or holds itself"),
+        (
+            lambda: buffered(None, state={"kept": Keeps({math.nan: torch.ones(1), float("nan"): torch.ones(1)})}),
+            "two tensors of other.kept are both called '~float:nan': rename a key.",
+        ),
+    ],
+    ids=["sparse", "quantised", "subclass", "object", "generator", "itself", "keys"],
+)
+def test_what_cannot_be_saved_is_refused_when_the_training_begins(make, words, tmp_path):
+    with pytest.raises(BadInput) as refused:
+        begun(make(), tmp_path)
+    assert words in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+ITSELF = []
+ITSELF.append(ITSELF)
+
+
+def begun(run, folder):
+    guard = Guard(run.engine, folder, state=run.whole._others)
+    try:
+        guard.begin()
+    finally:
+        guard.close()
+
+
+def test_a_buffer_of_a_subclass_is_written_to_and_stays_what_it_is(tmp_path):
+    run = buffered(torch.ones(2).as_subclass(Tagged))
+    put_back = in_memory(run)
+    onto_disk(run, tmp_path)
+    with torch.no_grad():
+        run.model.extra.zero_()
+    put_back()
+    fresh = buffered(torch.zeros(2).as_subclass(Tagged))
+    from_disk(fresh, tmp_path)
+    for each in (run, fresh):
+        assert type(each.model.extra) is Tagged
+        assert each.model.extra.tolist() == [1.0, 1.0]
+
+
+# Nested
+
+keys = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=6)
+keys |= st.sampled_from(["x", "x.y", "x/y", "x~1y", "~0", "0", "", "ampwise tensor", "ampwise literal", "on", "a\nb"])
+tensors = st.integers(0, 1000).map(lambda number: torch.tensor([number, number + 1]))
+leaves = tensors | st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=4)
+states = st.recursive(
+    leaves,
+    lambda inner: (
+        st.dictionaries(keys, inner, max_size=4)
+        | st.dictionaries(keys, inner, max_size=4).map(OrderedDict)
+        | st.lists(inner, max_size=4)
+        | st.lists(inner, max_size=4).map(tuple)
+        | st.lists(inner, max_size=4).map(deque)
+    ),
+    max_leaves=10,
+)
+
+
+def identical(one, other):
+    if isinstance(one, dict):
+        pairs = zip(one.items(), other.items(), strict=True)
+        return type(one) is type(other) and all(identical(a, b) and identical(x, y) for (a, x), (b, y) in pairs)
+    if isinstance(one, list | tuple | deque):
+        return type(one) is type(other) and len(one) == len(other) and all(map(identical, one, other))
+    if isinstance(one, float):
+        return repr(one) == repr(other)
+    return same(one, other) and type(one) is type(other)
+
+
+@given(states)
+@settings(max_examples=25, deadline=None)
+def test_any_nesting_comes_back_from_files_as_it_was(state):
+    with tempfile.TemporaryDirectory() as folder:
+        run = buffered(None, state={"kept": Keeps(state)})
+        onto_disk(run, Path(folder))
+        fresh = buffered(None, state={"kept": Keeps(None)})
+        from_disk(fresh, Path(folder))
+        assert identical(fresh.whole._others["kept"].state, state)
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        {"x": {"y": torch.zeros(1)}, "x.y": torch.ones(1)},
+        {0: torch.zeros(1), "0": torch.ones(1)},
+        {"x": {"y": torch.zeros(1)}, "x/y": torch.ones(1), "x~1y": torch.full((1,), 2.0)},
+        {"ampwise tensor": "x", "on": "cpu", "x": torch.ones(1)},
+        {"ampwise literal": {"ampwise tensor": torch.ones(1)}},
+        {"": torch.zeros(1), "value": torch.ones(1)},
+        {"x" * 5000: torch.zeros(1), "\n": torch.ones(1)},
+        torch.ones(2),
+    ],
+    ids=str,
+)
+def test_keys_that_look_alike_are_told_apart(state, tmp_path):
+    run = buffered(None, state={"kept": Keeps(state)})
+    put_back = in_memory(run)
+    onto_disk(run, tmp_path)
+    run.whole._others["kept"].state = None
+    put_back()
+    fresh = buffered(None, state={"kept": Keeps(None)})
+    from_disk(fresh, tmp_path)
+    for each in (run, fresh):
+        assert identical(each.whole._others["kept"].state, state)
 
 
 class Counting(nn.Linear):
@@ -529,7 +869,7 @@ def test_what_a_wrapper_has_of_its_own_is_part_of_it(tmp_path):
     run = started(1)
     train(run, 1)
     ours = [name for name in run.whole.live().tensors if name.startswith("model.") and name.count(".") == 1]
-    assert ours == ["model.temperature", "model.scale", "model.scale'", "model.frozen", "model.seen"]
+    assert ours == ["model.temperature", "model.scale", "model.scale'", "model.frozen", "model.seen", "model.cache"]
     put_back = in_memory(run)
     onto_disk(run, tmp_path)
     train(run, 2)
@@ -662,7 +1002,7 @@ def test_what_the_user_names_may_change_at_any_time():
     run = training(OPTIMIZERS["adam"], state=ema_and_module)
     live = run.whole.live()
     others = {name for name in live.tensors if name.startswith("other.")}
-    assert {"other.ema.shadow.scale", "other.swa.scale", "other.swa.n_averaged"} <= others
+    assert {"other.ema.shadow/scale", "other.swa.scale", "other.swa.n_averaged"} <= others
     assert others <= live.moving
 
 

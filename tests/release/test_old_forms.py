@@ -148,7 +148,7 @@ def test_a_later_checkpoint(old, capsys):
     later(checkpoint_of(old) / "checkpoint.json", "checkpoint.sha256")
     (found,) = checkpoints(old / "checkpoint")
     assert found.trouble == (
-        "checkpoint.json is of version '99', and this ampwise reads version 1. "
+        "checkpoint.json is of version '99', and this ampwise reads version 2. "
         "Another version of ampwise wrote it: use that one."
     )
     assert main(["resume", str(old / "checkpoint")]) == 1
@@ -178,5 +178,5 @@ def test_a_later_search(old):
 def test_a_later_state_of_an_engine():
     model = torch.nn.Linear(4, 2)
     engine = ampwise.Engine(model, torch.optim.SGD(model.parameters(), lr=0.1), "fp32")
-    with pytest.raises(BadInput, match="a state of version 99; this ampwise reads 1"):
+    with pytest.raises(BadInput, match="a state of version 99; this ampwise reads 2"):
         engine.load_state_dict(engine.state_dict() | {"version": 99})

@@ -30,7 +30,6 @@ from ampwise.finding import Finding
 from ampwise.printers.terminal import say
 from ampwise.randomness import HostDraws
 from ampwise.trace.alone import exchanges_refused
-from ampwise.trace.buffers import Buffers, Remembered, as_remembered
 from ampwise.trace.replay import Settings, Subject, is_compiled
 from ampwise.trace.together import Together
 
@@ -55,7 +54,6 @@ class Awaited:
     step: Step
     outcome: Outcome
     passes: list[Pass]  # none of a step that was done in pieces, by backward() and apply(): it cannot be run again
-    buffers: list[Remembered]  # as it began: those of the next step are remembered before it is known
     modes: list[bool]  # training or evaluation, of all modules
 
 
@@ -68,7 +66,6 @@ class Bad:
     loss: float
     scale: float
     passes: list[Pass]
-    buffers: list[Remembered]
     modes: list[bool]
     remarks: tuple[str, ...] = ()
     outcome: Outcome | None = None  # None of a step that is not closed yet
@@ -99,8 +96,7 @@ class BadSteps:
         self._rerun, self._undo_backoff = WeakMethod(rerun), WeakMethod(undo_backoff)
         self._models, self._optimizers = models, optimizers
         self._ranks, self._statistics, self._device = ranks, statistics, device
-        self._now = Statistics(models)
-        self._buffers = Buffers(models)
+        self._now = Statistics(models, statistics)
         self._modules = list(dict.fromkeys(module for model in models for module in model.modules()))
         self._draws = HostDraws()
         self._passes: list[Pass] = []
@@ -119,8 +115,6 @@ class BadSteps:
         self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], factor: Any, divisor: int
     ) -> Pass:
         """Keep a micro-batch."""
-        if not self._passes:
-            self._buffers.remember()
         kept = Pass(function, args, kwargs, factor, divisor, self._draws.begin(self._device))
         if self._mutates:
             kept.copy_batch()
@@ -156,15 +150,13 @@ class BadSteps:
         self._looked_into = readable and not math.isfinite(loss or 0.0)
         if self._looked_into:
             assert loss is not None
-            now = self._passes, self._buffers.remembered, self._modes()
-            self._explain(Bad(number, precision, float(loss), scale or 1.0, *now))
+            self._explain(Bad(number, precision, float(loss), scale or 1.0, self._passes, self._modes()))
 
     def closed(self, step: Step, outcome: Outcome) -> None:
         """A window was closed: look now if its outcome is known, else before the next update."""
-        self._buffers.step_over()
         self._mutates = self._mutates or any(kept.is_changed for kept in self._passes)
         if not self._looked_into:
-            self._awaited = Awaited(step.bare(), outcome, self._passes, self._buffers.remembered, self._modes())
+            self._awaited = Awaited(step.bare(), outcome, self._passes, self._modes())
         self._passes, self._looked_into = [], False
         if outcome.skip_known:
             self.settle()
@@ -181,7 +173,7 @@ class BadSteps:
         if skipped or not (self._ranks.several or math.isfinite(step.loss)):
             scale = awaited.outcome.scale_before
             moved = () if skipped else ("Its gradients were finite, so that the weights have moved by a step since.",)
-            kept = awaited.passes, awaited.buffers, awaited.modes
+            kept = awaited.passes, awaited.modes
             self._explain(Bad(step.number, step.precision, step.loss, scale, *kept, moved, awaited.outcome))
 
     def _explain(self, bad: Bad) -> None:
@@ -314,8 +306,7 @@ class BadSteps:
         self._now.remember()
         self._statistics.restore()
         try:
-            with as_remembered(bad.buffers):
-                yield
+            yield
         finally:
             self._now.restore()
             self._set_modes(modes)

@@ -93,7 +93,7 @@ class Engine:
         "rowwise", "rowwise+hp-weight-grad"; "measured", which takes for each layer what is fastest; or ``Fp8(...)``.
 
     A step whose gradients are not finite changes nothing, in any precision: neither weights nor the state of
-    optimizer, scheduler and BatchNorm. With a fused optimizer nothing waits for the GPU.
+    optimizer, scheduler and BatchNorm, nor any other buffer. With a fused optimizer nothing waits for the GPU.
 
     >>> model = torch.nn.Linear(4, 1)
     >>> optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
@@ -151,7 +151,7 @@ class Engine:
         self._scaling = scaling
         self.scaler = _scaler(self.device, chosen.scaled, scaling, process_group)
         self._statistics = Statistics(self._models)
-        self._statistics_within = Statistics(self._models)  # a window, as of the micro-batch at hand
+        self._statistics_within = Statistics(self._models, self._statistics)  # a window, as of the micro-batch at hand
         self._counts = Counts()
         self.history = History(checked_length(history))
         self._inside = False  # of a step
@@ -806,6 +806,7 @@ class Engine:
         self, outcome: Outcome, stepping: Sequence[Optimizer], lrs: Sequence[float | Posted], extra: Any
     ) -> Step:
         """Nothing of a skipped step is to stay, and nothing of this window in the next."""
+        self._statistics.learn()
         if outcome.known_to_skip is None and outcome.numbers is not None:
             self._statistics.restore_if(outcome.numbers[1])
         elif outcome.skipped:
@@ -846,7 +847,8 @@ class Engine:
         """As if its micro-batches had not been."""
         if self._bad_steps is not None:
             self._bad_steps.drop()
-        self._statistics.restore()
+        if self._begun:  # else what is remembered is of a window that is over
+            self._statistics.restore()
         self._drop_gradients()
         self._ranks.drop_unexchanged()
         self._window.begin()

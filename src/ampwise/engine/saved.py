@@ -13,7 +13,7 @@ from ampwise.errors import BadInput
 
 __all__ = ["VERSION", "checked_saved", "load_window", "saved_window"]
 
-VERSION = 1
+VERSION = 2
 KEYS = ("precision", "policy", "scaler", "schedulers", "applied_steps", "skipped_steps", "window", "rng")
 
 
@@ -52,7 +52,7 @@ def checked_saved(state: Any, *, precision: str, policy: Mapping[str, Any], sche
         )
 
 
-def saved_window(window: Window, parameters: Sequence[Parameter], statistics: list[Tensor] | None) -> dict[str, Any]:
+def saved_window(window: Window, parameters: Sequence[Parameter], statistics: dict[str, Any] | None) -> dict[str, Any]:
     """An open window has gradients, still multiplied by the loss scale."""
     gradients = None
     if window.touched:

@@ -1,30 +1,31 @@
-"""Running statistics that a skipped step leaves as they were.
+"""Running statistics, and whatever else a forward pass changes, that a skipped step leaves as they were.
 
 The forward pass of BatchNorm and its kin moves their running statistics before anyone knows whether the step will
 count: an overflow would leave NaN there for ever. So they are copied before it, and put back where it was skipped.
-On a GPU only the device knows; ``statistics_kernel.py`` puts all of them back in one launch, or none.
+On a GPU only the device knows; ``statistics_kernel.py`` puts all of them back in one launch, or none. Layers of these
+kinds do so in training mode, and torch does not count their writes; ``forward_buffers.py`` has the buffers of others.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from operator import is_
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parameter import is_lazy
 
-from ampwise.census.launcher import has_kernels
+from ampwise.engine.conditional import Conditional, Pair, are_alike, room_for
+from ampwise.engine.forward_buffers import ForwardBuffers, Place
 from ampwise.engine.scaling.gradients import there
 from ampwise.errors import BadInput
 
 __all__ = ["Statistics"]
 
 AS_MADE = {"running_mean": 0, "running_var": 1, "num_batches_tracked": 0}  # what reset_running_stats() sets
-
-Pair = tuple[Tensor, Tensor]  # target, source
 
 
 @dataclass(slots=True, eq=False)
@@ -46,8 +47,8 @@ class Kept:
         buffer = self.buffer
         if buffer is None:
             self.copy = None
-        elif self.copy is None or not _are_alike(self.copy, buffer):
-            self.copy = _room_for(buffer)
+        elif self.copy is None or not are_alike(self.copy, buffer):
+            self.copy = room_for(buffer)
 
     def pair(self) -> Pair | None:
         """The buffer and the copy of it; None if there is nothing to put back, or nowhere."""
@@ -55,7 +56,7 @@ class Kept:
         if buffer is None or not self.remembered:
             return None
         if self.copy is None:  # a lazy layer that has come to be since
-            self.copy = _room_for(buffer).fill_(AS_MADE[self.name])
+            self.copy = room_for(buffer).fill_(AS_MADE[self.name])
         if self.copy.shape != buffer.shape:
             raise BadInput(
                 f"{self.name} of a {type(self.layer).__name__} had shape {tuple(self.copy.shape)} when it was "
@@ -108,58 +109,38 @@ class Arrangement:
             conditional.copy_if_(there(found_inf, device))
 
 
-class Conditional:
-    """Copies on one device that a flag there decides on: by the kernel where it can, else one by one."""
-
-    def __init__(self) -> None:
-        self._rows: tuple[int, ...] = ()  # for the kernel
-        self._others: list[Pair] = []
-
-    def add(self, target: Tensor, source: Tensor) -> None:
-        if target.is_cuda and has_kernels() and _is_readable(target, source):
-            self._rows += (source.data_ptr(), target.data_ptr(), source.nbytes)
-        else:
-            self._others.append((target, source))
-
-    def copy_if_(self, found_inf: Tensor) -> None:
-        if self._rows:
-            from ampwise.engine.statistics_kernel import launch_copy_if_
-
-            launch_copy_if_(self._rows, found_inf)
-        for target, source in self._others:
-            target.copy_(torch.where(found_inf != 0, source.to(target), target))
-
-
 class Statistics:
-    """The running statistics of a model's normalisation layers, which a skipped step must not change.
+    """The running statistics of a model's normalisation layers and all other buffers, which a skipped step must not
+    change.
 
-    The layers are looked for once. A call of ``remember`` is good for any number of restores.
+    The layers are looked for once. A call of ``remember`` is good for any number of restores. alike: other ones of the
+    same models, which learn together which buffers change.
     """
 
-    def __init__(self, modules: Iterable[nn.Module]) -> None:
-        found = dict.fromkeys(layer for module in modules for layer in module.modules())
-        self._kept = [
-            Kept(layer, name)
-            for layer in found
-            if isinstance(layer, _NormBase)
-            for name in AS_MADE
-            if layer._buffers.get(name) is not None
-        ]
+    def __init__(self, modules: Iterable[nn.Module], alike: Statistics | None = None) -> None:
+        models = list(modules)
+        found = [layer for model in models for layer in model.modules() if isinstance(layer, _NormBase)]
+        norms = list(dict.fromkeys(found))
+        self._kept = [Kept(layer, name) for layer in norms for name in AS_MADE if layer._buffers.get(name) is not None]
         self._layers = list(dict.fromkeys(kept.layer for kept in self._kept))
         self._moving: list[bool] = []  # of the layers, when the arrangement was made
         self._arranged: Arrangement | None = None
+        ours = (Place(layer, name) for layer in norms for name in AS_MADE)
+        theirs: ForwardBuffers | None = None if alike is None else alike._others
+        self._others: ForwardBuffers = ForwardBuffers(models, ours, theirs)
 
     def __len__(self) -> int:
-        """How many layers have running statistics; with none, there is nothing to do."""
+        """How many normalisation layers have running statistics."""
         return len(self._layers)
 
     @torch.no_grad()
     def remember(self) -> None:
-        """Copy the statistics as they are now, of layers in training mode. Nothing waits."""
+        """Copy the statistics as they are now, of layers in training mode, and what has changed of other buffers."""
         moving = self._now_moving()
         if self._arranged is None or moving != self._moving or not self._arranged.stands:
             self._moving, self._arranged = moving, self._arrangement_of(moving)
         self._arranged.remember()
+        self._others.remember()
 
     @torch.no_grad()
     def remember_new(self) -> None:
@@ -178,20 +159,27 @@ class Statistics:
 
     @property
     def moves(self) -> bool:
-        """A forward pass would change some of them."""
+        """A forward pass would change some of the running statistics."""
         return any(self._now_moving())
 
     def _now_moving(self) -> list[bool]:
         return [layer.training and layer.track_running_stats for layer in self._layers]
 
     @torch.no_grad()
+    def learn(self) -> None:
+        """A window is over: see which buffers it has changed. Waits for the device in the first few windows."""
+        self._others.learn()
+
+    @torch.no_grad()
     def restore_if(self, found_inf: Tensor) -> None:
         """Put back what was remembered where ``found_inf`` is 1; where it is 0, nothing changes.
 
-        Nothing waits, unless the statistics are on the CPU and ``found_inf`` is not.
+        Nothing waits, unless buffers are on the CPU and ``found_inf`` is not, or a buffer has come, gone or changed
+        its shape.
         """
         if found_inf.device.type != "cpu":
             self._standing().restore_if(found_inf)
+            self._others.restore_if(found_inf)
         elif found_inf.item():
             self.restore()
 
@@ -199,36 +187,43 @@ class Statistics:
     def restore(self) -> None:
         """Put back what was remembered."""
         self._standing().restore()
+        self._others.restore()
 
     def forget(self) -> None:
         """Nothing is remembered any more; the memory of the copies is kept for the next time."""
         for kept in self._kept:
             kept.remembered = False
         self._arranged = None
+        self._others.forget()
 
     @torch.no_grad()
-    def state(self) -> list[Tensor] | None:
+    def state(self) -> dict[str, Any] | None:
         """What was remembered, for a checkpoint; None if nothing was.
 
-        An entry for each buffer in the order of the model, of size 0 where it was not remembered.
+        norms: an entry for each buffer of normalisation layers in the order of the model, of size 0 where it was not
+        remembered. others: those that have changed since, by name.
         """
-        if not any(kept.remembered for kept in self._kept):
+        others = self._others.state()
+        if not others and not any(kept.remembered for kept in self._kept):
             return None
         pairs = [kept.pair() for kept in self._kept]
-        return [torch.empty(0) if pair is None else pair[1].clone() for pair in pairs]
+        norms = [torch.empty(0) if pair is None else pair[1].clone() for pair in pairs]
+        return {"norms": norms, "others": others}
 
     @torch.no_grad()
-    def load(self, state: Sequence[Tensor] | None) -> None:
+    def load(self, state: Mapping[str, Any] | None) -> None:
         """Take up what ``state`` returned, for the same model. None: nothing is remembered."""
         if state is None:
             self.forget()
             return
-        if len(state) != len(self._kept):
+        norms = state["norms"]
+        if len(norms) != len(self._kept):
             raise BadInput(
-                f"the running statistics of {len(state)} buffers cannot be loaded into {len(self._kept)}: "
+                f"the running statistics of {len(norms)} buffers cannot be loaded into {len(self._kept)}: "
                 "load them for the model they were saved with."
             )
-        found = [_matched(kept, tensor) for kept, tensor in zip(self._kept, state, strict=True)]
+        found = [_matched(kept, tensor) for kept, tensor in zip(self._kept, norms, strict=True)]
+        self._others.load(state["others"])
         for kept, copy in zip(self._kept, found, strict=True):
             kept.copy, kept.remembered = copy, copy is not None
         self._arranged = None
@@ -252,7 +247,7 @@ def _matched(kept: Kept, tensor: Tensor) -> Tensor | None:
         raise BadInput(f"{kept.name}: a tensor is expected, not {type(tensor).__name__}. Load what state() returned.")
     buffer = kept.buffer
     if buffer is not None and tensor.shape == buffer.shape:
-        return _room_for(buffer).copy_(tensor)
+        return room_for(buffer).copy_(tensor)
     if tensor.shape == (0,):
         return None
     shape = "none yet" if buffer is None else tuple(buffer.shape)
@@ -260,17 +255,3 @@ def _matched(kept: Kept, tensor: Tensor) -> Tensor | None:
         f"{kept.name} of shape {tuple(tensor.shape)} cannot be loaded for a {type(kept.layer).__name__} whose shape "
         f"is {shape}: load the model's own state first, and this for the model it was saved with."
     )
-
-
-def _room_for(buffer: Tensor) -> Tensor:
-    with torch.inference_mode(False):  # it outlives a block that the first step may be in
-        return torch.empty(buffer.shape, dtype=buffer.dtype, device=buffer.device)
-
-
-def _are_alike(one: Tensor, other: Tensor) -> bool:
-    return one.dtype == other.dtype and one.device == other.device and one.shape == other.shape
-
-
-def _is_readable(target: Tensor, source: Tensor) -> bool:
-    """Whether the kernel can copy it byte by byte. The address of a subclass of tensors may mean nothing."""
-    return _are_alike(target, source) and type(target) is Tensor and target.is_contiguous() and source.is_contiguous()

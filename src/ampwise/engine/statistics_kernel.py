@@ -1,6 +1,6 @@
-"""Copies of many small tensors in one launch, done or left undone as a flag on the device says.
+"""Copies of many tensors in one launch, done or left undone as a flag on the device says.
 
-``statistics.Conditional`` defines it with ``torch.where``, which would be three launches for each tensor.
+``conditional.Conditional`` defines it with ``torch.where``, which would be three launches for each tensor.
 """
 
 # Constants of a Triton kernel are arguments in capitals.
@@ -17,20 +17,22 @@ from ampwise.census.launch import address_table, launching_on
 __all__ = ["copy_if_kernel", "launch_copy_if_"]
 
 BLOCK = 1024  # words at a time: a layer has as many statistics as channels, some thousand at most
+MOST_PARTS = 64  # programs that share a tensor: a buffer may be large
 WARPS = 4
 
 
 @triton.jit
 def _copy(source, target, start, end, BLOCK: tl.constexpr):
+    """This program's blocks: one in as many as there are programs for the tensor."""
     lanes = tl.arange(0, BLOCK)
-    for first in range(start, end, BLOCK):
+    for first in range(start + tl.program_id(1) * BLOCK, end, tl.num_programs(1) * BLOCK):
         inside = first + lanes < end
         tl.store(target + first + lanes, tl.load(source + first + lanes, mask=inside, other=0), mask=inside)
 
 
 @triton.jit
 def copy_if_kernel(table, found_inf, BLOCK: tl.constexpr):
-    """One tensor. As integers: a NaN that passes through floats may lose its bits."""
+    """A part of one tensor. As integers: a NaN that passes through floats may lose its bits."""
     if tl.load(found_inf) != 0.0:
         row = table + 3 * tl.program_id(0)
         source, target, size = tl.load(row), tl.load(row + 1), tl.load(row + 2)
@@ -43,5 +45,6 @@ def copy_if_kernel(table, found_inf, BLOCK: tl.constexpr):
 def launch_copy_if_(rows: tuple[int, ...], found_inf: Tensor) -> None:
     """Where the flag is not 0, copy. Three numbers for each tensor: from which address, to which, how many bytes."""
     table = address_table(rows, found_inf.device)
+    parts = min(MOST_PARTS, 1 + max(rows[2::3]) // (4 * BLOCK))
     with launching_on(found_inf.device):
-        copy_if_kernel[(len(rows) // 3,)](table, found_inf, BLOCK=BLOCK, num_warps=WARPS)
+        copy_if_kernel[(len(rows) // 3, parts)](table, found_inf, BLOCK=BLOCK, num_warps=WARPS)

@@ -25,10 +25,22 @@ class Step:
     """How a step went. Asking for a number that is still on its way waits for it, and for nothing that came after.
 
     number: of the step, from 1 on. closed: the window is complete, and the optimizer had its turn; before that,
-    there are a loss and nothing else. extra: what the loss function returned besides the loss.
+    there are a loss and nothing else. extra: what the loss function returned besides the loss. undone: a guard has gone
+    back in it: the weights are those of an earlier step.
     """
 
-    __slots__ = ("_loss", "_loss_divisor", "_lrs", "_outcome", "_settled", "closed", "extra", "number", "precision")
+    __slots__ = (
+        "_loss",
+        "_loss_divisor",
+        "_lrs",
+        "_outcome",
+        "_settled",
+        "closed",
+        "extra",
+        "number",
+        "precision",
+        "undone",
+    )
 
     def __init__(
         self,
@@ -43,6 +55,7 @@ class Step:
     ) -> None:
         self.number, self.precision, self.extra = number, precision, extra
         self.closed = outcome is not None
+        self.undone = False
         self._loss: Tensor | float | None = loss  # None: it travels with the outcome
         self._loss_divisor = loss_divisor
         self._outcome = outcome
@@ -72,8 +85,8 @@ class Step:
 
     @property
     def applied(self) -> bool:
-        """The weights have changed."""
-        return self.closed and not self.skipped
+        """The weights have moved in this step, and are still there: neither was it skipped, nor undone."""
+        return self.closed and not self.undone and not self.skipped
 
     @property
     def grad_norm(self) -> float:
@@ -125,7 +138,7 @@ class Step:
         # Printing must not wait for the device.
         if waiting := self._waiting:
             return f"<Step {self.number}, {self.precision}, {waiting}>"
-        how = "skipped, " if self.skipped else ""
+        how = ("skipped, " if self.skipped else "") + ("undone, " if self.undone else "")
         scale = "" if self.scale == 1 else f", scale {self.scale:g}"
         return (
             f"<Step {self.number}, {self.precision}, {how}loss {self.loss:.4g}, grad_norm {self.grad_norm:.4g}{scale}, "
@@ -138,7 +151,7 @@ class Step:
         if waiting := self._waiting:
             return facts_html(f"Step {self.number}", {"precision": self.precision}, note=waiting)
         facts = {fact: _short(getattr(self, fact)) for fact in FACTS if fact != "skipped"}
-        how, mood = ("skipped", "warning") if self.skipped else ("applied", "ok")
+        how, mood = ("applied", "ok") if self.applied else ("skipped" if self.skipped else "undone", "warning")
         return facts_html(f"Step {self.number}", facts, note=how, mood=mood)
 
     def cells(self) -> list[str]:

@@ -127,7 +127,7 @@ class Checkpointing:
         live, plain = self._live, to_json(taken.plain, "the state")
         next_good = self._written[0].checkpoint if self._written else None
         spared = frozenset() if next_good is None else frozenset({next_good.path})
-        self._saver.begin(Job(taken, live.tensors, live.moving, plain, self._about(), spared))
+        self._saver.begin(Job(taken, live.tensors, live.moving, plain, self._about(), live.transient, spared))
 
     def save_now(self, step: int) -> Checkpoint | None:
         """Write it, and wait; None if it could not be written, which is told."""

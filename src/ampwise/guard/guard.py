@@ -22,6 +22,7 @@ from ampwise.evidence.faults import LockTakenOver, OutOfMemory, Preempted, RankL
 from ampwise.finding import Finding
 from ampwise.guard.agreement import Agreement, LostRank
 from ampwise.guard.alerts import Alert, Alerts
+from ampwise.guard.averages import Averages
 from ampwise.guard.checkpointing import Checkpointing
 from ampwise.guard.disk.catalog import Checkpoint, checkpoints, clear_leftovers
 from ampwise.guard.disk.lock import Lock
@@ -56,7 +57,8 @@ class Guard:
         ranks together, and is in place when it is whole. keep: how many of them, besides the last good one.
     snapshot_every: steps between snapshots in memory, which a rollback goes to. snapshots_on: "host" or "device".
     ladder: what is done about bad steps.
-    state: other objects to save, by name, with ``state_dict`` and ``load_state_dict``: ``{"ema": ema}``.
+    state: other objects to save, by name, with ``state_dict`` and ``load_state_dict``: ``{"ema": ema}``. An
+        AveragedModel among them is not updated after a step that was skipped or undone.
     resume: go on from the newest whole checkpoint in the directory, if there is one.
     split: on running out of memory, cut batches in halves, and in halves again.
     alerts: functions that are called with each finding, in the background; ``ampwise.guard.alerts`` has some.
@@ -141,6 +143,7 @@ class Guard:
         self._ends = False  # a rank was told to
         self._updating = False  # weights and optimizers are being written: a step that fails now is half done
         self._number = 0  # of the last closed step
+        self._averages = Averages(state or {})
         self._attends = self._begun = self._ended = False
 
     # Around the training
@@ -175,6 +178,7 @@ class Guard:
             self._begun = True
             self._finalizer = weakref.finalize(self, _release, self._lock)
             self._start()
+            self._averages.hook()
         except BaseException as error:
             try:
                 if self._is_lost_rank(error):
@@ -238,6 +242,7 @@ class Guard:
         self._ended = True
         if self._watchdog is not None:
             self._watchdog.end()
+        self._averages.unhook()
         if self._attends:
             self._engine.attend(None)
         if self._begun:
@@ -356,10 +361,13 @@ class Guard:
         self._unjudged.append(step.bare())
         if self._watchdog is not None:
             self._watchdog.beat()
+        times_back = self._recovery.times_back
         try:
             self._judge_next(ends=bool(self._signals.caught))
         except LostRank as error:
             self._rank_lost(error)
+        step.undone = self._recovery.times_back > times_back
+        self._averages.last = step.bare()
 
     def _judge_rest(self) -> bool:
         """At the end of the data. Whether the state was changed by what is known only now."""

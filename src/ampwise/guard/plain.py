@@ -27,6 +27,9 @@ __all__ = ["from_json", "to_json"]
 
 DEEPEST = 50  # what is nested deeper is a mistake, or holds itself
 MOST_BYTES = 16_000_000  # of tensors, arrays and bytes, in all
+MORE = {"C32": torch.complex32, "C128": torch.complex128}  # besides those of a file of tensors
+KNOWN = DTYPES | MORE
+NAMED = CODES | {dtype: code for code, dtype in MORE.items()}
 NUMPY_DTYPES = {
     "bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "float16", "float32", "float64",
     "complex64", "complex128",
@@ -123,13 +126,15 @@ class _Writer:
 
     def _tensor(self, tensor: Tensor, where: str, depth: int) -> dict[str, Any]:
         try:
-            refuse_unwritable(where, tensor)
+            refuse_unwritable(
+                where, torch.view_as_real(tensor.resolve_conj()) if tensor.dtype in MORE.values() else tensor
+            )
         except UnsupportedTensor as error:
             raise BadInput(str(error)) from error
         self._refuse_large(tensor.nbytes, where)  # before it is copied
         plain = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
         values = plain.reshape(-1).view(torch.uint8).numpy().tobytes()
-        facts = {"dtype": CODES[tensor.dtype], "shape": list(tensor.shape), "data": self._packed(values, where)}
+        facts = {"dtype": NAMED[tensor.dtype], "shape": list(tensor.shape), "data": self._packed(values, where)}
         return {"tensor": {**facts, "requires_grad": True} if tensor.requires_grad else facts}
 
     def _array(self, array: Any, where: str, depth: int) -> dict[str, Any]:
@@ -293,9 +298,9 @@ def _fits(name: str, shape: list[int], values: bytes, itemsize: int) -> None:
 
 def _tensor_of(node: Any) -> Tensor:
     name, shape, values = _facts(node, optional="requires_grad")
-    if name not in DTYPES:
+    if name not in KNOWN:
         raise ValueError(f"a tensor of {name[:20]!r}, which this torch has not")
-    dtype = DTYPES[name]
+    dtype = KNOWN[name]
     _fits(name, shape, values, dtype.itemsize)
     flat = torch.frombuffer(bytearray(values), dtype=torch.uint8) if values else torch.empty(0, dtype=torch.uint8)
     tensor = flat.view(dtype).reshape(shape)

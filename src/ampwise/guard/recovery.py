@@ -92,6 +92,7 @@ class Recovery:
         self._capsule = ""  # the last: few are saved in a run
         self.standing = Standing(ladder)
         self.rollbacks = 0  # in all
+        self.times_back = 0  # to an earlier state, by a rollback or for another precision
 
     def begin(self, step: int, state: Mapping[str, Any]) -> None:
         """From this step on; ``state`` is that of a run that is resumed."""
@@ -185,7 +186,7 @@ class Recovery:
         good = self._checkpointing.snapshots.good
         assert good is not None, "there is one from the beginning"
         live = self._whole.live()
-        values = {name: local(tensor) for name, tensor in live.tensors.items()}
+        values = {name: local(tensor) for name, tensor in live.tensors.items() if name not in live.transient}
         return any(self._agreement.all_of(self._last_applied > good.step or bool(not_finite(values, live.moving))))
 
     def _roll_back(self, facts: Facts, cause: str) -> None:
@@ -213,6 +214,7 @@ class Recovery:
 
     def _restore(self, *, older: bool) -> tuple[int, Literal["memory", "disk"]]:
         """The last good snapshot; or what is older on disk, where that one has not helped."""
+        self.times_back += 1
         good = self._checkpointing.snapshots.good
         assert good is not None, "there is one from the beginning"
         if older and (resumed := self._resuming.earlier(good.step)) is not None:

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ampwise.engine.engine import Engine
@@ -103,7 +102,7 @@ class Resuming:
         from ampwise.guard.disk.reading import read_into
 
         agreement = self._agreement
-        plain, room = agreement.each(lambda: self._prepared(checkpoint))
+        plain, room, own = agreement.each(lambda: self._prepared(checkpoint))
         read_into(checkpoint, room, agreement.reading)
         bad = next(filter(None, agreement.all_of(self._not_finite(room))), "")
         if bad:
@@ -112,17 +111,24 @@ class Resuming:
             self._telling.tell(RanksChanged(before=checkpoint.world_size, after=agreement.size), checkpoint.step)
             plain["engine"]["rng"] = self._engine.state_dict()["rng"]  # each its own: those of others are not
             plain["data"] = None
-        agreement.each(lambda: self._whole.put_back_plain(plain, {name: local(each) for name, each in room.items()}))
+        values = {name: local(each) for name, each in room.items() if name not in own}
+        agreement.each(lambda: self._whole.put_back_plain(plain, values))
+        if own:
+            more = f" and {len(own) - 1} others" if len(own) > 1 else ""
+            self._telling.say(
+                f"{own[0]}{more}: of another shape or dtype in {checkpoint.path.name}, or only there or here; as they "
+                "are not persistent, the model keeps its own"
+            )
         return plain
 
-    def _prepared(self, checkpoint: Checkpoint) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """The plain part, and room for tensors."""
-        from ampwise.guard.disk.reading import read_plain
+    def _prepared(self, checkpoint: Checkpoint) -> tuple[dict[str, Any], dict[str, Tensor], list[str]]:
+        """The plain part, room for tensors, and names of buffers that the model keeps its own of."""
+        from ampwise.guard.disk.reading import read_plain, stored_tensors
 
         try:
             plain: dict[str, Any] = from_json(read_plain(checkpoint, self._agreement.rank))
             self._take_precision(plain["engine"])
-            return plain, _room(checkpoint, self._whole.prepare(plain))
+            return plain, *self._whole.prepare(plain, stored_tensors(checkpoint))
         except Damaged:
             raise
         except (ValueError, KeyError, TypeError) as error:
@@ -130,8 +136,9 @@ class Resuming:
 
     def _not_finite(self, tensors: dict[str, Tensor]) -> str:
         """The first weight that is not to be gone on with."""
-        buffers = self._whole.live().moving
-        return next(iter(not_finite({name: local(tensor) for name, tensor in tensors.items()}, buffers)), "")
+        live = self._whole.live()
+        ours = {name: local(tensor) for name, tensor in tensors.items() if name not in live.transient}
+        return next(iter(not_finite(ours, live.moving)), "")
 
     def _take_precision(self, state: dict[str, Any]) -> None:
         """That of the run, which its guard may have changed."""
@@ -142,17 +149,3 @@ class Resuming:
     def _tell(self, troubles: Sequence[tuple[str, str]], instead: str, used: Checkpoint | None) -> None:
         for path, why in troubles:
             self._telling.tell(CheckpointDamaged(path=path, why=why, instead=instead), 0 if used is None else used.step)
-
-
-def _room(checkpoint: Checkpoint, live: dict[str, Tensor]) -> dict[str, Tensor]:
-    """What is read into: live tensors, and new ones for objects that load their tensors by themselves."""
-    from ampwise.guard.disk.reading import stored_tensors
-
-    stored = stored_tensors(checkpoint)
-    room = {name: tensor.detach() for name, tensor in live.items() if name in stored}
-    for name, form in stored.items():
-        if name not in room and name.startswith(("other.", "optimizer.")):
-            room[name] = torch.zeros(form.shape, dtype=form.dtype)
-    return room | {
-        name: tensor for name, tensor in live.items() if name not in stored and not name.startswith("other.")
-    }

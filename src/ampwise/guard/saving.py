@@ -30,6 +30,7 @@ class Job:
     moving: frozenset[str]  # names of those that each rank may have its own of
     plain: Any  # this rank's, as JSON
     about: Mapping[str, Any]
+    transient: frozenset[str] = frozenset()  # names of buffers that are not persistent, which may hold anything
     spared: frozenset[Path] = frozenset()  # checkpoints that are not to be pruned for it
     began: float = field(default_factory=time.monotonic)
     checkpoint: Checkpoint | None = None
@@ -80,7 +81,8 @@ class Saver:
         try:
             job.snapshot.wait()
             staged = {name: value.cpu() for name, value in job.snapshot.values.items()}
-            job.not_finite = self._anywhere(not_finite(staged, job.moving))
+            ours = {name: value for name, value in staged.items() if name not in job.transient}
+            job.not_finite = self._anywhere(not_finite(ours, job.moving))
             if not job.not_finite:
                 job.checkpoint = write_checkpoint(
                     self._directory,

@@ -213,7 +213,7 @@ FORGED = {
     ),
     "shape without end": (setting("tensors", "w", "shape", value=[2**62, 2**62, 0]), "no shape that makes sense"),
     "other format": (setting("format", value="x"), "of another kind"),
-    "other version": (setting("version", value=2), "this ampwise reads version 1"),
+    "other version": (setting("version", value=1), "this ampwise reads version 2"),
     "missing part": (lambda facts: facts.pop("number") and None, "'number' is missing"),
     "not an object": (lambda facts: b"[]", "of another kind"),
     "not JSON": (lambda facts: b"{", "is damaged"),

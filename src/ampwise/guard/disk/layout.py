@@ -28,7 +28,7 @@ __all__ = [
 ]
 
 FORMAT = "ampwise-checkpoint"
-VERSION = 1
+VERSION = 2  # 1: without buffers that are not persistent, and nested names that could collide
 MANIFEST = "checkpoint.json"  # written last: which files, how long, with which sums, and where each tensor lies
 SEAL = "checkpoint.sha256"  # the checksum of the manifest, as sha256sum writes and checks it
 MARK = "mark.json"  # added later: good, or not to be resumed from
