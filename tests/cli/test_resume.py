@@ -107,9 +107,16 @@ def test_nothing_to_go_on_from(tmp_path, capsys):
     discredit(save(tmp_path, 1), "bad weights")
     code, out, _ = resume(capsys, tmp_path, "--show")
     assert code == 1
-    assert out.endswith("none of them is whole. A run would begin anew.\n")
+    assert out.endswith("none of them is whole. A run would refuse to begin: name another directory for it.\n")
     code, out, _ = resume(capsys, tmp_path, "--json")
     assert (code, json.loads(out)["resume"]) == (1, None)
+
+
+def test_checkpoints_that_were_all_undone_are_no_hindrance(tmp_path, capsys):
+    discredit(save(tmp_path, 100), "the run went back to step 0, before it", undone=True)
+    code, out, _ = resume(capsys, tmp_path)
+    assert code == 1
+    assert out.endswith("all of them were undone. A run would begin anew.\n")
 
 
 @pytest.mark.parametrize(

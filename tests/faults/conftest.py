@@ -2,7 +2,11 @@
 
 import json
 import os
+import signal
+import subprocess
+import sys
 import threading
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -45,6 +49,40 @@ class Children:
         assert all(ended), "a child did not come to an end"
         return ended[0] if ranks == 1 else ended
 
+    def preempt(self, directory, *, everyone, **options):
+        """Two ranks under torchrun, which come to a batch and are told to end: by their agent, or all of them."""
+        self._count += 1
+        result = self._folder / f"result-{self._count}-RANK.json"
+        store = self._folder / f"store-{self._count}"
+        plan = {"directory": str(directory), "result": str(result), "store": str(store), "signals": 1 + everyone}
+        plan.update(fault="waits for signals", **options)
+        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+        environment = {**os.environ, "PYTHON_EXEC": str(getattr(self._warm, "rank", sys.executable))}
+        words = [sys.executable, *launcher, str(PROGRAM), json.dumps(plan)]
+        with (self._folder / f"said-{self._count}").open("w+") as said:
+            with subprocess.Popen(words, env=environment, cwd=self._folder, stdout=said, stderr=said) as agent:
+                workers = [self._waits(directory, rank, 0, agent) for rank in range(2)]
+                if everyone:
+                    for rank, worker in enumerate(workers):
+                        os.kill(worker, signal.SIGTERM)
+                        self._waits(directory, rank, 1, agent)
+                agent.send_signal(signal.SIGTERM)
+                agent.wait(LIMIT_S)
+            said.seek(0)
+            words = said.read()
+        results = [Path(str(result).replace("RANK", str(rank))) for rank in range(2)]
+        assert all(each.exists() for each in results), words
+        return [Outcome(**json.loads(each.read_text())) for each in results]
+
+    def _waits(self, directory, rank, count, agent):
+        """The process that waits for a signal, after so many."""
+        says, until = Path(f"{directory}.waits-{rank}-{count}"), time.monotonic() + LIMIT_S
+        while not (says.exists() and says.read_text()):
+            assert agent.poll() is None, f"torchrun ended before rank {rank} came to the batch"
+            assert time.monotonic() < until, f"rank {rank} does not come to the batch"
+            time.sleep(0.01)
+        return int(says.read_text())
+
     def _run(self, plan, result, rank, ranks):
         environment = {**os.environ, "RANK": str(rank), "WORLD_SIZE": str(ranks)}
         words = [str(PROGRAM), json.dumps(plan)]
@@ -66,14 +104,3 @@ def _small_operations_are_cheap():
 @pytest.fixture
 def children(warm, tmp_path_factory):
     return Children(warm, tmp_path_factory.mktemp("children"))
-
-
-@pytest.fixture
-def logged():
-    """The steps that a program wrote down."""
-
-    def read(path):
-        lines = Path(path).read_text().splitlines() if Path(path).exists() else []
-        return [json.loads(line) for line in lines]
-
-    return read

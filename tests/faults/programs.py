@@ -9,10 +9,12 @@ import ctypes
 import hashlib
 import json
 import math
+import multiprocessing
 import os
 import resource
 import signal
 import stat
+import subprocess
 import sys
 import threading
 import time
@@ -50,14 +52,17 @@ class Plan:
     at: tuple = ()  # batches that it meets, counted in this process from 0; () for all
     on_rank: int | None = None  # None: on all
     hangs_s: float = 60.0
+    signals: int = 1  # that are waited for
+    workers: int = 0  # of the loader
     wrap: str = "ddp"  # how ranks train together
     log: str = ""  # a file that says which batch comes next, before it is trained on
-    result: str = ""
+    result: str = ""  # a file; RANK in its name is that of the process
     save_at: tuple = ()  # numbers of steps after which the user saves
     largest_file: int | None = None  # bytes that the system lets a file have
     forbid_at: tuple = ()  # two steps: the directory may not be written to from the one, and may from the other
     kill_at_batch: int | None = None
     kill_after_s: float | None = None
+    kill_with: str = "SIGKILL"
     kill_at_fsync: int | None = None
     store: str = ""  # where ranks meet
 
@@ -199,6 +204,26 @@ def sends(number):
     return send
 
 
+def to_the_group(run, x, y):
+    """By another process, as torchrun's agent. The workers of a loader are in it, and are gone when this goes on."""
+    workers = multiprocessing.active_children()
+    assert workers
+    subprocess.run(["kill", "-TERM", "--", f"-{os.getpgid(0)}"], start_new_session=True, check=True)
+    for worker in workers:
+        os.waitid(os.P_PID, worker.pid, os.WEXITED | os.WNOWAIT)  # how it ended is torch's to find out
+    return x, y
+
+
+def waits_for_signals(run, x, y):
+    """Says so, once for each that has come: whoever sends them waits for that, as two at a time may be one."""
+    come = run.signals_come_in()
+    for count in range(run.plan.signals + 1):
+        Path(f"{run.plan.directory}.waits-{run.rank}-{count}").write_text(str(os.getpid()))
+        while count < run.plan.signals and os.read(come, 1)[0] != signal.SIGTERM:
+            pass
+    return x, y
+
+
 def hangs(run, x, y):
     time.sleep(run.plan.hangs_s)
     return x, y
@@ -214,6 +239,8 @@ FAULTS = {
     "out of memory": no_memory,
     "SIGTERM": sends(signal.SIGTERM),
     "SIGKILL": sends(signal.SIGKILL),
+    "SIGTERM to the group": to_the_group,
+    "waits for signals": waits_for_signals,
     "hang": hangs,
 }
 
@@ -258,7 +285,7 @@ class Run:
         samples = data()
         sampler = DistributedSampler(samples, seed=plan.seed) if dist.is_initialized() else None
         size = BATCH // (dist.get_world_size() if dist.is_initialized() else 1)
-        self.loader = DataLoader(samples, size, shuffle=sampler is None, sampler=sampler)
+        self.loader = DataLoader(samples, size, shuffle=sampler is None, sampler=sampler, num_workers=plan.workers)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
         schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda step: min(1.0, (step + 1) / 8))
         self.engine = Engine(
@@ -319,6 +346,13 @@ class Run:
             os.kill(os.getpid(), signal.SIGKILL)
         here = plan.on_rank in (None, self.rank) and (not plan.at or self.seen - 1 in plan.at)
         return FAULTS[plan.fault](self, x, y) if plan.fault and here else (x, y)
+
+    def signals_come_in(self):
+        """A pipe that has a byte for each."""
+        come, goes = os.pipe()
+        os.set_blocking(goes, False)
+        signal.set_wakeup_fd(goes)
+        return come
 
     def to_the_end(self):
         """What came of it, however it ended. Errors other than a stop are raised."""
@@ -400,6 +434,8 @@ def main(text):
     if plan.store:
         rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         dist.init_process_group("gloo", init_method=f"file://{plan.store}", rank=rank, world_size=size)
+    if plan.fault == "SIGTERM to the group":
+        os.setpgid(0, 0)
     if plan.forbid_at:
         be_like_others()
     if plan.largest_file is not None:
@@ -410,12 +446,15 @@ def main(text):
     if plan.store:
         dist.barrier()
     if plan.kill_after_s is not None:
-        threading.Timer(plan.kill_after_s, os.kill, (os.getpid(), signal.SIGKILL)).start()
+        killing = threading.Timer(plan.kill_after_s, os.kill, (os.getpid(), signal.Signals[plan.kill_with]))
+        killing.daemon = True  # what is over before needs no killing
+        killing.start()
     outcome = run.to_the_end()
     resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-    aside = Path(f"{plan.result}.new")
+    result = Path(plan.result.replace("RANK", str(run.rank)))
+    aside = result.with_suffix(".new")
     aside.write_text(json.dumps(asdict(outcome)))
-    aside.rename(plan.result)  # all of it, or nothing: it may be killed now, too
+    aside.rename(result)  # all of it, or nothing: it may be killed now, too
     sys.exit(outcome.code)
 
 

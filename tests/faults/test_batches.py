@@ -1,9 +1,14 @@
 """Batches that make a step bad: once, several in a row, always. Each is skipped, then gone around, then given up on."""
 
 import json
+import math
 
 import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
 
+from ampwise import Engine, Guard
 from ampwise.guard.disk.catalog import checkpoints
 
 from .programs import BATCHES, SAMPLES, times_trained, train
@@ -131,3 +136,20 @@ def test_passed_over_batches_are_passed_over_after_a_restart(children, tmp_path)
     assert resumed.began_at == 12
     assert resumed.passed_over == PLACES
     assert resumed.weights == unbroken.weights
+
+
+@pytest.mark.parametrize("precision", ["fp16", "bf16"])
+def test_rare_bad_batches_that_come_again_for_ever_are_skipped_and_nothing_more(tmp_path, precision):
+    """One in a hundred, in each epoch, with the ladder as it is by default: what is between is healthy, and counts."""
+    torch.manual_seed(0)
+    model = nn.Linear(4, 1)
+    engine = Engine(model, torch.optim.SGD(model.parameters(), 0.01), precision, scaling={"init_scale": 2.0**8})
+    batches = [torch.randn(4, 4) for _ in range(100)]
+    batches[37] *= math.nan
+    with Guard(engine, tmp_path, every="1h") as guard:
+        for batch in guard.batches(batches, epochs=20):
+            guard.step(lambda x: F.mse_loss(model(x).float(), x.sum(1, keepdim=True)), batch)
+    assert (engine.applied_steps, engine.skipped_steps) == (20 * 99, 20)
+    assert {finding.rule.name for finding in guard.findings} == {"step-skipped"}
+    assert guard.passed_over == []
+    assert engine.precision == precision

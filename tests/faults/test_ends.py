@@ -12,10 +12,11 @@ from .programs import train
 
 @pytest.fixture(autouse=True)
 def _untouched():
-    """Whatever a test leaves behind would end the tests after it."""
-    before = signal.getsignal(signal.SIGTERM)
+    """A guard that was told to end expects duplicates of the signal for a while."""
+    before = {each: signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGUSR1)}
     yield
-    assert signal.getsignal(signal.SIGTERM) == before
+    for each, handler in before.items():
+        signal.signal(each, handler)
 
 
 @pytest.mark.parametrize("code", [0, 75])
@@ -72,3 +73,27 @@ def test_the_process_itself_ends_with_that_code(children, tmp_path):
     assert ended.code == 85, ended.said
     assert "ended by SIGTERM" in ended.said
     assert checkpoints(tmp_path / "run")[0].step == 21
+
+
+@pytest.mark.parametrize("everyone", [False, True], ids=["the agent", "every process"])
+def test_a_job_under_torchrun_that_is_preempted_saves_and_goes_on_to_the_bit(children, tmp_path, everyone):
+    """Where a scheduler signals every process, a rank gets it twice: torchrun's agent forwards its own."""
+    unbroken = children.train(tmp_path / "whole", ranks=2, epochs=2)[0].outcome
+    ended = children.preempt(tmp_path / "run", everyone=everyone, epochs=2, at=[14], guard={"every": "1h"})
+    assert [each.told for each in ended] == [["preempted"], ["preempted"]]
+    assert [each.code for each in ended] == [0, 0]
+    assert [each.step for each in checkpoints(tmp_path / "run")] == [15]
+    resumed = children.train(tmp_path / "run", ranks=2, epochs=2)
+    assert [each.outcome.began_at for each in resumed] == [15, 15]
+    assert [each.outcome.weights for each in resumed] == 2 * [unbroken.weights]
+
+
+def test_workers_of_a_loader_that_end_with_the_signal_do_not_fail_the_step(children, tmp_path):
+    """torchrun's agent signals the process group, and torch raises the end of a worker wherever the program is."""
+    options = {"epochs": 1, "workers": 1, "guard": {"every": "1h"}}
+    ended = children.train(tmp_path / "run", fault="SIGTERM to the group", at=[4], **options)
+    assert ended.code == 0, ended.said
+    assert ended.outcome.told == ["preempted"]
+    assert [each.step for each in checkpoints(tmp_path / "run")] == [5]
+    resumed = children.train(tmp_path / "run", **options).outcome
+    assert resumed.weights == children.train(tmp_path / "whole", **options).outcome.weights

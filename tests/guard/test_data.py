@@ -4,6 +4,7 @@ import json
 import random
 import subprocess
 import sys
+from functools import partial
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import (
+    BatchSampler,
     DataLoader,
     Dataset,
     DistributedSampler,
@@ -23,6 +25,7 @@ from torch.utils.data import (
 from ampwise.errors import BadInput
 from ampwise.guard import sources
 from ampwise.guard.data import Data
+from ampwise.guard.generators import states_of
 from ampwise.guard.plain import from_json, to_json
 from ampwise.randomness import captured, restore_random
 
@@ -184,6 +187,126 @@ def test_workers_begin_again_with_their_random_numbers(persistent):
 def test_a_stateful_loader_with_workers():
     check_law(lambda: StatefulDataLoader(range(11), batch_size=2, shuffle=True, num_workers=2), epochs=2, at=8)
     check_law(lambda: StatefulDataLoader(range(4), batch_size=2, shuffle=True, num_workers=2), epochs=2, at=2)
+
+
+OWN = {
+    "python": lambda: random.Random(0),
+    "torch": lambda: torch.Generator().manual_seed(0),
+    "numpy": lambda: np.random.default_rng(0),
+    "numpy, MT19937": lambda: np.random.Generator(np.random.MT19937(0)),
+    "numpy, Philox": lambda: np.random.Generator(np.random.Philox(0)),
+    "numpy, as it was": lambda: np.random.RandomState(0),
+}
+
+
+def drawn(rng):
+    """A number below a thousand."""
+    if isinstance(rng, torch.Generator):
+        return int(torch.randint(1000, (), generator=rng))
+    return rng.randrange(1000) if isinstance(rng, random.Random) else int(rng.choice(1000))
+
+
+class Ordered:
+    """A sampler that draws for each sample, when it is asked for it."""
+
+    def __init__(self, rng):
+        self.rng = rng
+
+    def __iter__(self):
+        for index in range(11):
+            yield (index, drawn(self.rng))
+
+    def __len__(self):
+        return 11
+
+
+class Changed(Dataset):
+    def __init__(self, rng=None):
+        self.inner = {"transforms": [[], [rng]]}
+
+    def __len__(self):
+        return 11
+
+    def __getitem__(self, index):
+        rng = self.inner["transforms"][1][0]
+        return torch.tensor([*(index if isinstance(index, tuple) else [index]), drawn(rng) if rng else 0])
+
+    def collated(self, batch):
+        return torch.stack(batch) + 1000 * drawn(self.inner["transforms"][1][0])
+
+
+class Drawing:
+    """A loader of a user's, without a state."""
+
+    def __init__(self, rng):
+        self.rng = rng
+
+    def __iter__(self):
+        return (drawn(self.rng) for _ in range(6))
+
+
+def noisy(rng):
+    """A function that has its random numbers from around it."""
+    return lambda batch: torch.stack(batch) * drawn(rng)
+
+
+HOLDERS = {
+    "sampler": lambda rng: DataLoader(Changed(), 2, sampler=Ordered(rng)),
+    "batch sampler": lambda rng: DataLoader(Changed(), batch_sampler=BatchSampler(Ordered(rng), 2, drop_last=False)),
+    "dataset": lambda rng: DataLoader(Changed(rng), 2),
+    "method": lambda rng: DataLoader(data := Changed(rng), 2, collate_fn=data.collated),
+    "closure": lambda rng: DataLoader(Changed(), 2, collate_fn=noisy(rng)),
+    "partial": lambda rng: DataLoader(Changed(), 2, collate_fn=partial(lambda own, batch: noisy(own)(batch), rng)),
+    "loader of one's own": lambda rng: Drawing(rng),
+}
+
+
+@pytest.mark.parametrize("at", [0, 2, 6, 8])
+@pytest.mark.parametrize("holder", sorted(HOLDERS))
+@pytest.mark.parametrize("kind", sorted(OWN))
+def test_random_numbers_that_somebody_keeps_for_himself(kind, holder, at):
+    check_law(lambda: HOLDERS[holder](OWN[kind]()), epochs=2, at=at)
+
+
+def test_with_workers_those_of_samplers_and_datasets_begin_again():
+    check_law(lambda: DataLoader(Changed(random.Random(1)), 2, sampler=Ordered(random.Random(0)), num_workers=1), 2, 8)
+
+
+def test_what_is_not_restored_is_named():
+    numbers = Changed(random.SystemRandom())
+    data = Data(DataLoader(numbers, 2, sampler=Ordered(random.Random(0))))
+    next(iter(data))
+    position = data.position()
+    assert data.unrestored == ["dataset.inner.transforms.1.0"], "the system's are nobody's to draw again"
+    other = Data(DataLoader(Changed(random.Random(0)), 2, shuffle=True))
+    other.go_to(position)
+    assert other.unrestored == ["dataset.inner.transforms.1.0", "sampler.rng"]
+
+
+@pytest.mark.parametrize("kind", ["numpy, MT19937", "numpy, Philox", "numpy, as it was"])
+@pytest.mark.parametrize("value", [-1, 625, 10**9])
+def test_a_place_in_numpys_numbers_that_is_none(kind, value):
+    """numpy would read there."""
+    data = Data(HOLDERS["sampler"](OWN[kind]()))
+    next(iter(data))
+    position = data.position()
+    state = position["state"]["generators"]["sampler.rng"]
+    (state if "buffer_pos" in state else state["state"])["buffer_pos" if "buffer_pos" in state else "pos"] = value
+    with pytest.raises(BadInput, match="its state makes no sense"):
+        data.go_to(position)
+
+
+def test_few_objects_are_looked_at(monkeypatch):
+    """A dataset may hold millions; and an object that holds itself has an end."""
+    numbers = Changed(random.Random(0))
+    numbers.samples, numbers.self = [[random.Random(0)] for _ in range(200)], numbers
+    assert list(states_of(DataLoader(numbers))) == ["dataset.inner.transforms.1.0"]
+    monkeypatch.setattr("ampwise.guard.generators.MOST_OBJECTS", 3)
+    assert states_of(DataLoader(numbers)) == {}
+
+
+def test_global_random_numbers_are_left_to_the_process():
+    assert states_of([random._inst, np.random.mtrand._rand, torch.default_generator]) == {}
 
 
 @pytest.mark.parametrize("at", [0, 1, 5, 6, 13])
@@ -466,8 +589,11 @@ def test_a_loader_that_is_shorter_now():
         lambda position: {**position, "state": {"begins": 3, "generators": {}}},
         lambda position: {**position, "state": {"begins": [{}], "generators": {}}},
         lambda position: {**position, "state": {"begins": [{"random": {"torch": 3}}], "generators": {}}},
-        lambda position: {**position, "state": {**position["state"], "generators": {"loader": torch.zeros(3)}}},
-        lambda position: {**position, "state": {**position["state"], "generators": {"loader": torch.zeros(3).byte()}}},
+        lambda position: {**position, "state": {**position["state"], "generators": {"generator": torch.zeros(3)}}},
+        lambda position: {
+            **position,
+            "state": {**position["state"], "generators": {"generator": torch.zeros(3).byte()}},
+        },
     ],
 )
 def test_what_is_no_position(change):

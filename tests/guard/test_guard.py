@@ -205,6 +205,7 @@ def test_a_directory_that_another_has_is_refused_and_may_be_had_later(tmp_path):
     [
         ({"every": "often"}, "Guard(every='often'): a duration is expected: '10min', '90s', '2h'."),
         ({"every": "0 steps"}, "Guard(every='0 steps'): a whole number of steps is expected."),
+        ({"signal_grace": "soon"}, "Guard(signal_grace='soon'): a duration is expected: '10min', '90s', '2h'."),
         ({"patience": 0}, "Guard(patience=0): a duration is expected: '10min', '90s', '2h'."),
         ({"keep": 0}, "Guard(keep=0): a whole number is expected, 1 or more."),
         ({"keep": True}, "Guard(keep=True): a whole number is expected, 1 or more."),
@@ -456,6 +457,42 @@ def test_a_resumed_run_passes_over_the_same_batches(tmp_path, capsys):
     capsys.readouterr()
 
 
+class Shuffles:
+    """A sampler with random numbers of its own."""
+
+    def __init__(self):
+        self.rng = random.Random(0)
+
+    def __iter__(self):
+        order = list(range(12))
+        self.rng.shuffle(order)
+        return iter(order)
+
+    def __len__(self):
+        return 12
+
+
+def test_a_sampler_with_random_numbers_of_its_own_goes_on_as_in_an_unbroken_run(tmp_path, capsys):
+    samples = torch.cat(data(2))
+
+    def loader():
+        return torch.utils.data.DataLoader(samples, 2, sampler=Shuffles())
+
+    expected, seen = [], []
+    unbroken = train(training(tmp_path / "unbroken"), loader(), epochs=3, seen=expected)
+    first = training(tmp_path / "run")
+    with first.guard:
+        for batch in first.guard.batches(loader(), epochs=3):
+            seen.append(batch)
+            first.guard.step(first.loss, batch)
+            if len(seen) == 9:
+                break
+    second = train(training(tmp_path / "run", seed=2), loader(), epochs=3, seen=seen)
+    assert torch.equal(torch.cat(seen), torch.cat(expected))
+    assert torch.equal(weights(second), weights(unbroken))
+    assert "differs" not in capsys.readouterr().err
+
+
 def test_in_a_loop_of_the_users_own_the_state_goes_back_and_the_data_goes_on(tmp_path, lag, capsys):
     run = lagging(training(tmp_path), lag)
     with run.guard:
@@ -639,9 +676,10 @@ def test_a_signal_is_heeded_when_the_step_is_over(tmp_path, capsys):
     assert run.guard.last_checkpoint.step == 5
     assert told(run) == ["preempted"]
     assert run.guard.findings[0].evidence["signal"] == "SIGTERM"
-    assert signal.getsignal(signal.SIGTERM) == before
+    signal.signal(signal.SIGTERM, before)  # the guard still expects duplicates
     assert free(tmp_path)
     second = train(training(tmp_path, seed=2), data())
+    assert signal.getsignal(signal.SIGTERM) == before
     assert torch.equal(weights(second), weights(train(training(tmp_path / "unbroken"), data())))
     capsys.readouterr()
 
@@ -664,19 +702,107 @@ def test_a_signal_in_the_middle_of_a_window_waits_for_its_end(tmp_path, capsys):
     capsys.readouterr()
 
 
-def test_a_second_signal_does_what_it_did_before(tmp_path):
-    caught = []
-    before = signal.signal(signal.SIGUSR1, lambda number, frame: caught.append(number))
-    try:
-        run = training(tmp_path, signals=["SIGUSR1"])
-        run.guard.begin()
-        os.kill(os.getpid(), signal.SIGUSR1)
-        assert caught == []
-        os.kill(os.getpid(), signal.SIGUSR1)
-        assert caught == [signal.SIGUSR1]
-        run.guard.close()
-    finally:
-        signal.signal(signal.SIGUSR1, before)
+@pytest.fixture
+def came_through():
+    """Signals that the guard let through, which end a process otherwise."""
+    signals, caught = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1), []
+    before = {
+        each: signal.signal(each, lambda number, frame: caught.append(signal.Signals(number).name)) for each in signals
+    }
+    yield caught
+    for each, handler in before.items():
+        signal.signal(each, handler)
+
+
+SECOND = [
+    # A scheduler signals all processes, and torchrun's agent forwards it: one request.
+    (["SIGTERM", "SIGTERM"], "30s", []),
+    (["SIGTERM", "SIGTERM", "SIGTERM"], "30s", []),
+    (["SIGUSR1", "SIGTERM"], "30s", []),
+    (["SIGINT", "SIGTERM"], "30s", []),
+    # Somebody is in a hurry.
+    (["SIGINT", "SIGINT"], "30s", ["SIGINT"]),
+    (["SIGTERM", "SIGINT"], "30s", ["SIGINT"]),
+    # Long after the first.
+    (["SIGTERM", "SIGTERM"], 1e-9, ["SIGTERM"]),
+    (["SIGUSR1", "SIGTERM"], 1e-9, ["SIGTERM"]),
+]
+
+
+@pytest.mark.parametrize(("sent", "grace", "expected"), SECOND)
+def test_a_second_signal_is_part_of_the_first_unless_it_is_late_or_somebody_presses_ctrl_c_again(
+    tmp_path, came_through, sent, grace, expected
+):
+    run = training(tmp_path, signals=["SIGTERM", "SIGINT", "SIGUSR1"], signal_grace=grace)
+    run.guard.begin()
+    os.kill(os.getpid(), signal.Signals[sent[0]])
+    assert came_through == []
+    for name in sent[1:]:
+        os.kill(os.getpid(), signal.Signals[name])
+    assert came_through == expected
+    run.guard.close()
+    assert came_through == [*expected, sent[0]], "nothing heeded the first, which is passed on"
+
+
+@pytest.mark.parametrize(("grace", "expected"), [("30s", []), (1e-9, ["SIGTERM"])])
+def test_a_duplicate_that_comes_after_the_guard_has_saved_does_not_end_the_program_half_way(
+    tmp_path, came_through, grace, expected, capsys
+):
+    """It cleans up then: other ranks wait for it, loggers send the rest."""
+    run = training(tmp_path, signal_grace=grace)
+    with pytest.raises(Stopped):
+        train(run, Loader([], fails_at=4))
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert came_through == expected
+    capsys.readouterr()
+
+
+class Loader:
+    """Notes what was fetched, and fails where it is told to."""
+
+    def __init__(self, fetched, fails_at=None):
+        self._fetched, self._fails_at = fetched, fails_at
+
+    def __iter__(self):
+        for number, batch in enumerate(data()):
+            if number == self._fails_at:
+                os.kill(os.getpid(), signal.SIGTERM)
+                raise RuntimeError("DataLoader worker (pid 7) is killed by signal: Terminated.")
+            self._fetched.append(batch)
+            yield batch
+
+
+def test_alone_a_signal_during_an_evaluation_ends_before_another_batch_is_fetched(tmp_path, came_through, capsys):
+    run, fetched = training(tmp_path), []
+
+    def told_to_end():
+        with run.guard:
+            for number, batch in enumerate(run.guard.batches(Loader(fetched))):
+                run.guard.step(run.loss, batch)
+                if number == 4:
+                    os.kill(os.getpid(), signal.SIGTERM)
+
+    with pytest.raises(Stopped):
+        told_to_end()
+    assert len(fetched) == run.guard.last_checkpoint.step == 5
+    capsys.readouterr()
+
+
+@pytest.mark.parametrize(("accumulate", "fails_at", "saves"), [(1, 5, True), (1, 0, True), (3, 6, True), (3, 7, False)])
+def test_a_signal_that_ends_the_workers_of_a_loader_ends_the_run_in_order(
+    tmp_path, came_through, accumulate, fails_at, saves, capsys
+):
+    """While a batch is waited for; but in the middle of a window there is no place to go on from."""
+    run = training(tmp_path, accumulate=accumulate)
+    with pytest.raises(Stopped if saves else RuntimeError):
+        train(run, Loader([], fails_at))
+    assert came_through == ([] if saves else ["SIGTERM"])
+    if saves:
+        assert run.guard.last_checkpoint.step == fails_at // accumulate
+        second = train(training(tmp_path, seed=2, accumulate=accumulate), Loader([]))
+        unbroken = train(training(tmp_path / "unbroken", accumulate=accumulate), Loader([]))
+        assert torch.equal(weights(second), weights(unbroken))
+    capsys.readouterr()
 
 
 def test_in_another_thread_it_guards_without_signals(tmp_path):

@@ -30,6 +30,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from ampwise import Engine, Guard
 from ampwise.errors import BadInput
 from ampwise.guard.agreement import Agreement
+from ampwise.guard.changes import Changes
 from ampwise.guard.disk.writing import write_checkpoint
 from ampwise.guard.plain import from_json, to_json
 from ampwise.guard.resuming import Resuming
@@ -148,7 +149,10 @@ def onto_disk(run, folder):
 
 def from_disk(run, folder):
     """As Guard does."""
-    resuming = Resuming(folder, run.engine, run.whole, Agreement(run.engine.ranks, 10.0), Telling(None, speaks=False))
+    telling, agreement = Telling(None, speaks=False), Agreement(run.engine.ranks, 10.0)
+    changes = Changes(run.engine, run.whole._others, (), telling.say)
+    changes.begin()
+    resuming = Resuming(folder, run.engine, run.whole, changes, agreement, telling)
     checkpoint, plain = resuming.newest()
     assert checkpoint.step == 3
     return plain
@@ -993,7 +997,7 @@ def test_what_the_user_names_is_put_back_too(tmp_path):
 
 def test_a_state_of_something_that_is_not_named_any_more_is_refused(tmp_path):
     onto_disk(training(OPTIMIZERS["sgd"], state=ema_and_module), tmp_path)
-    with pytest.raises(BadInput, match=r"the state has 'ema', and Guard\(state=\.\.\.\) does not name it\."):
+    with pytest.raises(BadInput, match=r"it has the state of 'ema', and Guard\(state=\.\.\.\) does not name it\."):
         from_disk(training(OPTIMIZERS["sgd"]), tmp_path)
 
 

@@ -106,8 +106,10 @@ def _verdict(directory: str, found: Sequence[Checkpoint], chosen: Checkpoint | N
     from ampwise.report.wording import size
 
     if chosen is None:
-        what = "none of them is whole" if found else "there is no checkpoint"
-        return f"There is nothing to go on from in {directory}: {what}. A run would begin anew."
+        nothing = f"There is nothing to go on from in {directory}"
+        if any(not each.undone for each in found):
+            return f"{nothing}: none of them is whole. A run would refuse to begin: name another directory for it."
+        return f"{nothing}: {'all of them were undone' if found else 'there is no checkpoint'}. A run would begin anew."
     facts = ", ".join(filter(None, (_precision(chosen), size(chosen.bytes), _moment(chosen.saved), _state(chosen))))
     return f"A run would go on from step {chosen.step} ({chosen.path}): {facts}."
 

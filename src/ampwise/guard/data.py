@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from ampwise.errors import BadInput
+from ampwise.guard.generators import unsaveable
 from ampwise.guard.sources import Place, length_of, set_epoch, source_of
 
-__all__ = ["Data"]
+__all__ = ["Data", "epoch_of"]
 
 END = object()
 KEYS = {"kind", "batches", "epoch", "done", "over", "passed_over", "state"}
+EPOCH_KEYS = {"epoch", "over"}
 
 
 class Data:
@@ -35,8 +37,8 @@ class Data:
     epochs: how often the loader is gone over; None: for ever.
 
     After a restart the batches are the same to the bit, if the random numbers of the process are restored, too, as
-    Guard does. Two exceptions: random numbers that the workers of a StatefulDataLoader draw are not part of its state;
-    and those that a dataset keeps for itself are not seen.
+    Guard does, with those that samplers, datasets and transforms keep for themselves. Two exceptions: random numbers
+    that the workers of a StatefulDataLoader draw are not part of its state; and those of ``unrestored`` are not known.
     """
 
     def __init__(self, loader: Any, *, epochs: int | None = 1) -> None:
@@ -68,6 +70,11 @@ class Data:
     def rewinds(self) -> bool:
         """Whether ``go_to`` goes back. An iterator that can be gone over once does not."""
         return self._source.rewinds
+
+    @property
+    def unrestored(self) -> Sequence[str]:
+        """Where in the loader random numbers are drawn that differ after the last ``go_to``."""
+        return [*unsaveable(self._loader), *self._source.unrestored]
 
     @property
     def gone_over(self) -> bool:
@@ -154,7 +161,11 @@ class Data:
         """Go on from there. The random numbers of the process are left as they are now.
 
         BadInput for what is no position, one in other data, or one that lies behind an iterator that cannot go back.
+        What ``epoch_of`` gives fits any data.
         """
+        if isinstance(position, Mapping) and set(position) == EPOCH_KEYS:
+            self._begin_epoch(position)
+            return
         place, passed_over = _read(position)
         self._refuse_other(position, place)
         self._iterator = _Lost()  # until it is found; the workers of the one before end
@@ -162,6 +173,12 @@ class Data:
         self._iterator, self._place = iterator, place
         self._passed_over |= passed_over
         self._gone_over = False
+
+    def _begin_epoch(self, position: Mapping[str, Any]) -> None:
+        if not (_is_count(position["epoch"]) and isinstance(position["over"], bool)):
+            raise BadInput("this is no position in data: its epoch is no number.")
+        self._iterator, self._gone_over = None, False
+        self._place = Place(position["epoch"], done=0, over=position["over"])
 
     def _refuse_other(self, position: Mapping[str, Any], place: Place) -> None:
         kind = self._source.kind
@@ -180,6 +197,12 @@ class Data:
                 f"the position is in data of {_count(position['batches'])} an epoch, and this has {_count(batches)}: "
                 "give the loader as it was (the dataset, the batch size, as many ranks), or begin anew."
             )
+
+
+def epoch_of(position: Any) -> Any:
+    """The beginning of the epoch that a position is in, for data in which its batches have other numbers; or None."""
+    known = isinstance(position, Mapping) and set(position) >= EPOCH_KEYS
+    return {key: position[key] for key in sorted(EPOCH_KEYS)} if known else None
 
 
 class _Lost:

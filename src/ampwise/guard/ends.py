@@ -32,11 +32,17 @@ class Stopped(SystemExit):
 
 
 class Signals:
-    """Signals that ask for an end: they are noted, and heeded between two steps. A second one ends at once."""
+    """Signals that ask for an end: the first is noted, and heeded between two steps.
 
-    def __init__(self, names: Iterable[str]) -> None:
-        self._wanted = [_checked(name) for name in names]
+    One request often comes twice: the scheduler signals all processes of a job, and torchrun's agent forwards what it
+    got. Within ``grace`` seconds of the first, others are part of it, also while the program cleans up after the guard.
+    Later ones, and a second SIGINT at any time (a person who presses Ctrl-C again), do what they do without a guard.
+    """
+
+    def __init__(self, names: Iterable[str], grace: float) -> None:
+        self._wanted, self._grace = [_checked(name) for name in names], grace
         self._before: dict[signal.Signals, Any] = {}
+        self._of_children: Any = None  # torch's handler of SIGCHLD, set aside since a signal was caught
         self.caught = ""  # the name of the first
         self.when = 0.0
         self.heeded = False
@@ -49,10 +55,16 @@ class Signals:
             self._before[number] = signal.signal(number, self._note)
 
     def stop_listening(self) -> None:
+        """Handlers are as they were; but after a signal was heeded, its duplicates may still be on their way."""
+        if self.heeded:
+            return
         for number, before in self._before.items():
             with contextlib.suppress(ValueError, TypeError):  # not the main thread; a handler that was not Python's
                 if signal.getsignal(number) == self._note:
                     signal.signal(number, before)
+        if self._of_children is not None:
+            with contextlib.suppress(ValueError):
+                signal.signal(signal.SIGCHLD, self._of_children)
         self._before.clear()
 
     def pass_on(self) -> None:
@@ -62,12 +74,22 @@ class Signals:
             os.kill(os.getpid(), signal.Signals[self.caught])
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        if self.caught:
-            before = self._before.get(signal.Signals(number), signal.SIG_DFL)
+        received = signal.Signals(number)
+        if not self.caught:
+            self.caught, self.when = received.name, time.monotonic()
+            self._expect_loader_workers_to_end()
+        elif received is signal.SIGINT or time.monotonic() - self.when > self._grace:
+            before = self._before.get(received, signal.SIG_DFL)
             signal.signal(number, before if callable(before) else signal.SIG_DFL)
             os.kill(os.getpid(), number)
-            return
-        self.caught, self.when = signal.Signals(number).name, time.monotonic()
+
+    def _expect_loader_workers_to_end(self) -> None:
+        """A signal to the process group ends the workers of a DataLoader, too. Torch would raise that in the middle of
+        the step that is to be finished; whoever asks them for another batch is still told."""
+        handler = signal.getsignal(signal.SIGCHLD)
+        if getattr(handler, "__module__", "") == "torch.utils.data._utils.signal_handling":
+            self._of_children = handler
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
 
 
 def _checked(name: str) -> signal.Signals:

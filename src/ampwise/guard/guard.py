@@ -23,6 +23,7 @@ from ampwise.finding import Finding
 from ampwise.guard.agreement import Agreement, LostRank
 from ampwise.guard.alerts import Alert, Alerts
 from ampwise.guard.averages import Averages
+from ampwise.guard.changes import Changes
 from ampwise.guard.checkpointing import Checkpointing
 from ampwise.guard.disk.catalog import Checkpoint, checkpoints, clear_leftovers
 from ampwise.guard.disk.lock import Lock
@@ -60,9 +61,14 @@ class Guard:
     state: other objects to save, by name, with ``state_dict`` and ``load_state_dict``: ``{"ema": ema}``. An
         AveragedModel among them is not updated after a step that was skipped or undone.
     resume: go on from the newest whole checkpoint in the directory, if there is one.
+    override: what the script decides where it differs from the checkpoint: "precision", "optimizer", "schedulers",
+        "scaler", "state", "data", and options of the optimizer, such as "weight_decay". Of all else, the checkpoint's
+        value is used, which is said, or it is refused.
     split: on running out of memory, cut batches in halves, and in halves again.
     alerts: functions that are called with each finding, in the background; ``ampwise.guard.alerts`` has some.
     signals: at which the step is finished, the state saved, and the program ended with ``exit_code``.
+    signal_grace: how long further signals count as part of the first, which a scheduler and torchrun's agent both send.
+        Later ones end the program at once, and so does a second SIGINT at any time.
     patience: how long other ranks are waited for, and the next step, before this one ends too; see ``alive``.
 
     >>> import tempfile
@@ -87,9 +93,11 @@ class Guard:
         ladder: Ladder | None = None,
         state: Mapping[str, Any] | None = None,
         resume: bool = True,
+        override: Iterable[str] = (),
         split: bool = False,
         alerts: Iterable[Alert] = (),
         signals: Iterable[str] = ("SIGTERM",),
+        signal_grace: str | float = "30s",
         exit_code: int = 0,
         patience: str | float = "30min",
     ) -> None:
@@ -107,7 +115,6 @@ class Guard:
         functions = list(alerts)
         self._telling = Telling(Alerts(functions) if functions and speaks else None, speaks=speaks)
         whole = Whole(engine, state or {})
-        self._position = Position(self.directory, writes=speaks)
         self._checkpointing = Checkpointing(
             self.directory,
             engine,
@@ -120,7 +127,11 @@ class Guard:
             snapshots_on=snapshots_on,
             besides=self._besides,
         )
-        self._resuming = Resuming(self.directory, engine, whole, self._agreement, self._telling)
+        self._changes = Changes(engine, state or {}, override, self._telling.say)
+        self._position = Position(
+            self.directory, writes=speaks, say=self._telling.say, override=self._changes.overrides("data")
+        )
+        self._resuming = Resuming(self.directory, engine, whole, self._changes, self._agreement, self._telling)
         self._recovery = Recovery(
             self._ladder,
             engine,
@@ -132,7 +143,7 @@ class Guard:
             self._telling,
             self.directory / CAPSULES,
         )
-        self._signals = Signals(signals)
+        self._signals = Signals(signals, seconds(signal_grace, "signal_grace"))
         self._lock = Lock(self.directory)
         self._watchdog = Watchdog(waits, self._last_words) if self._agreement.several else None
         self._lag = 0 if engine.device.type == "cpu" else 1  # how many steps later the host knows of one
@@ -202,6 +213,7 @@ class Guard:
         if self._lock.stale:
             holder = self._lock.holder_before
             self._telling.tell(LockTakenOver(pid=holder.pid, host=holder.host, since=holder.since), 0)
+        self._agreement.each(self._changes.begin)
         self._agreement.each(self._position.begin)
         self._position.passed_over = self._agreement.first_says(self._position.passed_over)
         resumed = self._resuming.newest() if self._resumes else None
@@ -209,7 +221,8 @@ class Guard:
         if checkpoint is None and not self._resumes:
             self._agreement.each(self._refuse_used)
         self._number = 0 if checkpoint is None else checkpoint.step
-        self._position.go_to(plain.get("data"))
+        if checkpoint is not None:
+            self._position.resume(plain.get("data"))
         self._recovery.begin(self._number, plain.get("guard", {}))
         self._agreement.each(lambda: self._checkpointing.begin(self._number, checkpoint))
         if checkpoint is not None:
@@ -271,13 +284,31 @@ class Guard:
         return self._batches(placed)
 
     def _batches(self, placed: Iterator[Any]) -> Iterator[Any]:
-        for place, batch in self._engine.batches(placed):
+        windows = iter(self._engine.batches(placed))
+        while (found := self._fetched(windows)) is not None:
+            place, batch = found
             self._position.taken(place)
             yield batch
             if not self._engine.accumulating:
+                self._ends = self._ends or self._told_alone
                 self.begins()
         if self._judge_rest() and (rest := self._position.rest()) is not None:
             yield from self._batches(rest)
+
+    def _fetched(self, windows: Iterator[Any]) -> Any | None:
+        """The next batch and its place; None after the last. The end, if a signal ended the loader's workers, too."""
+        before = self._position.fetched
+        try:
+            return next(windows, None)
+        except Exception:
+            if self._told_alone and self._position.fetched == before:  # else the place is in the middle of a window
+                self._preempted()
+            raise
+
+    @property
+    def _told_alone(self) -> bool:
+        """A signal was caught, and no other rank has to agree."""
+        return bool(self._signals.caught) and not self._agreement.several
 
     def step(self, loss_fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Step:
         """``engine.step``, which goes on with less memory where there is not enough. Any other is guarded as well."""
@@ -398,7 +429,8 @@ class Guard:
 
     def _besides(self) -> dict[str, Any]:
         """What is saved besides the state of the engine."""
-        return {"data": self._position.state(), "guard": self._recovery.state()}
+        guard = {**self._recovery.state(), "given": self._changes.given}
+        return {"data": self._position.state(), "guard": guard}
 
     # Ends
 

@@ -153,7 +153,7 @@ class Recovery:
         streak = len(self.standing.streak)
         if streak == SAVED_FROM - 1:
             self._engine.save_bad_steps(self._capsules)
-        if facts.at_floor:
+        if facts.at_floor and math.isfinite(facts.loss):  # a loss that is NaN by itself is not the scale's fault
             self._telling.tell(ScaleAtFloor(step=facts.number, scale=facts.scale, streak=streak), facts.number)
             return
         scale = facts.scale if facts.scaled else None

@@ -13,11 +13,14 @@ from ampwise.engine.precision.policy import Policy
 from ampwise.errors import BadInput
 from ampwise.evidence.faults import CheckpointDamaged, RanksChanged
 from ampwise.guard.agreement import Agreement
+from ampwise.guard.changes import Changes
+from ampwise.guard.data import epoch_of
 from ampwise.guard.disk.catalog import Checkpoint, Damaged, checkpoints, verify
 from ampwise.guard.plain import from_json
 from ampwise.guard.saving import not_finite
 from ampwise.guard.state import Whole
 from ampwise.guard.telling import Telling
+from ampwise.printers.terminal import printable
 from ampwise.trace.ranges import local
 
 __all__ = ["Resumed", "Resuming"]
@@ -28,8 +31,16 @@ Resumed = tuple[Checkpoint, dict[str, Any]]
 class Resuming:
     """Reads checkpoints of a directory into an engine."""
 
-    def __init__(self, directory: Path, engine: Engine, whole: Whole, agreement: Agreement, telling: Telling) -> None:
-        self._directory, self._engine, self._whole = directory, engine, whole
+    def __init__(
+        self,
+        directory: Path,
+        engine: Engine,
+        whole: Whole,
+        changes: Changes,
+        agreement: Agreement,
+        telling: Telling,
+    ) -> None:
+        self._directory, self._engine, self._whole, self._changes = directory, engine, whole, changes
         self._agreement, self._telling = agreement, telling
 
     def newest(self) -> Resumed | None:
@@ -45,7 +56,7 @@ class Resuming:
             trouble = checkpoint.trouble or self._trouble(checkpoint)
             if not trouble:
                 try:
-                    plain = self.read(checkpoint)
+                    plain = self.read(checkpoint, resumes=True)
                 except Damaged as error:
                     trouble = str(error)
                 else:
@@ -73,8 +84,8 @@ class Resuming:
         for checkpoint in found:
             if checkpoint.good and not checkpoint.trouble and checkpoint.step < than:
                 try:
-                    return checkpoint, self.read(checkpoint)
-                except Damaged as error:
+                    return checkpoint, self.read(checkpoint, resumes=False)
+                except (Damaged, BadInput) as error:  # or it is of another script, which was overridden since
                     self._tell([(str(checkpoint.path), str(error))], "another state", None)
                 finally:
                     if self._engine.policy != policy:
@@ -94,15 +105,16 @@ class Resuming:
         told = enumerate(self._agreement.all_of(why))
         return next((f"rank {rank}: {each}" if rank else each for rank, each in told if each), "")
 
-    def read(self, checkpoint: Checkpoint) -> dict[str, Any]:
+    def read(self, checkpoint: Checkpoint, *, resumes: bool) -> dict[str, Any]:
         """Put all of it in place: tensors, and the rest, which is returned.
 
         In pieces that all ranks do or none, as tensors are read together. Damaged if there is no going on from it.
+        resumes: by a script that may have changed since, and not by a run that goes back.
         """
         from ampwise.guard.disk.reading import read_into
 
         agreement = self._agreement
-        plain, room, own = agreement.each(lambda: self._prepared(checkpoint))
+        plain, room, own, policy = agreement.each(lambda: self._prepared(checkpoint, resumes=resumes))
         read_into(checkpoint, room, agreement.reading)
         bad = next(filter(None, agreement.all_of(self._not_finite(room))), "")
         if bad:
@@ -110,7 +122,7 @@ class Resuming:
         if checkpoint.world_size != agreement.size:
             self._telling.tell(RanksChanged(before=checkpoint.world_size, after=agreement.size), checkpoint.step)
             plain["engine"]["rng"] = self._engine.state_dict()["rng"]  # each its own: those of others are not
-            plain["data"] = None
+            plain["data"] = epoch_of(plain["data"])
         values = {name: local(each) for name, each in room.items() if name not in own}
         agreement.each(lambda: self._whole.put_back_plain(plain, values))
         if own:
@@ -119,20 +131,28 @@ class Resuming:
                 f"{own[0]}{more}: of another shape or dtype in {checkpoint.path.name}, or only there or here; as they "
                 "are not persistent, the model keeps its own"
             )
+        if policy is not None:
+            agreement.each(lambda: self._take_precision(policy))
         return plain
 
-    def _prepared(self, checkpoint: Checkpoint) -> tuple[dict[str, Any], dict[str, Tensor], list[str]]:
-        """The plain part, room for tensors, and names of buffers that the model keeps its own of."""
+    def _prepared(
+        self, checkpoint: Checkpoint, *, resumes: bool
+    ) -> tuple[dict[str, Any], dict[str, Tensor], list[str], Policy | None]:
+        """The plain part, room for tensors, names of buffers that the model keeps its own of, and the precision to go
+        on in when they are in place."""
         from ampwise.guard.disk.reading import read_plain, stored_tensors
 
         try:
             plain: dict[str, Any] = from_json(read_plain(checkpoint, self._agreement.rank))
-            self._take_precision(plain["engine"])
-            return plain, *self._whole.prepare(plain, stored_tensors(checkpoint))
+            policy = self._changes.precision(plain) if resumes else None
+            self._take_precision(Policy.from_dict(plain["engine"]["policy"]))
+            trained = [rest.get("state", {}).keys() for rest in self._whole.live().plain["optimizers"]]
+            self._changes.settle(plain, trained)
+            return plain, *self._whole.prepare(plain, stored_tensors(checkpoint)), policy
         except Damaged:
             raise
-        except (ValueError, KeyError, TypeError) as error:
-            raise BadInput(f"{checkpoint.path} cannot be gone on from: {error}") from error
+        except (ValueError, LookupError, TypeError, AttributeError) as error:
+            raise BadInput(printable(f"{checkpoint.path} cannot be gone on from: {error}")) from error
 
     def _not_finite(self, tensors: dict[str, Tensor]) -> str:
         """The first weight that is not to be gone on with."""
@@ -140,9 +160,7 @@ class Resuming:
         ours = {name: local(tensor) for name, tensor in tensors.items() if name not in live.transient}
         return next(iter(not_finite(ours, live.moving)), "")
 
-    def _take_precision(self, state: dict[str, Any]) -> None:
-        """That of the run, which its guard may have changed."""
-        policy = Policy.from_dict(state["policy"])
+    def _take_precision(self, policy: Policy) -> None:
         if policy != self._engine.policy:
             self._engine.change_precision(policy)
 

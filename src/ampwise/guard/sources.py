@@ -2,15 +2,15 @@
 
 A loader that has ``state_dict`` and ``load_state_dict`` is taken at its word. Of any other, the random numbers with
 which an epoch began are kept: to come back, the epoch begins again with them, and the batches before the place are
-passed over, unread where that is the same. What is not seen: random numbers that a dataset keeps for itself, and those
-that are drawn for the order of the data and for the training in turns.
+passed over, unread where that is the same. Generators that a loader and its parts hold are among them. What is not
+seen: random numbers that are drawn for the order of the data and for the training in turns.
 """
 
 from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from operator import attrgetter
 from typing import Any, NamedTuple, Protocol
@@ -19,6 +19,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from ampwise.errors import BadInput
+from ampwise.guard.generators import load_states, states_of
 from ampwise.printers.terminal import say
 from ampwise.randomness import captured, restore_random
 
@@ -43,6 +44,7 @@ class Source(Protocol):
 
     kind: str
     rewinds: bool
+    unrestored: Sequence[str]  # generators of random numbers that the last position had not, or has alone
 
     def begin(self, epoch: int) -> Iterator[Any]:
         """A new epoch."""
@@ -88,6 +90,7 @@ class _Stateful:
     kind, rewinds = "stateful", True
 
     def __init__(self, loader: Any) -> None:
+        self.unrestored: Sequence[str] = ()
         self._loader = loader
         self._begin: dict[str, Any] | None = None  # of the epoch: samplers without a state draw again from it
 
@@ -100,7 +103,7 @@ class _Stateful:
         # Asked before its first batch, a StatefulDataLoader would begin, and draw random numbers for it.
         unasked = done == 0 and isinstance(self._loader, DataLoader)
         state = None if unasked else copy.deepcopy(self._loader.state_dict())
-        return {"loader": state, "begin": self._begin, "generators": _states(self._loader)}
+        return {"loader": state, "begin": self._begin, "generators": states_of(self._loader)}
 
     def go_to(self, place: Place, state: Mapping[str, Any]) -> Iterator[Any] | None:
         with _making_sense():
@@ -110,7 +113,7 @@ class _Stateful:
             if begin is not None:
                 _begin_as(self._loader, begin)
             iterator = self._loaded(place, own)
-        _set_states(self._loader, generators)
+        self.unrestored = _load_states(self._loader, generators)
         self._begin = begin
         return iterator
 
@@ -138,6 +141,7 @@ class _Counted:
     rewinds = True
 
     def __init__(self, loader: Any) -> None:
+        self.unrestored: Sequence[str] = ()
         self._loader = loader
         self.kind = "loader" if isinstance(loader, DataLoader) else "iterable"
         # Of the epoch under way; and of all before it since workers began that outlive an epoch: theirs go on.
@@ -156,7 +160,7 @@ class _Counted:
         return iter(self._loader)
 
     def state(self, done: int) -> dict[str, Any]:
-        return {"begins": self._begins, "generators": _states(self._loader)}
+        return {"begins": self._begins, "generators": states_of(self._loader)}
 
     def go_to(self, place: Place, state: Mapping[str, Any]) -> Iterator[Any] | None:
         with _making_sense():
@@ -168,7 +172,7 @@ class _Counted:
             for ago in reversed(range(len(begins))):
                 iterator = self._begun_again(place.epoch - ago, begins[-1 - ago])
                 _pass(self._loader, iterator, place.epoch - ago, None if ago else place.done)
-        _set_states(self._loader, generators)
+        self.unrestored = _load_states(self._loader, generators)
         self._begins = begins
         return None if place.over else iterator
 
@@ -184,6 +188,7 @@ class _Counted:
 
 class _OneShot:
     kind, rewinds = "iterator", False
+    unrestored: Sequence[str] = ()
 
     def __init__(self, loader: Iterator[Any]) -> None:
         self._loader = loader
@@ -281,36 +286,21 @@ def _parts(loader: Any) -> dict[str, Any]:
     return found
 
 
-def _generators(loader: Any) -> dict[str, torch.Generator]:
-    found: dict[str, torch.Generator] = {}
-    for name, part in _parts(loader).items():
-        generator = getattr(part, "generator", None)
-        if isinstance(generator, torch.Generator) and all(generator is not other for other in found.values()):
-            found[name] = generator
-    return found
-
-
-def _states(loader: Any) -> dict[str, Any]:
-    return {name: generator.get_state() for name, generator in _generators(loader).items()}
-
-
-def _set_states(loader: Any, states: Mapping[str, Any]) -> None:
+def _load_states(loader: Any, states: Mapping[str, Any]) -> list[str]:
     with _making_sense():
-        for name, generator in _generators(loader).items():
-            if name in states:
-                generator.set_state(states[name])
+        return load_states(loader, states)
 
 
 def _beginning(loader: Any) -> dict[str, Any]:
     """All that an epoch that begins now may draw from."""
-    return {"random": captured(CPU), "generators": _states(loader)}
+    return {"random": captured(CPU), "generators": states_of(loader)}
 
 
 def _begin_as(loader: Any, beginning: Mapping[str, Any]) -> None:
     with _making_sense():
         restore_random(beginning["random"], CPU)
         generators = beginning["generators"]
-    _set_states(loader, generators)
+    _load_states(loader, generators)  # some come to be only when an epoch begins
 
 
 @contextmanager

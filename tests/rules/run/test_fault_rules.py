@@ -171,7 +171,8 @@ CASES = [
     (
         RanksChanged(before=8, after=1),
         "saved with 8 ranks, resumed with 1 rank: the effective batch is 0.125 times what it was, "
-        "unless the batch of a rank changed too",
+        "unless the batch of a rank changed too; each rank draws other random numbers, and its data begins the epoch "
+        "anew",
     ),
     (
         LockTakenOver(pid=42, host="node7", since="2026-11-15 22:00"),

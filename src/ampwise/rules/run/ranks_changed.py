@@ -30,7 +30,8 @@ def check(changed: RanksChanged) -> Iterator[Finding]:
     yield RULE.at(
         Place(),
         f"saved with {_ranks(changed.before)}, resumed with {_ranks(changed.after)}: the effective batch is "
-        f"{changed.after / changed.before:.3g} times what it was, unless the batch of a rank changed too",
+        f"{changed.after / changed.before:.3g} times what it was, unless the batch of a rank changed too; each rank "
+        "draws other random numbers, and its data begins the epoch anew",
         evidence=evidence_of(changed),
     )
 
