@@ -328,9 +328,12 @@ class Finding(Frozen):
             raise ValueError(f"rule {self.rule.code} is not fixable, and a finding of it has edits; say so in the rule")
         if self.edits and self.place.file is None:
             raise ValueError(f"rule {self.rule.code}: edits without a file to make them in")
-        for one, other in itertools.combinations(self.edits, 2):
-            if one.overlaps(other):
-                raise ValueError(f"rule {self.rule.code}: the edits {one} and {other} overlap")
+        furthest: Edit | None = None  # of those that start before: if any reaches into the next, this one does
+        for edit in sorted(self.edits, key=lambda edit: (edit.cell or 0, edit.start, edit.end)):
+            if furthest is not None and furthest.overlaps(edit):
+                raise ValueError(f"rule {self.rule.code}: the edits {furthest} and {edit} overlap")
+            if furthest is None or furthest.cell != edit.cell or furthest.end < edit.end:
+                furthest = edit
 
     def __repr__(self) -> str:
         # All of its parts are pages; as_dict() has them.

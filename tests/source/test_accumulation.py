@@ -6,7 +6,7 @@ import textwrap
 import pytest
 
 from ampwise.source.accumulation import windows_of
-from ampwise.source.losses import may_be_normalised
+from ampwise.source.losses import Normalised
 from ampwise.source.project import Project
 
 LOOP = """
@@ -75,7 +75,7 @@ def test_other_conditions_on_the_step_are_no_window(test, count, reset):
 )
 def test_a_loss_that_may_be_divided_is_left_alone(divide, loss):
     (window,) = windows(divide, loss)
-    assert all(may_be_normalised(event, window) for path in window.paths for event in window.backwards(path))
+    assert all(Normalised(window).may_be(event) for path in window.paths for event in window.backwards(path))
 
 
 @pytest.mark.parametrize(
@@ -83,4 +83,4 @@ def test_a_loss_that_may_be_divided_is_left_alone(divide, loss):
 )
 def test_a_loss_that_is_not_divided_is_seen(divide, loss):
     (window,) = windows(divide, loss)
-    assert not any(may_be_normalised(event, window) for path in window.paths for event in window.backwards(path))
+    assert not any(Normalised(window).may_be(event) for path in window.paths for event in window.backwards(path))

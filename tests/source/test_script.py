@@ -85,7 +85,7 @@ def test_files_that_are_none(tmp_path):
     large, pipe = tmp_path / "large.py", tmp_path / "pipe.py"
     large.write_bytes(b"#" * 10_000_001)
     os.mkfifo(pipe)
-    for path, reason in ((large, "larger than 10 MB"), (pipe, "not a file"), (tmp_path / "no.py", "no such file")):
+    for path, reason in ((large, "larger than 5 MB"), (pipe, "not a file"), (tmp_path / "no.py", "no such file")):
         with pytest.raises(Unreadable, match=reason):
             read_script(str(path))
     with pytest.raises(Unreadable, match="null"):

@@ -193,7 +193,7 @@ def _print(args: argparse.Namespace, report: Report, stream: TextIO, texts: dict
 
         write(render_statistics(report.findings, args.output_format, wants_colour(stream)), stream)
     else:
-        print_findings(report.findings, args.output_format, stream, texts=texts)
+        print_findings(report.findings, args.output_format, stream, texts=texts, notes=report.notes)
 
 
 def _last_lines(report: Report, fixed: int, missed: str) -> str:

@@ -200,6 +200,8 @@ def _reports(task: Task, project: Project | None = None) -> Iterator[Report]:
     for path, codes in task.codes.items():
         report = Report()
         _check_file(project, path, [rule.module for rule in rules if rule.code in codes], report)
+        report.notes += project.notes
+        project.notes.clear()
         yield _without_suppressed(report, project)
 
 
@@ -214,19 +216,30 @@ def _only_read(paths: Iterable[str]) -> Iterator[Report]:
 
 
 def _check_file(project: Project, path: str, modules: Iterable[ModuleType], report: Report) -> None:
+    from ampwise.source.paths import MOST_PATHS
+
     code = _tried(project.code, path, report)
     if code is None:
         return
     _count(code.script, report)
     failed: dict[str, list[str]] = {}  # by what happened: one mistake may make many rules fail
+    skipped: dict[str, list[str]] = {}  # by the limit that was met
     for module in modules:
+        code.given_up.clear()
         try:
             report.findings += module.check(code)
+        except RecursionError:
+            skipped.setdefault(f"{path}: nested too deeply", []).append(module.RULE.code)
         except Exception as error:
             failed.setdefault(_told(error), []).append(module.RULE.code)
-    if failed:
+        for region in dict.fromkeys(code.given_up):
+            skipped.setdefault(f"{region.place}: too many paths (at most {MOST_PATHS})", []).append(module.RULE.code)
+    limits = code.limits_met
+    if failed or skipped or limits:
         report.partly.append(path)
         report.notes += [f"{path}: {_internal(', '.join(codes), what)}" for what, codes in failed.items()]
+        report.notes += [f"{limit}; not checked here: {', '.join(codes)}" for limit, codes in skipped.items()]
+        report.notes += limits
 
 
 def _tried(read: Callable[[str], Read], path: str, report: Report) -> Read | None:
@@ -283,7 +296,8 @@ def _suppressions(
         script = project.code(path).script
     except Unreadable:  # a finding in a file that was only looked into
         return None
-    return script, suppressions(script, findings)
+    by_rule = {finding.rule.code: finding for finding in findings}  # comments speak of rules
+    return script, suppressions(script, by_rule.values())
 
 
 def _finished(report: Report, task: Task) -> Report:

@@ -29,7 +29,12 @@ if TYPE_CHECKING:
         """What a module in ``outputs`` is."""
 
         def render(
-            self, findings: Sequence[Finding], *, colour: bool = False, texts: Mapping[str, str] | None = None
+            self,
+            findings: Sequence[Finding],
+            *,
+            colour: bool = False,
+            texts: Mapping[str, str] | None = None,
+            **further: Any,  # notes, for JSON
         ) -> str: ...
 
 
@@ -45,13 +50,16 @@ def print_findings(
     file: TextIO | None = None,
     *,
     texts: Mapping[str, str] | None = None,
+    notes: Sequence[str] = (),
 ) -> None:
     """Write findings in one of the formats; colour only where ``file`` (else stdout) is a terminal.
 
-    ``texts`` are the contents of files that are not on disk, by the name findings have for them.
+    ``texts`` are the contents of files that are not on disk, by the name findings have for them. ``notes`` say what
+    was not checked; only JSON has a place for them.
     """
     stream = sys.stdout if file is None else file
-    write(_output(output_format).render(findings, colour=wants_colour(stream), texts=texts), stream)
+    further = {"notes": notes} if output_format == "json" and notes else {}
+    write(_output(output_format).render(findings, colour=wants_colour(stream), texts=texts, **further), stream)
 
 
 def output_formats() -> list[str]:

@@ -7,6 +7,7 @@ Three spellings are known: a step under ``(i + 1) % n == 0``, a step under a cou
 from __future__ import annotations
 
 import ast
+import functools
 import re
 from collections.abc import Iterator
 
@@ -53,9 +54,12 @@ class Window:
 
     def further_guards(self, event: Event) -> list[Guard]:
         """What must hold for ``event`` beyond what holds for a backward."""
+        return [guard for guard in self.region.own_guards(event) if guard not in self._usual_guards]
+
+    @functools.cached_property
+    def _usual_guards(self) -> set[Guard]:
         backwards = (backward for backward in self.region.events if backward.kind in BACKWARDS)
-        usual = {guard for backward in backwards for guard in backward.context.guards}
-        return [guard for guard in self.region.own_guards(event) if guard not in usual]
+        return {guard for backward in backwards for guard in backward.context.guards}
 
     def _is_flag(self, guard: Guard) -> bool:
         """A question that every micro-batch answers alike: of names that nothing in the loop assigns."""
@@ -66,14 +70,13 @@ class Window:
             return False
         if accumulation_name(guard.test) or (self.size and ast.unparse(self.size) in ast.unparse(guard.test)):
             return False  # `if accumulation == 1:` asks whether there are micro-batches at all
-        assigned = _assigned_in(loop.node)
         names = {dotted_text(part) for part in ast.walk(guard.test) if isinstance(part, ast.Name | ast.Attribute)}
-        return not names & assigned
+        return names.isdisjoint(_assigned_in(loop.node))
 
 
 def windows_of(region: Region) -> list[Window]:
     """The accumulation windows of a training step; none where part of the step is out of sight."""
-    if region.hidden or not region.paths:
+    if region.hidden or not region.has(*BACKWARDS) or not region.has(*STEPS):
         return []
     return [*_tested(region), *_looped(region)]
 
@@ -150,13 +153,20 @@ def _counted(test: ast.Compare, region: Region) -> ast.expr | None:
     name = dotted_text(counter)
     if name is None or (isinstance(size, ast.Constant) and size.value is None):
         return None
-    counts = resets = False
-    for node in ast.walk(region.loop.node):
-        if isinstance(node, ast.AugAssign) and dotted_text(node.target) == name and isinstance(node.op, ast.Add):
-            counts = counts or _is_literal(node.value, 1)
-        elif isinstance(node, ast.Assign) and any(dotted_text(target) == name for target in node.targets):
-            resets = resets or _is_literal(node.value, 0)
-    return size if counts and resets else None
+    return size if name in _counters(region.loop.node) else None
+
+
+@functools.lru_cache(maxsize=16)
+def _counters(loop: ast.AST) -> set[str | None]:
+    """The names that go up by one in a loop, and back to nothing."""
+    counted: set[str | None] = set()
+    reset: set[str | None] = set()
+    for node in ast.walk(loop):
+        if isinstance(node, ast.AugAssign) and isinstance(node.op, ast.Add) and _is_literal(node.value, 1):
+            counted.add(dotted_text(node.target))
+        elif isinstance(node, ast.Assign) and _is_literal(node.value, 0):
+            reset.update(dotted_text(target) for target in node.targets)
+    return counted & reset
 
 
 # -- a loop of backwards, and the step after it -----------------------------------------------------------
@@ -164,13 +174,13 @@ def _counted(test: ast.Compare, region: Region) -> ast.expr | None:
 
 def _looped(region: Region) -> Iterator[Window]:
     loops = {loop: None for event in region.events if event.kind in BACKWARDS for loop in _inner_loops(event, region)}
+    stepping = {loop for event in region.events if event.kind in STEPS for loop in event.context.loops}
     for loop in loops:
-        inside = [event for event in region.events if loop in event.context.loops]
-        if any(event.kind in STEPS for event in inside) or not _iterates_micro_batches(loop):
+        if loop in stepping or not _iterates_micro_batches(loop):
             continue
         size = _range_of(loop.node)
-        paths = [path for path in region.paths if any(event in inside for event in path.events)]
-        if paths and any(event.kind in STEPS for event in region.events) and not (size and _is_literal(size, 1)):
+        paths = [path for path in region.paths if any(loop in event.context.loops for event in path.events)]
+        if paths and not (size and _is_literal(size, 1)):
             yield Window(region, size, loop, paths)
 
 
@@ -193,6 +203,7 @@ def _range_of(node: ast.For | ast.AsyncFor | ast.While) -> ast.expr | None:
     return call.args[0] if dotted_text(call.func) == "range" and len(call.args) == 1 else None
 
 
+@functools.lru_cache(maxsize=16)
 def _assigned_in(node: ast.AST) -> set[str | None]:
     found: set[str | None] = set()
     for part in ast.walk(node):

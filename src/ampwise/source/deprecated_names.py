@@ -30,6 +30,10 @@ DEPRECATED = {f"{module}.{name}": (device, name) for module, device in MODULES.i
 ABOUT_VERSIONS = Pattern(r"version|hasattr|getattr|TORCH|_available|__dict__|dir\(|find_spec|callable", re.IGNORECASE)
 
 
+MOST_SHARED = 100  # edits that each of many uses carries
+OPENING = Pattern(r"\s*\(")
+
+
 class _NotSure(Exception):
     """Something is used in a way that cannot be rewritten beyond doubt."""
 
@@ -55,6 +59,9 @@ class _Deprecated:
         self.code = code
         self.script = code.script
         self.imports = code.outline.imports
+        self._found: dict[str, list[Edit] | None] = {}
+        self._has_shared = False
+        self._caught: dict[ast.Try, tuple[bool, set[ast.AST]]] = {}
 
     def uses(self) -> list[DeprecatedUse]:
         found = [*self._imported(), *self._dotted()]
@@ -65,9 +72,14 @@ class _Deprecated:
     def _imported(self) -> Iterator[DeprecatedUse]:
         statements = self._import_statements()
         names = {alias.name for node in statements for alias in node.names}
-        edits = self._sure_edits(self._edits_of_imports, "GradScaler" in names) if statements else ()
+        edits = (
+            self._sure_edits(functools.partial(self._once, "imports", self._edits_of_imports), "GradScaler" in names)
+            if statements
+            else ()
+        )
         for node in statements:
             yield DeprecatedUse(node, f"{node.module}", edits)
+            edits = edits if len(edits) <= MOST_SHARED else ()
 
     def _import_statements(self) -> list[ast.ImportFrom]:
         return [
@@ -132,28 +144,54 @@ class _Deprecated:
     def _edits_of_use(self, node: ast.expr) -> list[Edit]:
         """The edits for one use, however it is written."""
         if isinstance(node, ast.Name):
-            return self._edits_of_imports()
+            return self._once("imports", self._edits_of_imports)
         root = _root(node)
         if self.imports.names.get(root) != "torch":
-            return self._edits_of_module_alias(root)
+            return self._once(f"alias {root}", functools.partial(self._edits_of_module_alias, root))
         device, name = DEPRECATED[self._full_name(node)]
         return self._rewritten(node, device, name, written=f"{root}.amp.{name}")
 
     def _sure_edits(self, edits_of: Callable[[], list[Edit]], of_scaler: bool) -> tuple[Edit, ...]:
         """All the edits, or none at all; a scaler's go with those for the tests of its type."""
         try:
-            edits = [*edits_of(), *(self._edits_of_tests() if of_scaler else ())]
+            edits, tests = edits_of(), self._edits_of_tests if of_scaler else []
         except _NotSure:
             return ()
-        return tuple(dict.fromkeys(edits))
+        if len(edits) + len(tests) > MOST_SHARED:  # they mend all uses at once: one of these has them
+            if self._has_shared:
+                return ()
+            self._has_shared = True
+        return tuple(dict.fromkeys([*edits, *tests]))
 
-    def _edits_of_tests(self) -> Iterator[Edit]:
+    @property
+    def _edits_of_tests(self) -> list[Edit]:
         """``isinstance(scaler, torch.cuda.amp.GradScaler)`` no longer holds for a scaler of torch.amp."""
+        return self._once("tests", lambda: list(dict.fromkeys(self._find_edits_of_tests())))
+
+    def _once(self, what: str, edits_of: Callable[[], list[Edit]]) -> list[Edit]:
+        """Edits that many uses share, found once; whoever asks again is told again that they are not sure."""
+        if what not in self._found:
+            try:
+                self._found[what] = edits_of()
+            except _NotSure:
+                self._found[what] = None
+        found = self._found[what]
+        if found is None:
+            raise _NotSure
+        return found
+
+    def _find_edits_of_tests(self) -> Iterator[Edit]:
+        given: set[int] = set()
+        kept: list[list[Edit]] = []  # so that no other list gets the id of one
         for node in (*self.code.nodes(ast.Name), *self.code.nodes(ast.Attribute)):
             if DEPRECATED.get(self._full_name(node), ("", ""))[1] == "GradScaler":
                 parent = self.parent(node)
                 if not (isinstance(parent, ast.Call) and parent.func is node) and not self._is_annotation(node):
-                    yield from self._edits_of_use(node)
+                    edits = self._edits_of_use(node)
+                    if id(edits) not in given:  # those of an import are the same for all its uses
+                        given.add(id(edits))
+                        kept.append(edits)
+                        yield from edits
 
     def _edits_of_module_alias(self, alias: str) -> list[Edit]:
         """``from torch.cuda import amp`` made ``from torch import amp``, with every use of ``amp``."""
@@ -172,9 +210,10 @@ class _Deprecated:
             self._require(statement.module in ("torch.cuda", "torch.cpu") and statement.names[0].name == "amp")
             new = "from torch import amp" + ("" if alias == "amp" else f" as {alias}")
         edits = [self.script.replace(statement, new)]
+        dotted_uses = set(self.dotted_uses)
         for name in self._names(alias):
             use = self.parent(name)
-            self._require(isinstance(use, ast.Attribute) and use in self.dotted_uses)
+            self._require(isinstance(use, ast.Attribute) and use in dotted_uses)
             assert isinstance(use, ast.Attribute)
             device, what = DEPRECATED[self._full_name(use)]
             self._require(self._full_name(use).count(".") == 3)  # not through amp.autocast_mode
@@ -199,7 +238,7 @@ class _Deprecated:
 
     def _rewritten_call(self, call: ast.Call, device: str, name: str, written: str) -> list[Edit]:
         start, function_end = self.script.span(call.func)
-        opening = re.match(r"\s*\(", self.script.text[self.script.offset(*function_end) :])
+        opening = OPENING.compiled.match(self.script.text, self.script.offset(*function_end))
         self._require(opening is not None and start[0] == function_end[0] and "\n" not in opening[0])
         self._require(not any(isinstance(argument, ast.Starred) for argument in call.args))
         assert opening is not None
@@ -267,9 +306,12 @@ class _Deprecated:
 
     def _tries_imports(self, node: ast.Try, inner: ast.AST) -> bool:
         """A ``try`` that is about what torch has: not one around a whole training run."""
-        caught = " ".join(ast.unparse(handler.type) if handler.type else "" for handler in node.handlers)
-        about = re.search(r"ImportError|ModuleNotFoundError|AttributeError|TypeError", caught)
-        return inner in node.body and (bool(about) or (bool(node.handlers) and len(node.body) <= 2))
+        if node not in self._caught:
+            caught = " ".join(ast.unparse(handler.type) if handler.type else "" for handler in node.handlers)
+            about = re.search(r"ImportError|ModuleNotFoundError|AttributeError|TypeError", caught) is not None
+            self._caught[node] = about or (bool(node.handlers) and len(node.body) <= 2), set(node.body)
+        about_torch, body = self._caught[node]
+        return about_torch and inner in body
 
     def _is_decorator(self, node: ast.expr) -> bool:
         return node in getattr(self.parent(node), "decorator_list", ())
@@ -289,25 +331,37 @@ class _Deprecated:
         return isinstance(outer, ast.Call) and isinstance(outer.func, ast.Name) and outer.func.id == "isinstance"
 
     def _names(self, name: str) -> Iterator[ast.Name]:
-        return (node for node in self.code.nodes(ast.Name) if node.id == name)
+        return iter(self._names_by_text.get(name, []))
+
+    @functools.cached_property
+    def _names_by_text(self) -> dict[str, list[ast.Name]]:
+        found: dict[str, list[ast.Name]] = {}
+        for node in self.code.nodes(ast.Name):
+            found.setdefault(node.id, []).append(node)
+        return found
 
     def _is_bound_only_by(
         self, name: str, statements: list[ast.ImportFrom] | list[ast.Import | ast.ImportFrom]
     ) -> bool:
         """Whether these imports alone give ``name`` its meaning in the file."""
+        return self._binders.get(name, set()) | self._binders.get("*", set()) <= set(statements)
+
+    @functools.cached_property
+    def _binders(self) -> dict[str, set[ast.AST]]:
+        """The nodes that give names their meaning, by name; "*" for those whose names are not to be seen."""
+        found: dict[str, set[ast.AST]] = {}
         for node in self.code.tree_nodes:
             if isinstance(node, ast.Name):
-                bound = node.id == name and not isinstance(node.ctx, ast.Load)
+                names = [] if isinstance(node.ctx, ast.Load) else [node.id]
             elif isinstance(node, ast.Import | ast.ImportFrom):
-                aliases = {alias.asname or alias.name.partition(".")[0] for alias in node.names}
-                bound = node not in statements and (name in aliases or "*" in aliases)
+                names = [alias.asname or alias.name.partition(".")[0] for alias in node.names]
             elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-                bound = node.name == name
+                names = [node.name]
             else:
-                bound = isinstance(node, ast.arg) and node.arg == name
-            if bound:
-                return False
-        return True
+                names = [node.arg] if isinstance(node, ast.arg) else []
+            for name in names:
+                found.setdefault(name, set()).add(node)
+        return found
 
     @staticmethod
     def _require(condition: bool) -> None:

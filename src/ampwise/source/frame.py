@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 __all__ = ["Frame", "Value"]
 
 MOST_VALUES = 40  # a name that may be more than this may be anything
+MOST_BASES = 64  # classes above a class
 # Attributes that are the same object in other clothes.
 TRANSPARENT = frozenset(("module", "_orig_mod", "data"))
 
@@ -261,16 +262,15 @@ class Frame:
     def ancestry(self, owner: Class) -> list[Class]:
         """A class and its bases, as far as the given files define them."""
         if owner.ancestry is None:
-            found: list[Class] = []
+            found: dict[Class, None] = {}
             pending = [owner]
-            while pending:
-                cls = pending.pop(0)
-                if cls not in found:
-                    found.append(cls)
+            for cls in pending:
+                if cls not in found and len(found) < MOST_BASES:
+                    found[cls] = None
                     home = self.lookup.frame(cls.outline.module)
-                    bases = (home.definition(base) for base in cls.node.bases)
+                    bases = (home.definition(base) for base in cls.node.bases[:MOST_BASES])
                     pending += [base for base in bases if isinstance(base, Class)]
-            owner.ancestry = found
+            owner.ancestry = list(found)
         return owner.ancestry
 
     def method(self, owner: Class, name: str) -> Function | None:

@@ -15,7 +15,7 @@ from ampwise.source.precision import dtypes_of, keyword
 from ampwise.source.project import Code
 from ampwise.source.spots import spot
 from ampwise.source.vocabulary import BF16, FP16, FP32, OPTIMIZER
-from ampwise.source.walk import Site, trace
+from ampwise.source.walk import MOST_FOLLOWED, Room, Site, Trace, trace
 
 __all__ = ["HalfModel", "TrainedHalfModel", "half_models", "only_named_main", "trained_half_models"]
 
@@ -81,6 +81,7 @@ class _Cast:
         self.site = site
 
 
+@functools.lru_cache(maxsize=4)  # every training step of one file asks
 def half_models(code: Code) -> dict[str, HalfModel]:
     """The modules of this file that are surely FP16 or surely BF16, by key."""
     casts: dict[str, list[_Cast]] = {}
@@ -113,14 +114,16 @@ def trained_half_models(code: Code) -> list[TrainedHalfModel]:
                     if model is not None and not FROZEN_NAME.search(key.rpartition(":")[2].lower()):
                         pair = TrainedHalfModel(model, call, frame, _target_key(site))
                         found.setdefault((id(call), key), pair)
-    return [pair for pair in found.values() if _before_training(pair.model, code)]
+    orders = [_Order(one) for one in code.traces] if found else []
+    return [pair for pair in found.values() if _before_training(pair.model, orders)]
 
 
 def _sites(code: Code) -> list[Site]:
     """The statements of this file; also of constructors that no trace goes into, since nobody is seen to call them."""
     reached = {function for one in code.traces for function in (one.frame.function, *one.followed)}
     makers = [function for function in code.outline.functions if function.name == "__init__" and function.owner]
-    apart = [trace(code.frame(function)) for function in makers if function not in reached]
+    room = Room(MOST_FOLLOWED)
+    apart = [trace(code.frame(function), room) for function in makers if function not in reached]
     return [*code.statements, *(site for one in apart for site in one.statements)]
 
 
@@ -243,17 +246,24 @@ def _target_key(site: Site) -> str | None:
     return None
 
 
-def _before_training(model: HalfModel, code: Code) -> bool:
+class _Order:
+    """The statements of a trace, each with the position it first has, and the last position with a backward."""
+
+    def __init__(self, one: Trace) -> None:
+        backwards = {event.node for event in one.events() if event.kind in (Kind.BACKWARD, Kind.SCALED_BACKWARD)}
+        self.trains = bool(backwards)
+        self.first: dict[ast.AST, int] = {}
+        self.last_backward = -1
+        for index, site in enumerate(one.statements if backwards else ()):
+            self.first.setdefault(site.node, index)
+            if any(part in backwards for part in ast.walk(site.node)):
+                self.last_backward = index
+
+
+def _before_training(model: HalfModel, orders: list[_Order]) -> bool:
     """Whether the cast comes before a backward: one that comes after is for saving or evaluation."""
-    elsewhere = False
-    for one in code.traces:
-        backward = {event.node for event in one.events() if event.kind in (Kind.BACKWARD, Kind.SCALED_BACKWARD)}
-        if not backward:
-            continue
-        order = [site.node for site in one.statements]
-        if model.statement not in order:
-            elsewhere = True
-            continue
-        after = order[order.index(model.statement) + 1 :]
-        return any(part in backward for node in after for part in ast.walk(node))
-    return elsewhere and model.context.frame.function.name == "__init__"
+    training = [order for order in orders if order.trains]
+    for order in training:
+        if model.statement in order.first:
+            return order.first[model.statement] < order.last_backward
+    return bool(training) and model.context.frame.function.name == "__init__"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 from collections.abc import Iterator
 
@@ -13,7 +14,7 @@ from ampwise.source.names import dotted_text
 from ampwise.source.outline import Binding, Function
 from ampwise.source.pattern import Pattern
 
-__all__ = ["may_be_normalised"]
+__all__ = ["Normalised"]
 
 DEEPEST = 6  # names and calls followed on the way back from a backward
 DIVIDES = frozenset(("div", "div_", "true_divide", "divide", "reciprocal"))
@@ -23,16 +24,33 @@ GRADIENTS = Pattern(r"\.grad\b|(^|\W)grads?\b")
 LEARNING_RATE = Pattern(r"(^|[\W_])lr\b|learning_rate", re.IGNORECASE)
 
 
-def may_be_normalised(backward: Event, window: Window) -> bool:
-    """Whether the loss of ``backward`` may be a share of the window's loss: divided, summed, or made out of sight.
+class Normalised:
+    """Whether the loss of a backward may be a share of its window's loss: divided, summed, or made out of sight.
 
     Any division by something that is not a literal counts, and so does one of the gradients or of the learning
     rate by the window's size anywhere in the file: only what is certainly not normalised is not.
     """
-    size = ast.unparse(window.size) if window.size is not None else ""
-    if backward.value is None or _arguments_of(backward) or _divides_elsewhere(backward.frame, size):
-        return True
-    return _Flow(size).divides(backward.value, backward.frame, 0)
+
+    def __init__(self, window: Window) -> None:
+        self.size = ast.unparse(window.size) if window.size is not None else ""
+        self._known: dict[Event, bool] = {}
+        self._elsewhere: dict[Frame, bool] = {}
+        self.names: dict[tuple[str, int], bool] = {}  # in the backwards' own expressions, by frame
+        self.functions: dict[Function, bool] = {}  # those that divide by the size
+
+    def may_be(self, backward: Event) -> bool:
+        """The answer for one backward; each is looked at once, on however many paths it is."""
+        if backward not in self._known:
+            self._known[backward] = self._look_at(backward)
+        return self._known[backward]
+
+    def _look_at(self, backward: Event) -> bool:
+        frame = backward.frame
+        if backward.value is None or _arguments_of(backward):
+            return True
+        if frame not in self._elsewhere:
+            self._elsewhere[frame] = _divides_elsewhere(frame, self.size)
+        return self._elsewhere[frame] or _Flow(self).divides(backward.value, frame, 0)
 
 
 def _arguments_of(backward: Event) -> bool:
@@ -45,26 +63,32 @@ def _arguments_of(backward: Event) -> bool:
 
 def _divides_elsewhere(frame: Frame, size: str) -> bool:
     """The gradients, the learning rate, or a loss kept where we do not look (``losses["a"] /= n``)."""
-    around = [caller.function.node for caller in frame.callers()]
-    for node in ast.walk(frame.outline.script.tree):
-        target, divisor = _division(node)
-        if target is not None and divisor is not None:
-            text = ast.unparse(target)
-            if GRADIENTS.search(text) or (LEARNING_RATE.search(text) and _names(size, divisor)):
+    for target, divisor in _divisions(frame.outline.script.tree):
+        if GRADIENTS.search(target) or (LEARNING_RATE.search(target) and _says(size, divisor)):
+            return True
+    around = (caller.function.node for caller in frame.callers())
+    for function in (node for node in around if not isinstance(node, ast.Module)):
+        for target, divisor in _divisions(function):
+            # A plain name is another loss, or one that the flow below comes to.
+            kept = "loss" in target.lower() and ".item()" not in target and not target.isidentifier()
+            if kept and _says(size, divisor):
                 return True
-    for function in around:
-        for node in ast.walk(function) if not isinstance(function, ast.Module) else ():
-            target, divisor = _division(node)
-            if target is not None and divisor is not None and _names(size, divisor):
-                text = ast.unparse(target)
-                # A plain name is another loss, or one that the flow below comes to.
-                if "loss" in text.lower() and ".item()" not in text and not isinstance(target, ast.Name):
-                    return True
     return False
 
 
+@functools.lru_cache(maxsize=64)  # every backward of a file asks
+def _divisions(scope: ast.AST) -> list[tuple[str, str]]:
+    """What is divided in a function or a file, and what by."""
+    pairs = (_division(node) for node in ast.walk(scope))
+    return [(ast.unparse(target), ast.unparse(by)) for target, by in pairs if target is not None and by is not None]
+
+
 def _names(size: str, divisor: ast.expr) -> bool:
-    return bool(size) and re.search(rf"(?<![\w.]){re.escape(size)}(?!\w)", ast.unparse(divisor)) is not None
+    return bool(size) and _says(size, ast.unparse(divisor))
+
+
+def _says(size: str, divisor: str) -> bool:
+    return bool(size) and re.search(rf"(?<![\w.]){re.escape(size)}(?!\w)", divisor) is not None
 
 
 def _division(node: ast.AST) -> tuple[ast.expr | None, ast.expr | None]:
@@ -79,9 +103,11 @@ def _division(node: ast.AST) -> tuple[ast.expr | None, ast.expr | None]:
 class _Flow:
     """Follows a loss back through the names and functions that made it."""
 
-    def __init__(self, size: str) -> None:
-        self.size = size
+    def __init__(self, known: Normalised) -> None:
+        self.known = known
+        self.size = known.size
         self.seen: set[int] = set()
+        self.visited: set[tuple[str, int, bool]] = set()
 
     def divides(self, node: ast.expr, frame: Frame, depth: int, strict: bool = False) -> bool:
         """``strict``: inside a loss function, where dividing is ordinary, only dividing by the window counts."""
@@ -93,7 +119,7 @@ class _Flow:
                 return True
             if isinstance(part, ast.Call) and self._call_divides(part, frame, depth, strict):
                 return True
-            if isinstance(part, ast.Name | ast.Attribute) and self._name_divides(part, frame, depth, strict):
+            if isinstance(part, ast.Name) and self._name_divides(part, frame, depth, strict):
                 return True
         return False
 
@@ -121,9 +147,12 @@ class _Flow:
             return self._unseen(call, frame)
         function, owner = target
         inside = frame.enter(function, call, owner)
-        return any(self.divides(value, inside, depth + 1, True) for value in _returned(function)) or any(
-            self._statement_divides(node) for node in ast.walk(function.node)
-        )
+        if any(self.divides(value, inside, depth + 1, True) for value in _returned(function)):
+            return True
+        functions = self.known.functions
+        if function not in functions:
+            functions[function] = any(self._divides_here(node, True) for node in ast.walk(function.node))
+        return functions[function]
 
     def _unseen(self, call: ast.Call, frame: Frame) -> bool:
         """A function out of sight that knows the window: it is given n, or is a method we have not."""
@@ -138,10 +167,21 @@ class _Flow:
             return owner is None or func.attr not in {name for cls in frame.ancestry(owner) for name in cls.attributes}
         return False
 
-    def _statement_divides(self, node: ast.AST) -> bool:
-        return any(self._divides_here(part, True) for part in ast.walk(node)) if isinstance(node, ast.stmt) else False
+    def _name_divides(self, node: ast.Name, frame: Frame, depth: int, strict: bool) -> bool:
+        if depth:
+            return self._bindings_divide(node, frame, depth, strict)
+        key = (node.id, id(frame))
+        names = self.known.names
+        if key not in names:
+            names[key] = False  # while we look
+            names[key] = _Flow(self.known)._bindings_divide(node, frame, 0, strict)
+        return names[key]
 
-    def _name_divides(self, node: ast.Name | ast.Attribute, frame: Frame, depth: int, strict: bool) -> bool:
+    def _bindings_divide(self, node: ast.Name, frame: Frame, depth: int, strict: bool) -> bool:
+        goes_on = depth < DEEPEST
+        if (node.id, id(frame), goes_on) in self.visited:
+            return False
+        self.visited.add((node.id, id(frame), goes_on))
         for binding, home in _bindings(node, frame):
             statement = binding.node
             if isinstance(statement, ast.AugAssign):
@@ -156,10 +196,8 @@ class _Flow:
         return False
 
 
-def _bindings(node: ast.Name | ast.Attribute, frame: Frame) -> Iterator[tuple[Binding, Frame]]:
+def _bindings(node: ast.Name, frame: Frame) -> Iterator[tuple[Binding, Frame]]:
     """What is assigned to a name in its function, or was given for it by the caller's own assignments."""
-    if isinstance(node, ast.Attribute):
-        return
     for function in frame.function.chain():
         if function.holds(node.id):
             for binding in function.bindings.get(node.id, ()):
@@ -172,10 +210,10 @@ def _bindings(node: ast.Name | ast.Attribute, frame: Frame) -> Iterator[tuple[Bi
         yield from _bindings(argument, caller)
 
 
-def _returned(function: Function) -> Iterator[ast.expr]:
-    for node in ast.walk(function.node):
-        if isinstance(node, ast.Return) and node.value is not None:
-            yield node.value
+@functools.lru_cache(maxsize=256)
+def _returned(function: Function) -> list[ast.expr]:
+    returns = (node for node in ast.walk(function.node) if isinstance(node, ast.Return))
+    return [node.value for node in returns if node.value is not None]
 
 
 def _sums(call: ast.Call) -> bool:

@@ -12,11 +12,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from ampwise.source.script import Cell, Script, Unreadable, parse, with_newlines_of
+from ampwise.source.script import LARGEST_BYTES, Cell, Script, Unreadable, parse, with_newlines_of
 
 __all__ = ["notebook_script"]
 
 KEEPS_PYTHON = {"time", "timeit", "capture", "prun", "memit"}  # cell magics that run the rest as Python
+MOST_VALUES = 10_000_000  # in the JSON of a notebook: plots have many
 MOST_TRIES = 50  # to find out which lines of a cell are magics, one at a time
 
 CELL_MAGIC = re.compile(r"\s*%%\s*(\w*)")
@@ -84,7 +85,10 @@ def notebook_script(json_text: str, path: str, *, bom: bool = False) -> Script:
     """The Python of a notebook; Unreadable when the JSON is broken or no notebook of format 4."""
     sources, notes = [], []
     codes = []
-    for source in _code_sources(json_text, path):
+    found = list(_code_sources(json_text, path))
+    if sum(len(source.raw) for source in found) > LARGEST_BYTES:
+        raise Unreadable(path, f"its code is larger than {LARGEST_BYTES // 1_000_000} MB, which is no code")
+    for source in found:
         code, trouble = _python(source.text, path)
         if code is not None:
             sources.append(source)
@@ -116,10 +120,8 @@ def _cells(sources: Sequence[Source]) -> list[Cell]:
 
 def _marker(sources: Sequence[Source]) -> str:
     """A word that no cell contains, to know the headings by."""
-    marker = "cell"
-    while any(f"# %% {marker} " in source.text for source in sources):
-        marker += "-"
-    return marker
+    taken = {dashes for source in sources for dashes in re.findall(r"# %% cell(-*) ", source.text)}
+    return "cell" + "-" * (max(map(len, taken), default=-1) + 1)
 
 
 # Which cells are Python, and what of them.
@@ -209,6 +211,8 @@ def _code_sources(text: str, path: str) -> Iterator[Source]:
 def _loaded(text: str, path: str) -> Any:
     import json
 
+    if text.count(",") + text.count("[") + text.count("{") > MOST_VALUES:  # each takes many times its text in memory
+        raise Unreadable(path, f"a broken notebook: its JSON has more than {MOST_VALUES // 1_000_000} million values")
     try:
         return json.loads(text)
     except RecursionError as error:

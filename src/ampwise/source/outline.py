@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator, Sequence
 
+from ampwise.finding import Place
 from ampwise.source.names import Imports
 from ampwise.source.pattern import Pattern
 from ampwise.source.script import Script
@@ -33,12 +34,14 @@ class Function:
     """A function, a method, or the body of the module."""
 
     __slots__ = (
+        "_text",
         "annotations",
         "bindings",
         "defaults",
         "definitions",
         "functions",
         "name",
+        "names_called",
         "node",
         "outline",
         "outside",
@@ -67,6 +70,8 @@ class Function:
         self.functions: dict[str, Function] = {}
         self.definitions: dict[ast.expr, Function | Class | None] = {}  # names resolved so far
         self.outside: set[str] = set()  # declared global or nonlocal
+        self.names_called: set[str] | None = None  # once asked
+        self._text: str | None = None
 
     @property
     def body(self) -> list[ast.stmt]:
@@ -77,8 +82,10 @@ class Function:
         """Its source, with its decorators; the whole file for the module."""
         if isinstance(self.node, ast.Module):
             return self.outline.script.text
-        first, last = self.lines
-        return "\n".join(self.outline.script.lines[first - 1 : last])
+        if self._text is None:
+            first, last = self.lines
+            self._text = "\n".join(self.outline.script.lines[first - 1 : last])
+        return self._text
 
     @property
     def lines(self) -> tuple[int, int]:
@@ -87,6 +94,11 @@ class Function:
             return 1, len(self.outline.script.lines)
         first = min([self.node.lineno, *(node.lineno for node in self.node.decorator_list)])
         return first, self.node.end_lineno or first
+
+    @property
+    def place(self) -> Place:
+        """Where it begins."""
+        return self.outline.script.place(self.node)
 
     @property
     def decorators(self) -> list[ast.expr]:
@@ -128,7 +140,17 @@ class Class:
 class Outline:
     """One file: imports, functions and classes by name, in order of definition."""
 
-    __slots__ = ("classes", "functions", "imports", "lines_with", "models", "module", "order", "script")
+    __slots__ = (
+        "calls_by_line",
+        "classes",
+        "functions",
+        "imports",
+        "lines_with",
+        "models",
+        "module",
+        "order",
+        "script",
+    )
 
     module: Function  # the body of the file itself
 
@@ -140,6 +162,7 @@ class Outline:
         self.models = set(_models(script.text))  # what is called .eval(), .train() or .parameters() on
         self.order: dict[ast.AST, list[ast.expr]] = {}  # calls in order of evaluation, once asked
         self.lines_with: dict[tuple[str, ...], list[int]] = {}  # where one of these words stands, once asked
+        self.calls_by_line: list[tuple[int, str]] | None = None  # once asked
 
     @property
     def path(self) -> str:

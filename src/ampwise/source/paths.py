@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import bisect
+from collections.abc import Iterator
+
 from ampwise.source.events import Block, Branch, Event, Guard, Jump, Loop, Node
 
-__all__ = ["Path", "paths_through"]
+__all__ = ["MOST_PATHS", "Path", "paths_through"]
 
 MOST_PATHS = 256  # beyond this the answer is "too many to tell"
+MOST_COPIED = 1_000_000  # events copied from path to path, or compared: a second of work
 
 
 class Path:
     """Events in order, and what was decided on the way."""
 
-    __slots__ = ("decided", "ended", "events")
+    __slots__ = ("_positions", "decided", "ended", "events")
 
     def __init__(
         self, events: list[Event] | None = None, decided: dict[str, bool] | None = None, ended: str | None = None
@@ -20,6 +24,24 @@ class Path:
         self.events = [] if events is None else events
         self.decided = {} if decided is None else decided
         self.ended = ended  # the jump that ended it
+        self._positions: dict[tuple[str, ...], list[int]] = {}  # of events by kinds, once asked
+
+    def after(self, index: int, kinds: tuple[str, ...]) -> Iterator[Event]:
+        """The events of these kinds behind a position, in order."""
+        positions = self._of(kinds)
+        for number in range(bisect.bisect_right(positions, index), len(positions)):
+            yield self.events[positions[number]]
+
+    def before(self, index: int, kinds: tuple[str, ...]) -> Iterator[Event]:
+        """The events of these kinds in front of a position, the latest first."""
+        positions = self._of(kinds)
+        for number in range(bisect.bisect_left(positions, index) - 1, -1, -1):
+            yield self.events[positions[number]]
+
+    def _of(self, kinds: tuple[str, ...]) -> list[int]:
+        if kinds not in self._positions:
+            self._positions[kinds] = [index for index, event in enumerate(self.events) if event.kind in kinds]
+        return self._positions[kinds]
 
     def allows(self, guards: tuple[Guard, ...]) -> bool:
         return all(self.decided.get(guard.text, guard.holds) == guard.holds for guard in guards)
@@ -38,51 +60,61 @@ def paths_through(block: Block) -> list[Path] | None:
     A path that raises is left out: nothing of it is trained on.
     """
     try:
-        return [path for path in _run(block, [Path()]) if path.ended != "raise"]
+        return [path for path in _Runner().run(block, [Path()]) if path.ended != "raise"]
     except TooManyPaths:
         return None
 
 
-def _run(block: Block, paths: list[Path]) -> list[Path]:
-    for node in block.nodes:
-        going = [path for path in paths if path.ended is None]
-        if not going:
-            break
-        paths = [path for path in paths if path.ended is not None] + _follow(node, going)
-        if len(paths) > MOST_PATHS:
-            paths = _merged(paths)
+class _Runner:
+    def __init__(self) -> None:
+        self.copied = 0
+
+    def spend(self, paths: list[Path]) -> None:
+        """Account for events that are copied or compared."""
+        self.copied += sum(len(path.events) + len(path.decided) for path in paths)
+        if self.copied > MOST_COPIED:
+            raise TooManyPaths
+
+    def run(self, block: Block, paths: list[Path]) -> list[Path]:
+        for node in block.nodes:
+            going = [path for path in paths if path.ended is None]
+            if not going:
+                break
+            paths = [path for path in paths if path.ended is not None] + self.follow(node, going)
             if len(paths) > MOST_PATHS:
-                raise TooManyPaths
-    return paths
-
-
-def _follow(node: Node, paths: list[Path]) -> list[Path]:
-    if isinstance(node, Event):
-        for path in paths:
-            path.events.append(node)
+                self.spend(paths)
+                paths = _merged(paths)
+                if len(paths) > MOST_PATHS:
+                    raise TooManyPaths
         return paths
-    if isinstance(node, Jump):
+
+    def follow(self, node: Node, paths: list[Path]) -> list[Path]:
+        if isinstance(node, Event):
+            for path in paths:
+                path.events.append(node)
+            return paths
+        if isinstance(node, Jump):
+            for path in paths:
+                path.ended = node.kind
+            return paths
+        if isinstance(node, Branch):
+            return self.fork(node, paths)
+        ends = ("continue", "break") if isinstance(node, Loop) else ("return",)
+        done = self.run(node.block, paths)
+        for path in done:
+            if path.ended in ends:
+                path.ended = None
+        return done
+
+    def fork(self, branch: Branch, paths: list[Path]) -> list[Path]:
+        self.spend(paths)
+        result: list[Path] = []
         for path in paths:
-            path.ended = node.kind
-        return paths
-    if isinstance(node, Branch):
-        return _fork(node, paths)
-    ends = ("continue", "break") if isinstance(node, Loop) else ("return",)
-    done = _run(node.block, paths)
-    for path in done:
-        if path.ended in ends:
-            path.ended = None
-    return done
-
-
-def _fork(branch: Branch, paths: list[Path]) -> list[Path]:
-    result: list[Path] = []
-    for path in paths:
-        sides = ((branch.then_guards, branch.then), (branch.else_guards, branch.orelse))
-        for guards, block in sides:
-            if path.allows(guards):
-                result += _run(block, [path.under(guards)])
-    return result
+            sides = ((branch.then_guards, branch.then), (branch.else_guards, branch.orelse))
+            for guards, block in sides:
+                if path.allows(guards):
+                    result += self.run(block, [path.under(guards)])
+        return result
 
 
 def _merged(paths: list[Path]) -> list[Path]:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import ast
+import bisect
 import functools
 import os
 import re
@@ -14,10 +15,10 @@ from ampwise.source.frame import Frame
 from ampwise.source.outline import Class, Function, Outline, outline
 from ampwise.source.pattern import Pattern
 from ampwise.source.relevance import (
-    calls_one_of,
     computes,
     is_worth_importing,
     is_worth_reading,
+    names_called,
     steps,
     steps_or_saves,
     takes_part,
@@ -25,9 +26,9 @@ from ampwise.source.relevance import (
     trains_in_half,
 )
 from ampwise.source.script import Script, Unreadable, read_bytes, read_script, script_from_text
-from ampwise.source.steps import Region, regions_of
+from ampwise.source.steps import MOST_ON_PATHS, Region, regions_of
 from ampwise.source.vocabulary import FRAMEWORKS
-from ampwise.source.walk import Site, Trace, trace
+from ampwise.source.walk import FOLLOWED_PER_LINE, MOST_FOLLOWED, Room, Site, Trace, trace
 
 TYPE_CHECKING = False  # as in typing, which takes milliseconds to import
 if TYPE_CHECKING:
@@ -42,6 +43,11 @@ IMPORTED = Pattern(
 )
 # What a script does itself although a framework does the rest.
 BY_HAND = Pattern(r"GradScaler|unscale_|(?:torch|amp)\.autocast|cuda\.amp")
+MOST_IMPORTED = 5_000  # files read because others import from them
+MOST_IMPORTED_CHARACTERS = 100_000_000
+MOST_LIMITS_NAMED = 3  # in one file
+RECENT_TEXTS = 32  # kept, since the files of a folder import the same few
+CALLED = Pattern(r"\w+(?=\()")
 FORWARDS_REEXPORTS = 3  # how many __init__ files a name is followed through
 
 
@@ -52,10 +58,14 @@ class Project:
         self.paths = list(paths)
         self.texts = dict(texts or {})
         self._codes: dict[str, Code | Unreadable] = {}
-        self._by_stem: dict[str, list[str]] | None = None
         self._worth: dict[str, bool] = {}
         self._frames: dict[tuple[Function, Class | None], Frame] = {}
         self._known: dict[tuple[Callable[[Function], bool], Function], bool] = {}
+        self._called: dict[Function, list[Function]] = {}
+        self._nearest: dict[tuple[str, str], str] = {}
+        self._recent: dict[str, str | None] = {}
+        self._imported_files = self._imported_characters = 0
+        self.notes: dict[str, None] = {}  # what was not looked into, and why: lines for people
 
     def frame(self, function: Function, instance_of: Class | None = None) -> Frame:
         """A function as if called from nowhere."""
@@ -79,20 +89,48 @@ class Project:
         """Whether ``does`` holds of a function or of one that it leads to."""
         key = (does, function)
         if key not in self._known:
-            self._known[key] = False  # while we look: a function that only calls itself does not
-            self._known[key] = does(function) or any(self._some_does(does, one) for one in self._callees(function))
+            self._look_for(does, function)
         return self._known[key]
 
-    def _callees(self, function: Function) -> Iterator[Function]:
-        """The functions of the same file that a function calls."""
-        frame = self.frame(function)
-        imported = function.outline.imports.names
-        for node in ast.walk(function.node):
-            if not isinstance(node, ast.Call) or (isinstance(node.func, ast.Name) and node.func.id in imported):
+    def _look_for(self, does: Callable[[Function], bool], function: Function) -> None:
+        """Settle the question for a function and all that it leads to: each function is looked at once."""
+        callers: dict[Function, list[Function]] = {function: []}
+        doing = []
+        pending = [function]
+        while pending:
+            one = pending.pop()
+            if does(one):
+                doing.append(one)
                 continue
-            target = frame.callee(node)
-            if target is not None:
-                yield target[0]
+            for callee in self._callees(one):
+                if self._known.get((does, callee)):
+                    doing.append(one)
+                elif (does, callee) not in self._known:
+                    if callee not in callers:
+                        callers[callee] = []
+                        pending.append(callee)
+                    callers[callee].append(one)
+        self._known.update({(does, one): False for one in callers})
+        while doing:
+            one = doing.pop()
+            if not self._known[does, one]:
+                self._known[does, one] = True
+                doing += callers[one]
+
+    def _callees(self, function: Function) -> list[Function]:
+        """The functions of the same file that a function calls."""
+        if function not in self._called:
+            frame = self.frame(function)
+            imported = function.outline.imports.names
+            found: dict[Function, None] = {}
+            for node in ast.walk(function.node):
+                if not isinstance(node, ast.Call) or (isinstance(node.func, ast.Name) and node.func.id in imported):
+                    continue
+                target = frame.callee(node)
+                if target is not None:
+                    found[target[0]] = None
+            self._called[function] = list(found)
+        return self._called[function]
 
     def code(self, path: str) -> Code:
         """What the file at ``path`` tells; raises Unreadable."""
@@ -107,7 +145,7 @@ class Project:
         """The function or class of this full name, when a given file defines it."""
         module, _, name = qualified.rpartition(".")
         path = self._path_of(module, importer.path) if module else None
-        if path is None or not self._is_worth_reading(path):
+        if path is None or not self._is_worth_reading(path) or not self._may_import(path):
             return None
         try:
             found = self.code(path).outline
@@ -160,32 +198,64 @@ class Project:
             return self.texts[path]
         if not path.endswith(".py"):
             return None
-        try:
-            text = read_bytes(path).decode("utf-8", "replace")
-            return text.replace("\r\n", "\n").replace("\r", "\n")
-        except Unreadable:
-            return None
+        if path not in self._recent:
+            if len(self._recent) >= RECENT_TEXTS:
+                self._recent.pop(next(iter(self._recent)))
+            try:
+                text = read_bytes(path).decode("utf-8", "replace")
+                self._recent[path] = text.replace("\r\n", "\n").replace("\r", "\n")
+            except Unreadable as error:
+                self._recent[path] = None
+                self.notes[f"{path}: not looked into for the files that import it: {error.reason}"] = None
+        return self._recent[path]
 
     def _read(self, path: str) -> Code | Unreadable:
         try:
             script = script_from_text(self.texts[path], path) if path in self.texts else read_script(path)
+            return Code(self, script, outline(script, ".".join(_folder_parts(path))))
         except Unreadable as error:
             return error
-        return Code(self, script, outline(script, ".".join(_folder_parts(path))))
+        except RecursionError:
+            return Unreadable(path, "nested too deeply to follow")
+
+    def _may_import(self, path: str) -> bool:
+        """Whether one more file may be read because another imports it."""
+        if path in self._codes:
+            return True
+        text = self._text(path) or ""
+        if self._imported_files >= MOST_IMPORTED or self._imported_characters + len(text) > MOST_IMPORTED_CHARACTERS:
+            read = "1 imported file was" if self._imported_files == 1 else f"{self._imported_files} imported files were"
+            self.notes[f"{path}: not followed: {read} read before, which is the limit"] = None
+            return False
+        self._imported_files += 1
+        self._imported_characters += len(text)
+        return True
 
     def _path_of(self, module: str, importer: str) -> str | None:
-        if self._by_stem is None:
-            self._by_stem = {}
-            for path in self.paths:
-                parts = _module_parts(path)
-                if parts:
-                    self._by_stem.setdefault(parts[-1], []).append(path)
-        wanted = module.split(".")
-        fitting = [path for path in self._by_stem.get(wanted[-1], ()) if _module_parts(path)[-len(wanted) :] == wanted]
-        if not fitting:
-            return None
-        # The nearest, in characters: quicker to tell than in folders, and as good for choosing.
-        return max(fitting, key=lambda path: len(os.path.commonprefix([path, importer])))  # noqa: RUF071
+        fitting = self._by_module.get(module, [])
+        if len(fitting) < 2:
+            return fitting[0][0] if fitting else None
+        # The nearest, in characters: quicker to tell than in folders, and as good for choosing. In order of the
+        # alphabet it stands beside the importer; of those as near, the one that was given first.
+        index = bisect.bisect_left(fitting, (importer, 0))
+        beside = [path for path, _ in fitting[max(0, index - 1) : index + 1]]
+        shared = max((os.path.commonprefix([path, importer]) for path in beside), key=len)  # noqa: RUF071
+        if (module, shared) not in self._nearest:
+            near = (item for item in fitting if item[0].startswith(shared))
+            self._nearest[module, shared] = min(near, key=lambda item: item[1])[0]
+        return self._nearest[module, shared]
+
+    @functools.cached_property
+    def _by_module(self) -> dict[str, list[tuple[str, int]]]:
+        """The given files, and the position each was given at, by every dotted name they may be imported under."""
+        found: dict[str, list[tuple[str, int]]] = {}
+        for number, path in enumerate(self.paths):
+            parts = _module_parts(path)
+            for first in range(len(parts)):
+                found.setdefault(".".join(parts[first:]), []).append((path, number))
+        for fitting in found.values():
+            fitting.sort()
+        return found
 
 
 class Code:
@@ -195,6 +265,8 @@ class Code:
         self.project = project
         self.script = script
         self.outline = outline
+        self.given_up: list[Region] = []  # the training steps with too many paths, once for each rule that asked
+        self._room = Room(MOST_ON_PATHS)
 
     @property
     def path(self) -> str:
@@ -229,31 +301,35 @@ class Code:
 
     def function_at(self, node: ast.stmt | ast.expr) -> Function:
         """The innermost function around a node."""
-        around = [
-            function
-            for function in self.outline.functions[1:]
-            if not isinstance(function.node, ast.Module)
-            and function.node.lineno <= node.lineno <= (function.node.end_lineno or 0)
-        ]
-        return around[-1] if around else self.outline.module
+        index = bisect.bisect_right(self._functions_by_line, node.lineno, key=_first_line)
+        function = self._functions_by_line[index - 1] if index else self.outline.module
+        while not isinstance(function.node, ast.Module) and node.lineno > (function.node.end_lineno or 0):
+            function = function.parent or self.outline.module
+        return function
+
+    @functools.cached_property
+    def _functions_by_line(self) -> list[Function]:
+        return sorted(self.outline.functions[1:], key=_first_line)
 
     @functools.cached_property
     def own_traces(self) -> list[Trace]:
         """What happens from each function on that nobody in this file calls, the module itself first."""
         if not trains(self.script.text) or (self.uses_framework and not BY_HAND.search(self.script.text)):
             return []
-        found = [trace(self.frame(self.outline.module))]
+        room = Room(MOST_FOLLOWED + FOLLOWED_PER_LINE * len(self.script.lines))
+        found = [trace(self.frame(self.outline.module), room)]
         functions = [function for function in self.outline.functions[1:] if not _in_framework_class(function)]
         matters = takes_part if trains_in_half(self.script.text) else steps
         around = [function for function in functions if matters(function)]
-        found += [trace(self.project.frame(method, owner)) for method, owner in self._inherited(around)]
+        found += [trace(self.project.frame(method, owner), room) for method, owner in self._inherited(around)]
         pending = around + _callers_of(around, functions)
         # First those that no call names: the others are likely to be met on the way.
         pending.sort(key=lambda function: self._is_called(function))
-        for function in dict.fromkeys(pending):
-            if not any(function in other.followed for other in found):
-                found.append(trace(self.frame(function)))
         followed = {function for one in found for function in one.followed}
+        for function in dict.fromkeys(pending):
+            if function not in followed:
+                found.append(trace(self.frame(function), room))
+                followed |= found[-1].followed
         return [one for one in found if one.frame.function not in followed]
 
     def _inherited(self, methods: list[Function]) -> Iterator[tuple[Function, Class]]:
@@ -266,7 +342,7 @@ class Code:
         for owner, own in names.items():
             for base in frame.ancestry(owner)[1:]:
                 for name, method in base.methods.items():
-                    if frame.method(owner, name) is method and calls_one_of(method, tuple(sorted(own))):
+                    if frame.method(owner, name) is method and not names_called(method).isdisjoint(own):
                         yield method, owner
 
     @functools.cached_property
@@ -290,7 +366,21 @@ class Code:
     @functools.cached_property
     def regions(self) -> list[Region]:
         """The training steps."""
-        return [region for one in self.traces for region in regions_of(one)]
+        found = [region for one in self.traces for region in regions_of(one, self._room)]
+        for region in found:
+            region.given_up = self.given_up
+        return found
+
+    @property
+    def limits_met(self) -> list[str]:
+        """Where the limits on what is followed were met, so far: a line for people each."""
+        traces = self.__dict__.get("own_traces", [])  # only if a rule has asked for them
+        cut = [one for one in traces if one.ended_at is not None]
+        lines = [_limit(one) for one in cut[:MOST_LIMITS_NAMED]]
+        more = len(cut) - len(lines)
+        if more > 0:
+            lines.append(f"{self.path}: too much to follow from {more} more function{'s' if more > 1 else ''}")
+        return lines
 
     @functools.cached_property
     def events(self) -> list[Event]:
@@ -324,19 +414,45 @@ class Code:
         return self.project.frame(function)
 
     def _is_called(self, function: Function) -> bool:
-        return self.script.text.count(f"{function.name}(") > 1  # its definition looks like a call too
+        """Whether its name stands before a bracket twice: its definition looks like a call too."""
+        backwards = function.name[::-1]
+        index = bisect.bisect_left(self._called_backwards, backwards)
+        return any(name.startswith(backwards) for name in self._called_backwards[index + 1 : index + 2])
+
+    @functools.cached_property
+    def _called_backwards(self) -> list[str]:
+        """The names before brackets, spelled backwards and in order, so that those with one ending stand together."""
+        return sorted(name[::-1] for name in CALLED.findall(self.script.text))
 
 
 def _callers_of(called: list[Function], functions: list[Function]) -> list[Function]:
     """The functions that call these by name: only there two steps of one iteration are seen together."""
-    found: dict[Function, None] = {}
+    by_name: dict[str, list[int]] = {}
+    for number, function in enumerate(functions):
+        for name in names_called(function):
+            by_name.setdefault(name, []).append(number)
+    known = set(called)
+    found: list[Function] = []
     fresh = called
     while fresh:
-        names = tuple(sorted({function.name for function in fresh}))
-        known = {*called, *found}
-        fresh = [function for function in functions if function not in known and calls_one_of(function, names)]
-        found.update(dict.fromkeys(fresh))
-    return list(found)
+        names = {function.name for function in fresh}
+        numbers = sorted({number for name in names for number in by_name.pop(name, ())})
+        fresh = [functions[number] for number in numbers if functions[number] not in known]
+        known.update(fresh)
+        found += fresh
+    return found
+
+
+def _limit(cut: Trace) -> str:
+    assert cut.ended_at is not None
+    end = cut.ended_at.context.frame.outline.script.place(cut.ended_at.node)
+    start = cut.frame.function.place
+    name = f"`{cut.frame.function.name}`" if cut.frame.function.name else "the top of the file"
+    return f"{start}: too much to follow from {name}; what comes after {end} was not checked with it"
+
+
+def _first_line(function: Function) -> int:
+    return 0 if isinstance(function.node, ast.Module) else function.node.lineno
 
 
 def _is_part(method: Function) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 
 from ampwise.source.events import Guard
 
@@ -14,4 +15,9 @@ def question(guard: Guard) -> str:
 
     Its ``text`` is for comparing: it has keys in it, and with them the path of the file.
     """
-    return ast.unparse(guard.test) if guard.test is not None else ""
+    return _written(guard.test) if guard.test is not None else ""
+
+
+@functools.lru_cache(maxsize=1024)  # one test guards many statements
+def _written(test: ast.expr) -> str:
+    return ast.unparse(test)

@@ -15,6 +15,7 @@ from ampwise.source.outline import Binding, Function
 
 __all__ = ["reaching"]
 
+MOST_BINDINGS = 200  # a name that is assigned more often may be anything
 LOOPS = (ast.For, ast.AsyncFor, ast.While)
 BLOCKS = ("body", "orelse", "finalbody", "handlers", "cases")
 Home = tuple[int, str]  # a compound statement, and which of its blocks
@@ -27,6 +28,8 @@ def reaching(node: ast.Name, frame: Frame) -> list[Value]:
         values = frame.values(node)
         return [value if value.node is not node else Value(None, frame) for value in values]
     bindings = [binding for binding in function.bindings.get(node.id, ()) if isinstance(binding.node, ast.stmt)]
+    if len(bindings) > MOST_BINDINGS:
+        return [Value(None, frame)]
     chains = _chains(function)
     around = _around(node, function)
     hiding = [binding for binding in bindings if _always_before(binding, node, around, chains)]

@@ -8,15 +8,17 @@ from __future__ import annotations
 import bisect
 from collections.abc import Iterator
 
+from ampwise.source.pattern import Pattern
+
 TYPE_CHECKING = False  # as in typing, which takes milliseconds to import
 if TYPE_CHECKING:
     from ampwise.source.outline import Function
 
 __all__ = [
-    "calls_one_of",
     "computes",
     "is_worth_importing",
     "is_worth_reading",
+    "names_called",
     "steps",
     "steps_or_saves",
     "takes_part",
@@ -25,6 +27,7 @@ __all__ = [
 ]
 
 Words = tuple[str, ...]
+CALL = Pattern(r"(?<!def )\b(\w+)\(")  # not where it is defined
 
 # A file without these holds no training step and no autocast region.
 TRAINS = (
@@ -115,27 +118,45 @@ def computes(function: Function) -> bool:
     return _says(function, COMPUTES)
 
 
-def calls_one_of(function: Function, names: Words) -> bool:
-    """Whether a function calls one of these by name."""
-    return _says(function, tuple(f"{name}(" for name in names), whole=True)
+def names_called(function: Function) -> set[str]:
+    """The names that a function calls, going by the text."""
+    if function.names_called is None:
+        calls = function.outline.calls_by_line
+        if calls is None:
+            calls = function.outline.calls_by_line = _calls_in(function.outline.script.text)
+        first, last = function.lines
+        start, end = bisect.bisect_left(calls, (first, "")), bisect.bisect_left(calls, (last + 1, ""))
+        function.names_called = {name for _, name in calls[start:end]}
+    return function.names_called
 
 
-def _says(function: Function, words: Words, whole: bool = False) -> bool:
+def _calls_in(text: str) -> list[tuple[int, str]]:
+    """The calls by name in a text, each with its line, in order."""
+    found = []
+    line, reached = 1, 0
+    for match in CALL.finditer(text):
+        line += text.count("\n", reached, match.start())
+        reached = match.start()
+        found.append((line, match[1]))
+    return sorted(found)
+
+
+def _says(function: Function, words: Words) -> bool:
     """Whether one of the words stands in a function; each file is searched once, for all its functions."""
     known = function.outline.lines_with
     if words not in known:
-        known[words] = _lines_with(words, function.outline.script.text, whole)
+        known[words] = _lines_with(words, function.outline.script.text)
     lines = known[words]
     first, last = function.lines
     index = bisect.bisect_left(lines, first)
     return index < len(lines) and lines[index] <= last
 
 
-def _lines_with(words: Words, text: str, whole: bool) -> list[int]:
+def _lines_with(words: Words, text: str) -> list[int]:
     """The numbers of the lines with one of the words, in order."""
     found: list[int] = []
     line, reached = 1, 0
-    for position in sorted(position for word in words for position in _positions(word, text, whole)):
+    for position in sorted(position for word in words for position in _positions(word, text)):
         line += text.count("\n", reached, position)
         reached = position
         if not found or found[-1] != line:
@@ -143,11 +164,9 @@ def _lines_with(words: Words, text: str, whole: bool) -> list[int]:
     return found
 
 
-def _positions(word: str, text: str, whole: bool) -> Iterator[int]:
-    """Where a word stands; as a ``whole`` name it begins there, and is not being defined."""
+def _positions(word: str, text: str) -> Iterator[int]:
+    """Where a word stands."""
     position = text.find(word)
     while position >= 0:
-        before = text[max(0, position - 4) : position]
-        if not whole or not (before == "def " or before[-1:].isidentifier() or before[-1:].isdigit()):
-            yield position
+        yield position
         position = text.find(word, position + 1)

@@ -8,7 +8,9 @@ Script hides all that: places and edits count characters from 1, within the cell
 from __future__ import annotations
 
 import ast
+import bisect
 import functools
+import itertools
 import os
 import re
 import stat
@@ -44,7 +46,7 @@ __all__ = [
     "with_newlines_of",
 ]
 
-LARGEST_BYTES = 10_000_000  # a larger script is data
+LARGEST_BYTES = 5_000_000  # a larger script is data; its tree takes two hundred times as much memory
 LARGEST_NOTEBOOK_BYTES = 100_000_000  # a notebook holds the pictures it drew
 NOTEBOOK = ".ipynb"
 UTF8_BOM = b"\xef\xbb\xbf"
@@ -118,6 +120,7 @@ class Script:
         self.encoding, self.bom = encoding, bom
         self._container = container
         self._is_ascii = text.isascii()
+        self._ends: dict[int, list[int]] = {}
 
     # Where things are.
 
@@ -244,7 +247,13 @@ class Script:
         text = self.lines[line - 1]
         if self._is_ascii or text.isascii():
             return line, min(max(byte_offset, 0), len(text)) + 1
-        return line, len(text.encode()[: max(byte_offset, 0)].decode(errors="ignore")) + 1
+        return line, bisect.bisect_right(self._character_ends(line), max(byte_offset, 0)) + 1
+
+    def _character_ends(self, line: int) -> list[int]:
+        """Where the characters of a line end, in bytes; kept, since a line may hold thousands of nodes."""
+        if line not in self._ends:
+            self._ends[line] = list(itertools.accumulate(len(character.encode()) for character in self.lines[line - 1]))
+        return self._ends[line]
 
     @functools.cached_property
     def _line_starts(self) -> list[int]:
@@ -255,14 +264,14 @@ class Script:
         return starts
 
     def _cell(self, number: int) -> Cell:
-        return next(cell for cell in self.cells if cell.number == number)
+        return self.cells[bisect.bisect_left(self.cells, number, key=lambda cell: cell.number)]
 
     def _in_cell(self, line: int) -> tuple[int | None, int]:
         """The number of the cell that has a line of ``text``, and the line within it."""
-        for cell in reversed(self.cells):
-            if line >= cell.first_line:
-                return cell.number, line - cell.first_line + 1
-        return (self.cells[0].number, 1) if self.cells else (None, line)
+        if not self.cells:
+            return None, line
+        cell = self.cells[max(0, bisect.bisect_right(self.cells, line, key=lambda cell: cell.first_line) - 1)]
+        return cell.number, max(1, line - cell.first_line + 1)
 
     @functools.cached_property
     def _statements(self) -> dict[ast.AST, ast.stmt]:

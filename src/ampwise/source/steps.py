@@ -11,15 +11,17 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator
 
+from ampwise.finding import Place
 from ampwise.source.calls import ANYTHING
 from ampwise.source.events import Block, Event, Guard, Kind, Loop
 from ampwise.source.paths import Path, paths_through
 from ampwise.source.precision import Autocast
-from ampwise.source.walk import Trace, events_in
+from ampwise.source.walk import Room, Trace, events_in
 
 __all__ = ["STEPS", "Moment", "Region", "regions_of"]
 
 BACKWARDS = (Kind.BACKWARD, Kind.SCALED_BACKWARD)
+MOST_ON_PATHS = 50_000  # events on the paths of one file, each counted on every path
 STEPS = (Kind.SCALER_STEP, Kind.OPTIMIZER_STEP)
 
 
@@ -52,11 +54,11 @@ class Moment:
 
     def later(self, *kinds: str) -> Iterator[Event]:
         """What still comes on this path."""
-        return (event for event in self.path.events[self.index + 1 :] if event.kind in kinds)
+        return self.path.after(self.index, kinds)
 
     def earlier(self, *kinds: str) -> Iterator[Event]:
         """What came before on this path, the latest first."""
-        return (event for event in reversed(self.path.events[: self.index]) if event.kind in kinds)
+        return self.path.before(self.index, kinds)
 
     @property
     def surely_scaled(self) -> bool:
@@ -67,9 +69,17 @@ class Moment:
 class Region:
     """One training step, with all the ways through it."""
 
-    def __init__(self, trace: Trace, loop: Loop | None) -> None:
+    def __init__(self, trace: Trace, loop: Loop | None, room: Room | None = None) -> None:
         self.trace = trace
         self.loop = loop
+        self.room = room or Room(MOST_ON_PATHS)
+        self.given_up: list[Region] = []  # where the regions are noted whose paths were asked for in vain
+
+    @property
+    def place(self) -> Place:
+        """Where the loop, or without one the function, begins."""
+        function = self.trace.frame.function
+        return self.loop.frame.outline.script.place(self.loop.node) if self.loop else function.place
 
     @property
     def block(self) -> Block:
@@ -79,30 +89,49 @@ class Region:
     def events(self) -> list[Event]:
         return list(events_in(self.block))
 
-    @functools.cached_property
+    @property
     def paths(self) -> list[Path]:
         """The paths; none when there are too many to tell anything."""
-        return paths_through(self.block) or []
+        if self._paths is None:
+            self.given_up.append(self)
+        return self._paths or []
 
     @functools.cached_property
-    def moments(self) -> list[Moment]:
-        return [moment for path in self.paths for moment in _moments(path)]
+    def _paths(self) -> list[Path] | None:
+        found = paths_through(self.block)
+        events = sum(len(path.events) for path in found or ())
+        if events > self.room.left:
+            return None
+        self.room.left -= events
+        return found
+
+    @functools.cached_property
+    def moments(self) -> dict[Event, list[Moment]]:
+        """The moments of each event, on all paths."""
+        found: dict[Event, list[Moment]] = {}
+        for path in self.paths:
+            for moment in _moments(path):
+                found.setdefault(moment.event, []).append(moment)
+        return found
 
     def visits(self, *kinds: str) -> Iterator[tuple[Event, list[Moment]]]:
         """Each event of these kinds with its moments on all paths, in source order."""
-        by_event: dict[Event, list[Moment]] = {}
-        for moment in self.moments:
-            if moment.event.kind in kinds:
-                by_event.setdefault(moment.event, []).append(moment)
-        yield from sorted(by_event.items(), key=lambda item: (item[0].line, item[0].node.col_offset))
+        if not self.has(*kinds):
+            return
+        asked = [item for item in self.moments.items() if item[0].kind in kinds]
+        yield from sorted(asked, key=lambda item: (item[0].line, item[0].node.col_offset))
 
     def has(self, *kinds: str) -> bool:
-        return any(event.kind in kinds for event in self.events)
+        return not self.kinds.isdisjoint(kinds)
+
+    @functools.cached_property
+    def kinds(self) -> set[str]:
+        return {event.kind for event in self.events}
 
     @functools.cached_property
     def autocasts(self) -> list[Autocast]:
         """The autocast regions entered in the step that may be on, each once."""
-        sites = (site for site in self.trace.statements if self.loop is None or self.loop in site.context.loops)
+        sites = self.trace.statements_in(self.loop)
         found = {autocast.node: autocast for site in sites for autocast in site.context.autocasts}
         return [autocast for autocast in found.values() if autocast.may_be_on]
 
@@ -123,46 +152,47 @@ class Region:
 
     def own_guards(self, event: Event) -> tuple[Guard, ...]:
         """The guards of an event that lie inside the region."""
-        return event.context.guards[self._guards_outside(event) :]
+        return event.context.guards[self._guards_outside :]
 
-    def _guards_outside(self, event: Event) -> int:
+    @functools.cached_property
+    def _guards_outside(self) -> int:
+        """How many guards are the loop's own: those that every event in it shares from the start."""
         if self.loop is None:
             return 0
-        # The loop's own guards are those that every event in it shares from the start.
-        first = self.events[0].context.guards
-        shared = 0
-        for mine, other in zip(event.context.guards, first, strict=False):
-            if mine != other or any(_guards(seen, shared) != mine for seen in self.events):
-                break
-            shared += 1
-        return shared
+        shared = self.events[0].context.guards
+        for event in self.events:
+            pairs = enumerate(zip(shared, event.context.guards, strict=False))
+            differ = next((index for index, (mine, other) in pairs if mine != other), len(event.context.guards))
+            shared = shared[:differ]
+        return len(shared)
 
 
-def _guards(event: Event, index: int) -> Guard | None:
-    return event.context.guards[index] if index < len(event.context.guards) else None
-
-
-def regions_of(trace: Trace) -> list[Region]:
-    """The training steps a trace goes through, in order."""
-    events = list(trace.events())
+def regions_of(trace: Trace, room: Room | None = None) -> list[Region]:
+    """The training steps a trace goes through, in order; ``room`` is what is left for events on paths."""
+    whole: dict[Loop, bool] = {}
     found: dict[Loop | None, None] = {}
-    for event in events:
+    for event in trace.events():
         if event.kind in STEPS or event.kind in BACKWARDS or event.kind == Kind.UPDATE:
-            found.setdefault(_home(event, trace))
-    return [Region(trace, loop) for loop in found]
+            found.setdefault(_home(event, whole))
+    return [Region(trace, loop, room) for loop in found]
 
 
-def _home(event: Event, trace: Trace) -> Loop | None:
-    """The innermost loop around ``event`` that holds both a backward and a step."""
+def _home(event: Event, whole: dict[Loop, bool]) -> Loop | None:
+    """The innermost loop around ``event`` that holds both a backward and a step; ``whole`` is what is known so far."""
     for loop in reversed(event.context.loops):
-        kinds = {inner.kind for inner in events_in(loop.block)}
-        hidden = any(ANYTHING in inner.keys for inner in events_in(loop.block))
-        makes, applies = hidden or kinds & {*BACKWARDS}, hidden or kinds & {*STEPS}
-        if makes and applies:
+        if loop not in whole:
+            whole[loop] = _makes_and_applies(list(events_in(loop.block)))
+        if whole[loop]:
             return loop
     if event.kind in BACKWARDS and event.context.loops:
         return event.context.loops[-1]  # gradients made and, as far as we see, never applied
     return None
+
+
+def _makes_and_applies(events: list[Event]) -> bool:
+    kinds = {event.kind for event in events}
+    hidden = any(ANYTHING in event.keys for event in events)
+    return hidden or bool(kinds & {*BACKWARDS} and kinds & {*STEPS})
 
 
 def _moments(path: Path) -> Iterator[Moment]:
@@ -172,40 +202,36 @@ def _moments(path: Path) -> Iterator[Moment]:
             event,
             path,
             index,
-            dict(state.scaled),
+            state.scaled,
             state.plain,
-            dict(state.unscaled),
-            dict(state.stepped),
-            dict(state.updated),
+            state.unscaled,
+            state.stepped,
+            state.updated,
             state.opaque,
         )
         _advance(state, event)
 
 
 def _advance(state: Moment, event: Event) -> None:
-    """The state after an event."""
+    """The state after an event: new dictionaries for those that change, since moments share them."""
     kind = event.kind
     if kind == Kind.SCALED_BACKWARD:
-        state.scaled[event.key or ""] = event
-        state.stepped.clear()
-        state.updated.clear()
+        state.scaled = {**state.scaled, event.key or "": event}
+        state.stepped, state.updated = {}, {}
     elif kind == Kind.BACKWARD:
         state.plain = event
-        state.stepped.clear()
-        state.updated.clear()
+        state.stepped, state.updated = {}, {}
     elif kind == Kind.UNSCALE:
-        state.unscaled[(event.key, event.other)] = event
+        state.unscaled = {**state.unscaled, (event.key, event.other): event}
     elif kind == Kind.SCALER_STEP:
-        state.stepped[event.other] = event
+        state.stepped = {**state.stepped, event.other: event}
     elif kind == Kind.OPTIMIZER_STEP:
-        state.stepped[event.key] = event
+        state.stepped = {**state.stepped, event.key: event}
     elif kind == Kind.UPDATE:
-        state.scaled.pop(event.key or "", None)
-        state.unscaled.clear()
-        state.opaque = False
-        state.updated[event.key] = event
+        state.scaled = {key: made for key, made in state.scaled.items() if key != (event.key or "")}
+        state.unscaled, state.opaque = {}, False
+        state.updated = {**state.updated, event.key: event}
     elif kind == Kind.ZERO_GRAD:
-        state.scaled.clear()
-        state.plain = None
+        state.scaled, state.plain = {}, None
     elif kind == Kind.OPAQUE:
         state.opaque = True

@@ -7,6 +7,7 @@ plain statement with the context it runs in. Nothing is executed.
 from __future__ import annotations
 
 import ast
+import functools
 from collections.abc import Iterator, Sequence
 
 from ampwise.source.calls import Recogniser
@@ -17,12 +18,27 @@ from ampwise.source.names import dotted_text
 from ampwise.source.outline import Class, Function
 from ampwise.source.precision import autocast_of
 
-__all__ = ["Site", "Trace", "trace"]
+__all__ = ["FOLLOWED_PER_LINE", "MOST_FOLLOWED", "MOST_STATEMENTS", "Room", "Site", "Trace", "trace"]
 
 DEEPEST = 5  # calls followed into calls
 MOST_STATEMENTS = 1_500  # in one trace, inlined ones counted each time
+MOST_CALLS = 10 * MOST_STATEMENTS
+MOST_GUARDS = 150  # tests around one statement, and ends before it
+MOST_AUTOCASTS = 16  # regions around one statement; the innermost decide
+MOST_FOLLOWED = 10_000  # statements of called functions, in all traces of one file,
+FOLLOWED_PER_LINE = 3  # and as many more for each of its lines
+DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)  # nothing happens there yet
 NO_GRAD = ("torch.no_grad", "torch.inference_mode", "torch.autograd.no_grad")
 JUMPS = {ast.Continue: "continue", ast.Break: "break", ast.Return: "return", ast.Raise: "raise"}
+
+
+class Room:
+    """How much may still be done for one file."""
+
+    __slots__ = ("left",)
+
+    def __init__(self, left: int) -> None:
+        self.left = left
 
 
 class Site:
@@ -38,18 +54,33 @@ class Site:
 class Trace:
     """All that was seen from one function on."""
 
-    __slots__ = ("block", "calls", "followed", "frame", "statements")
-
     def __init__(self, frame: Frame) -> None:
         self.frame = frame
         self.block = Block()
         self.calls: list[Site] = []
         self.statements: list[Site] = []
         self.followed: set[Function] = set()  # the functions it went into
+        self.ended_at: Site | None = None  # where a limit was met: what comes after was not looked at
 
-    def events(self) -> Iterator[Event]:
+    def events(self) -> list[Event]:
         """Every event, in the order of the source, branches one after the other."""
-        yield from events_in(self.block)
+        return self._events
+
+    @functools.cached_property
+    def _events(self) -> list[Event]:
+        return list(events_in(self.block))
+
+    def statements_in(self, loop: Loop | None) -> list[Site]:
+        """The statements in a loop; without one, all of them."""
+        return self.statements if loop is None else self._statements_by_loop.get(loop, [])
+
+    @functools.cached_property
+    def _statements_by_loop(self) -> dict[Loop, list[Site]]:
+        found: dict[Loop, list[Site]] = {}
+        for site in self.statements:
+            for loop in site.context.loops:
+                found.setdefault(loop, []).append(site)
+        return found
 
 
 def events_in(block: Block) -> Iterator[Event]:
@@ -64,17 +95,17 @@ def events_in(block: Block) -> Iterator[Event]:
             yield from events_in(node.block)
 
 
-def trace(frame: Frame) -> Trace:
-    """Follow one function as if the program started there."""
+def trace(frame: Frame, room: Room | None = None) -> Trace:
+    """Follow one function as if the program started there; ``room`` is what is left for called functions."""
     result = Trace(frame)
-    walker = _Walker(result)
+    walker = _Walker(result, room or Room(MOST_FOLLOWED))
     walker.statements(frame.function.body, _entry_context(frame, Context(frame)), result.block)
     return result
 
 
 class _Walker:
-    def __init__(self, result: Trace) -> None:
-        self.result = result
+    def __init__(self, result: Trace, room: Room) -> None:
+        self.result, self.room = result, room
         self.recogniser = Recogniser()
         self.left = MOST_STATEMENTS
 
@@ -82,15 +113,17 @@ class _Walker:
 
     def statements(self, body: Sequence[ast.stmt], context: Context, block: Block) -> None:
         for node in body:
+            if isinstance(node, DEFINITIONS):
+                continue
             self.left -= 1
-            if self.left < 0:
+            self.room.left -= context.frame.caller is not None
+            if self.left < 0 or self.room.left < 0 or len(context.guards) > MOST_GUARDS:
+                self.end(node, context)
                 return
             self.statement(node, context, block)
             context = _after(node, context)
 
     def statement(self, node: ast.stmt, context: Context, block: Block) -> None:
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            return
         if isinstance(node, ast.If):
             self.if_(node, context, block)
         elif isinstance(node, ast.For | ast.AsyncFor | ast.While):
@@ -162,6 +195,9 @@ class _Walker:
 
     def expression(self, node: ast.AST, context: Context, block: Block) -> None:
         """Go through the calls of an expression, or of a plain statement, in the order they are made."""
+        if isinstance(node, ast.IfExp):
+            self.choice(node, context, block)
+            return
         known = context.frame.outline.order
         if node not in known:
             known[node] = []
@@ -183,7 +219,14 @@ class _Walker:
         if branch.then.nodes or branch.orelse.nodes:
             block.nodes.append(branch)
 
+    def end(self, node: ast.AST, context: Context) -> None:
+        if self.result.ended_at is None:
+            self.result.ended_at = Site(node, context)
+
     def call(self, node: ast.Call, context: Context, block: Block) -> None:
+        if len(self.result.calls) >= MOST_CALLS:
+            self.end(node, context)
+            return
         self.result.calls.append(Site(node, context))
         found = self.recogniser.call(node, context)
         block.nodes += found.nodes
@@ -226,7 +269,7 @@ def _collect_calls(node: ast.AST, found: list[ast.expr]) -> None:
             found.append(child)
         elif not isinstance(child, ast.Lambda | ast.Constant | ast.Name | ast.expr_context | ast.operator | ast.stmt):
             _collect_calls(child, found)
-    if isinstance(node, ast.Call | ast.IfExp) and node not in found:
+    if isinstance(node, ast.Call):
         found.append(node)
 
 
@@ -245,7 +288,7 @@ def _raises(node: object) -> bool:
 def _inside(manager: ast.expr, context: Context) -> Context:
     autocast = autocast_of(manager, context.frame)
     if autocast is not None:
-        context = context.but(autocasts=(*context.autocasts, autocast))
+        context = context.but(autocasts=(*context.autocasts[1 - MOST_AUTOCASTS :], autocast))
     elif _stops_gradients(manager, context.frame):
         context = context.but(no_grad=True)
     return context

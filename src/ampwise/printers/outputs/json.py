@@ -4,6 +4,9 @@
 and infinities are strings (see ``strict_json``). ``fix`` is always there, for its message; its ``applicability`` is
 "safe" or "unsafe", or "display", ruff's word for a fix that is shown and never applied, and so has no edits. In a
 notebook ``cell`` counts all cells from 1 and rows count within the cell, those of edits too.
+
+What was not checked, as where a limit was met, comes last: an object each, whose ``code`` is null, as ruff has it for
+what is no rule's, whose ``severity`` is "note" and whose ``message`` says where and why.
 """
 
 from __future__ import annotations
@@ -17,8 +20,32 @@ from ampwise.strict_json import dumps
 __all__ = ["render"]
 
 
-def render(findings: Sequence[Finding], *, colour: bool = False, texts: Mapping[str, str] | None = None) -> str:
-    return dumps([_object(finding) for finding in findings])
+def render(
+    findings: Sequence[Finding],
+    *,
+    colour: bool = False,
+    texts: Mapping[str, str] | None = None,
+    notes: Sequence[str] = (),
+) -> str:
+    return dumps([*(_object(finding) for finding in findings), *(_note(note) for note in notes)])
+
+
+def _note(note: str) -> dict[str, Any]:
+    return {
+        "code": None,
+        "name": None,
+        "severity": "note",
+        "message": note,
+        "filename": note.partition(":")[0] or None,
+        "cell": None,
+        "location": None,
+        "end_location": None,
+        "noqa_row": None,
+        "fix": None,
+        "url": None,
+        "evidence": {},
+        "place": {},
+    }
 
 
 def _object(finding: Finding) -> dict[str, Any]:

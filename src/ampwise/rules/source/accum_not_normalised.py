@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from ampwise.finding import Edit, Finding, Rule, Severity
 from ampwise.source.accumulation import Window, windows_of
 from ampwise.source.events import Event
-from ampwise.source.losses import may_be_normalised
+from ampwise.source.losses import Normalised
 from ampwise.source.names import dotted_text
 from ampwise.source.project import Code
 
@@ -39,8 +39,9 @@ NEEDS = ((".backward(",), ("autocast", "caler", "float16", ".half("))
 
 
 def check(code: Code) -> Iterator[Finding]:
+    mixed = {one: _is_mixed_precision(one.events()) for one in code.traces}
     for region in code.regions:
-        if not _is_mixed_precision(region.trace.events()):
+        if not mixed[region.trace]:
             continue
         told: set[Event] = set()
         for window in windows_of(region):
@@ -61,7 +62,7 @@ def _message(window: Window) -> str:
     return f"the gradients of several micro-batches add up, and the loss is not divided by {size}"
 
 
-def _is_mixed_precision(events: Iterator[Event]) -> bool:
+def _is_mixed_precision(events: list[Event]) -> bool:
     return any(event.kind in ("scaled backward", "scaler step") or event.context.in_autocast for event in events)
 
 
@@ -71,12 +72,14 @@ def _never_divided(window: Window) -> list[Event]:
     Where one optimizer applies them all, a single division may be meant for their sum.
     """
     found: dict[Event, None] = {}
+    normalised = Normalised(window)
+    several_optimizers = _has_several_optimizers(window)
     for path in window.paths:
         backwards = window.backwards(path)
-        if any(event.kind == "zero grad" for event in path.events if _in_window(event, window)):
+        if any(event.kind == "zero grad" and _in_window(event, window) for event in path.events):
             continue
-        plain = [event for event in backwards if not may_be_normalised(event, window)]
-        if len(plain) == len(backwards) or _has_several_optimizers(window):
+        plain = [event for event in backwards if not normalised.may_be(event)]
+        if len(plain) == len(backwards) or several_optimizers:
             found.update(dict.fromkeys(plain))
     return sorted(found, key=lambda event: event.line)
 

@@ -35,6 +35,9 @@ NEEDS = (("caler",), (".backward(",), (".step(",))
 SCALES_BY_HAND = Pattern(r"get_scale\(|\._scale\b|\.grad\b|register_hook")
 
 
+APPLIES = ("scaled backward", "opaque", "optimizer step", "zero grad", "unscale", "scaler step")
+
+
 def check(code: Code) -> Iterator[Finding]:
     for region in code.regions:
         found = [] if region.hidden else list(_unscaled(region))
@@ -70,13 +73,11 @@ def _step_of(moment: Moment) -> Event | None:
     """The scaler's step that applies this backward, when nothing else may have touched the gradients."""
     if any(True for _ in moment.earlier("scaled backward", "opaque")):
         return None
-    for event in moment.path.events[moment.index + 1 :]:
-        if event.kind in ("scaled backward", "opaque", "optimizer step", "zero grad"):
-            return None
-        if event.kind == "unscale" and event.key == ANYTHING:
-            return None
+    for event in moment.later(*APPLIES):
         if event.kind == "scaler step":
             return event
+        if event.kind != "unscale" or event.key == ANYTHING:
+            return None
     return None
 
 

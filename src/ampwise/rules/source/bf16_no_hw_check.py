@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 from collections.abc import Iterator
 
@@ -115,7 +116,11 @@ def _least(node: ast.Compare) -> tuple[int, int] | None:
 
 def _decides_bf16(node: ast.Compare, code: Code) -> bool:
     """Whether the statement this comparison stands in is about BF16."""
-    statement = code.script.statement(node)
+    return _is_about_bf16(code.script.statement(node))
+
+
+@functools.lru_cache(maxsize=8)
+def _is_about_bf16(statement: ast.stmt) -> bool:
     head = statement.test if isinstance(statement, ast.If | ast.While) else statement
     body = " ".join(ast.unparse(part) for part in getattr(statement, "body", [])[:3])
     return bool(re.search(r"bf16|bfloat16", ast.unparse(head) + " " + body, re.IGNORECASE))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 from collections.abc import Iterator
 
 from ampwise.finding import Finding, Rule, Severity
@@ -88,11 +89,21 @@ def _is_lbfgs(call: ast.Call, event: Event) -> bool:
     )
 
 
+@functools.lru_cache(maxsize=2)
+def _kinds_by_function(region: Region) -> dict[Function, set[str]]:
+    """The kinds of events that happen in each function, or in those it calls."""
+    found: dict[Function, set[str]] = {}
+    for event in region.events:
+        for frame in event.frame.callers():
+            found.setdefault(frame.function, set()).add(event.kind)
+    return found
+
+
 def _scaled_in_closure(call: ast.Call, event: Event, region: Region) -> bool:
     """``optimizer.step(closure)`` where the closure scales the loss and leaves the gradients scaled."""
     closure = _given_closure(call, call.args, event)
     target = event.frame.definition(closure) if isinstance(closure, ast.Name) else None
     if not isinstance(target, Function):
         return False
-    inside = {other.kind for other in region.events if any(f.function is target for f in other.frame.callers())}
+    inside = _kinds_by_function(region).get(target, set())
     return "scaled backward" in inside and not inside & {"unscale", "opaque", "scaler step"}

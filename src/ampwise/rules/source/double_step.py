@@ -31,7 +31,9 @@ def check(code: Code) -> Iterator[Finding]:
     for region in code.regions:
         for step, moments in region.visits("scaler step", "optimizer step"):
             found = [first for moment in moments if (first := _step_before(moment))]
-            certain = len(found) == len(moments) or any(_always_comes_after(step, first, region) for first in found)
+            certain = len(found) == len(moments) or any(
+                _always_comes_after(step, first, region) for first in dict.fromkeys(found)
+            )
             if found and certain:
                 yield RULE.at(step.place, f"these gradients were already applied in {found[0].spot(step)}")
 

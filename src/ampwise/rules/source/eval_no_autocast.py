@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import ast
+import functools
 from collections.abc import Iterator
 
 from ampwise.finding import Finding, Rule, Severity
-from ampwise.source.events import Event
+from ampwise.source.events import Event, Loop
 from ampwise.source.frame import Frame
 from ampwise.source.pattern import Pattern
 from ampwise.source.project import Code
@@ -85,14 +86,21 @@ def _computes_under_autocast(event: Event) -> bool:
 def _evaluates(event: Event) -> bool:
     """A forward in a loop without a backward, with gradients off or the model in eval mode."""
     loop = event.context.loops[-1]
-    around = list(events_in(loop.block))
-    if any(inner.kind in BACKWARDS for inner in around) or _is_something_else(event):
+    trains, under_autocast = _around(loop)
+    if trains or _is_something_else(event):
         return False
-    if not event.context.autocasts and any(inner.context.autocasts for inner in around):
+    if not event.context.autocasts and under_autocast:
         return False  # the FP32 branch beside the one with autocast
     if _trains(loop.frame):  # targets are computed without gradients too: only after model.eval() is it validation
         return event.context.no_grad and _sets_eval_mode(loop.frame)
     return event.context.no_grad or _sets_eval_mode(loop.frame)
+
+
+@functools.lru_cache(maxsize=64)  # every forward in a loop asks
+def _around(loop: Loop) -> tuple[bool, bool]:
+    """Whether a loop holds a backward, and whether anything in it is under autocast."""
+    events = list(events_in(loop.block))
+    return any(event.kind in BACKWARDS for event in events), any(event.context.autocasts for event in events)
 
 
 def _is_something_else(event: Event) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 from collections.abc import Iterator
 
 from ampwise.finding import Finding, Rule, Severity
@@ -57,6 +58,7 @@ def _others_may_scale(region: Region, code: Code) -> bool:
     return any(other.uses_framework or _has_scaler(other) for other in others)
 
 
+@functools.lru_cache(maxsize=64)  # every training step asks, of its own file and of others
 def _has_scaler(code: Code) -> bool:
     """Whether anything in the file is called a scaler, and is not one of features."""
     parameters = (node.arg for node in code.nodes(ast.arg))

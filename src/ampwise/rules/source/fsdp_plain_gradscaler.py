@@ -48,23 +48,22 @@ def check(code: Code) -> Iterator[Finding]:
     if any(way in text for way in OTHER_WAYS):
         return
     wrapped = [site for site in code.calls if _wraps(site)]
+    answers: dict[str, set[bool]] = {}
+    for guard in (guard for site in wrapped for guard in site.context.guards):
+        answers.setdefault(guard.text, set()).add(guard.holds)
     used = any(event.kind in ("scaled backward", "scaler step") for event in code.events)
     for made in scalers_made(code) if wrapped and used else ():
-        if any(_together(context.guards, wrapped) for context, _ in made.contexts):
+        if any(_compatible(context.guards, answers) for context, _ in made.contexts):
             place = code.script.place(made.node)
             line = spot(wrapped[0].node, wrapped[0].context.frame, place)
             yield RULE.at(place, f"the model is wrapped by FSDP in {line}: use ShardedGradScaler")
-
-
-def _together(guards: tuple[Guard, ...], wrapped: list[Site]) -> bool:
-    return all(_compatible(guards, site.context.guards) for site in wrapped)
 
 
 def _wraps(site: Site) -> bool:
     return isinstance(site.node, ast.Call) and site.context.frame.qualified(site.node.func) in FSDP1
 
 
-def _compatible(some: tuple[Guard, ...], others: tuple[Guard, ...]) -> bool:
-    """Whether both can happen in one run: no test that the one wants to hold and the other to fail."""
-    answers = {guard.text: guard.holds for guard in some}
-    return all(answers.get(guard.text, guard.holds) == guard.holds for guard in others)
+def _compatible(guards: tuple[Guard, ...], others: dict[str, set[bool]]) -> bool:
+    """Whether all can happen in one run: no test that the one wants to hold and another to fail."""
+    wanted = {guard.text: guard.holds for guard in guards}
+    return all(others.get(text, {holds}) == {holds} for text, holds in wanted.items())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 from collections.abc import Iterator
 
@@ -83,36 +84,54 @@ def _knows_about_the_scale(read: Event) -> bool:
     function = read.frame.function
     if function.owner is not None and any("ptim" in ast.unparse(base) for base in function.owner.node.bases):
         return True  # an optimizer's own step: the scaler calls it after unscaling
-    for node in ast.walk(function.node):
-        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Div | ast.Mult):
-            if SCALE.search(ast.unparse(node)) or _has_gradient(node.left, read.node):
-                return True
-        elif isinstance(node, ast.Call) and _contains(node, read.node) and node is not read.node:
-            if ASKS_FOR_DEFECTS.search(ast.unparse(node.func)):
-                return True
-        elif isinstance(node, ast.Compare) and _contains(node, read.node) and _with_zero(node):
+    scales, gradients, parents = _arithmetic(function.node)
+    if scales:
+        return True
+    measured = set(ast.walk(read.node)) if gradients else set()
+    if any(gradient not in measured for gradient in gradients):
+        return True
+    around = parents.get(read.node)
+    while around is not None:
+        if isinstance(around, ast.Call) and ASKS_FOR_DEFECTS.search(ast.unparse(around.func)):
             return True
+        if isinstance(around, ast.Compare) and _with_zero(around):
+            return True
+        around = parents.get(around)
     return False
 
 
-def _has_gradient(node: ast.expr, measured: ast.AST) -> bool:
-    """Whether a gradient itself, and not the number measured, stands in an expression."""
-    if node is measured:
-        return False
-    if isinstance(node, ast.Attribute) and node.attr == "grad":
-        return True
-    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in MEASURES:
-        return False
-    return any(_has_gradient(child, measured) for child in ast.iter_child_nodes(node) if isinstance(child, ast.expr))
+@functools.lru_cache(maxsize=8)  # every look at a gradient in a function asks
+def _arithmetic(function: ast.AST) -> tuple[bool, list[ast.expr], dict[ast.AST, ast.AST]]:
+    """Whether a function multiplies or divides by a scale, the gradients it so changes, and what stands in what."""
+    scales = False
+    gradients: list[ast.expr] = []
+    parents: dict[ast.AST, ast.AST] = {}
+    for node in ast.walk(function):
+        parents.update((child, node) for child in ast.iter_child_nodes(node))
+        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Div | ast.Mult):
+            outer = parents.get(node)
+            if isinstance(outer, ast.BinOp) and isinstance(outer.op, ast.Div | ast.Mult):  # looked through with it
+                gradients += () if outer.left is node else _gradients(node.left)
+            else:
+                scales = scales or SCALE.search(ast.unparse(node)) is not None
+                gradients += _gradients(node.left)
+    return scales, gradients, parents
+
+
+def _gradients(node: ast.expr) -> Iterator[ast.expr]:
+    """The gradients themselves, and not the numbers measured, that stand in an expression."""
+    pending = [node]
+    while pending:
+        part = pending.pop()
+        if isinstance(part, ast.Attribute) and part.attr == "grad":
+            yield part
+        elif not (isinstance(part, ast.Call) and isinstance(part.func, ast.Attribute) and part.func.attr in MEASURES):
+            pending += [child for child in ast.iter_child_nodes(part) if isinstance(child, ast.expr)]
 
 
 def _with_zero(test: ast.Compare) -> bool:
     sides = [test.left, *test.comparators]
     return any(isinstance(side, ast.Constant) and side.value == 0 for side in sides)
-
-
-def _contains(outer: ast.AST, inner: ast.AST) -> bool:
-    return any(part is inner for part in ast.walk(outer))
 
 
 def _is_part_of_a_clip(read: Event, moments: list[Moment]) -> bool:

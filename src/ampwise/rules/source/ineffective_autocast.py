@@ -130,9 +130,9 @@ def _scaler_is_off_too(code: Code) -> bool:
 def _all_disabled(code: Code) -> bool:
     """Whether the file enters autocast only to switch it off."""
     imports = code.outline.imports
-    uses = [
+    uses = {
         node for node in (*code.nodes(ast.Name), *code.nodes(ast.Attribute)) if imports.qualified(node) in AUTOCASTS
-    ]
+    }
     calls = [node for node in code.nodes(ast.Call) if node.func in uses]
     switched = [word for call in calls for word in call.keywords if word.arg == "enabled"]
     off = [word for word in switched if isinstance(word.value, ast.Constant) and word.value.value is False]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import math
 import re
 from collections.abc import Iterator
@@ -75,12 +76,22 @@ def _multiplied_in_place(event: Event) -> ast.expr | None:
     """``loss *= scale`` in the function of the backward, above it."""
     if not isinstance(event.value, ast.Name):
         return None
-    for node in ast.walk(event.frame.function.node):
-        if not isinstance(node, ast.AugAssign) or not isinstance(node.op, ast.Mult) or node.lineno >= event.line:
-            continue
-        if isinstance(node.target, ast.Name) and node.target.id == event.value.id:
+    for node in _products(event.frame.function.node).get(event.value.id, ()):
+        if node.lineno < event.line:
             return _constant(node.value, event.frame) or node.value
     return None
+
+
+@functools.lru_cache(maxsize=8)  # every backward of a function asks
+def _products(function: ast.AST) -> dict[str, list[ast.AugAssign]]:
+    """Each ``name *= ...`` by its name, the outermost first, less those below an outer one."""
+    found: dict[str, list[ast.AugAssign]] = {}
+    for node in ast.walk(function):
+        if isinstance(node, ast.AugAssign) and isinstance(node.op, ast.Mult) and isinstance(node.target, ast.Name):
+            those = found.setdefault(node.target.id, [])
+            if not those or node.lineno < those[-1].lineno:
+                those.append(node)
+    return found
 
 
 def _constant(node: ast.expr, frame: Frame) -> ast.expr | None:

@@ -55,12 +55,13 @@ class _Layer:
 
 def check(code: Code) -> Iterator[Finding]:
     layers = sorted(_layers(code), key=lambda layer: (layer.node.lineno, layer.node.col_offset))
+    taken = {layer.size_in: index for index, layer in enumerate(layers) if layer.kind != "Embedding"}  # the last each
     reported: set[int] = set()
     for index, layer in enumerate(layers):
         size = layer.size_out
         if size is None or size % MULTIPLE == 0 or size <= SMALL or size in reported:
             continue
-        goes_on = any(later.size_in == size for later in layers[index + 1 :] if later.kind != "Embedding")
+        goes_on = taken.get(size, -1) > index
         if goes_on or (layer.kind == "Linear" and size >= VOCABULARY):
             reported.add(size)
             better = -(-size // MULTIPLE) * MULTIPLE

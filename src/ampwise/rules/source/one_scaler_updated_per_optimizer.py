@@ -53,20 +53,19 @@ def check(code: Code) -> Iterator[Finding]:
 
 def _before_another_step(moments: list[Moment], region: Region) -> str | None:
     """On some path this update has one optimizer's step before it, and another's step and update after it."""
-    for moment in moments:
+    stepped = {event.other for event in region.events if event.kind == "scaler step"}
+    for moment in moments if len(stepped) > 1 else ():
         update = moment.event
         mine = {step.other for step in moment.earlier("scaler step") if step.key == update.key}
         following = list(moment.later("scaler step", "update", "scaled backward", "opaque"))
-        for index, step in enumerate(following):
-            rest = following[index + 1 :]
+        own = [index for index, later in enumerate(following) if later.kind == "update" and later.key == update.key]
+        for index, step in enumerate(following[: own[-1]] if own and mine else ()):
             if (
                 step.kind == "scaler step"
                 and step.key == update.key
                 and None not in (step.key, step.other, *mine)
-                and mine
                 and step.other not in mine
                 and _once_an_iteration(step, region)
-                and any(later.kind == "update" and later.key == update.key for later in rest)
             ):
                 between = {event.kind for event in following[:index]}
                 if "opaque" in between:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 from collections.abc import Iterator
 
 from ampwise.finding import Finding, Rule, Severity
 from ampwise.source.calls import ANYTHING
 from ampwise.source.events import Event
+from ampwise.source.paths import MOST_PATHS, Path
 from ampwise.source.pattern import Pattern
 from ampwise.source.project import Code
 from ampwise.source.scaled_losses import surely_scales
@@ -42,9 +44,13 @@ def check(code: Code) -> Iterator[Finding]:
     for region in code.regions:
         if region.hidden:
             continue
+        by_optimizer: dict[str | None, list[Event]] = {}
+        for event in region.events:
+            if event.kind == "scaler step":
+                by_optimizer.setdefault(event.other, []).append(event)
         for step, moments in region.visits("optimizer step"):
             # Where another branch goes through the scaler, the scaler may be off in this one.
-            others = [other for other in region.events if other.kind == "scaler step" and other.other == step.key]
+            others = by_optimizer.get(step.key, [])
             if not all(surely_scales(other) for other in others) or _knows_a_scaler(step):
                 continue
             if all(_bypasses(moment) for moment in moments):
@@ -56,8 +62,12 @@ def _bypasses(moment: Moment) -> bool:
     optimizer = moment.event.key
     if not moment.scaled or moment.opaque or moment.plain or _is_unscaled_by_hand(moment):
         return False
-    around = [*moment.earlier("scaler step"), *moment.later("scaler step")]
-    return not any(step.other == optimizer for step in around)
+    return optimizer not in _stepped_by_a_scaler(moment.path)
+
+
+@functools.lru_cache(maxsize=MOST_PATHS)  # every step on a path asks
+def _stepped_by_a_scaler(path: Path) -> set[str | None]:
+    return {event.other for event in path.events if event.kind == "scaler step"}
 
 
 def _knows_a_scaler(step: Event) -> bool:

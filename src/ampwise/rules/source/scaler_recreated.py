@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 from collections.abc import Iterator
 
@@ -55,7 +56,7 @@ def _is_made_again(context: Context, trace: Trace) -> bool:
         return False
     if any(LR_FINDER.search(frame.function.name) for frame in context.frame.callers()):
         return False
-    if any(_loads_scaler(site, context.frame) for site in trace.calls):
+    if context.frame in _frames_that_load(trace):
         return False  # it goes on where the last one was
     if any(_trains_on(loop, trace) for loop in context.loops):
         return True
@@ -70,6 +71,7 @@ def _holds_once(guard: Guard) -> bool:
     return guard.holds and "==" in asked and COUNTS.search(asked) is not None
 
 
+@functools.lru_cache(maxsize=64)
 def _trains_on(loop: Loop, trace: Trace) -> bool:
     """A loop that goes on with one optimizer; one that makes its own starts a new training each time."""
     if not any(event.kind in TRAINS for event in events_in(loop.block)):
@@ -81,11 +83,20 @@ def _is_called_each_epoch(frame: Frame, trace: Trace) -> bool:
     """Going by its name: nobody in sight calls this function, and it loops no more than such a function does."""
     if frame.caller is not None or frame.function.name == "__init__":
         return False
-    loops = [len(event.context.loops) for event in trace.events() if event.kind in TRAINS]
     most = _loops_expected(frame.function)
-    if not loops or most is None or min(loops) > most:
-        return False
-    return not any(_makes_optimizer(site) for site in trace.calls)
+    return most is not None and _fewest_loops(trace) <= most and not _makes_some_optimizer(trace)
+
+
+@functools.lru_cache(maxsize=4)
+def _fewest_loops(trace: Trace) -> float:
+    """The number of loops around the training that has the fewest; infinite without any training."""
+    loops = (len(event.context.loops) for event in trace.events() if event.kind in TRAINS)
+    return min(loops, default=float("inf"))
+
+
+@functools.lru_cache(maxsize=4)
+def _makes_some_optimizer(trace: Trace) -> bool:
+    return any(_makes_optimizer(site) for site in trace.calls)
 
 
 def _loops_expected(function: Function) -> int | None:
@@ -99,6 +110,13 @@ def _makes_optimizer(site: Site) -> bool:
     return isinstance(site.node, ast.Call) and site.context.frame.role_of_call(site.node) == OPTIMIZER
 
 
-def _loads_scaler(site: Site, frame: Frame) -> bool:
-    func = site.node.func if isinstance(site.node, ast.Call) and site.context.frame is frame else None
-    return isinstance(func, ast.Attribute) and func.attr == "load_state_dict" and frame.role(func.value) == SCALER
+@functools.lru_cache(maxsize=4)
+def _frames_that_load(trace: Trace) -> set[Frame]:
+    return {site.context.frame for site in trace.calls if _loads_scaler(site)}
+
+
+def _loads_scaler(site: Site) -> bool:
+    func = site.node.func if isinstance(site.node, ast.Call) else None
+    if not isinstance(func, ast.Attribute) or func.attr != "load_state_dict":
+        return False
+    return site.context.frame.role(func.value) == SCALER

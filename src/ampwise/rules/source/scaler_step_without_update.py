@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import itertools
 from collections.abc import Iterator
 
 from ampwise.finding import Edit, Finding, Rule, Severity
@@ -39,7 +40,7 @@ def check(code: Code) -> Iterator[Finding]:
         if region.hidden:
             continue
         for step, moments in region.visits("scaler step"):
-            if step.key in updated | given_away or _has_hidden_base(step):
+            if step.key in updated or step.key in given_away or _has_hidden_base(step):
                 continue
             if all(moment.scaled and not _is_followed(moment) for moment in moments):
                 edits = _update_after(step, moments)
@@ -68,7 +69,7 @@ def _is_followed(moment: Moment) -> bool:
     """By an update, or by the step of another optimizer, which is then the place for one."""
     step = moment.event
     others = (event for event in moment.later("scaler step") if event.key == step.key and event.node is not step.node)
-    return any(True for _ in (*moment.later("update"), *others))
+    return any(True for _ in itertools.chain(moment.later("update"), others))
 
 
 def _update_after(step: Event, moments: list[Moment]) -> tuple[Edit, ...]:

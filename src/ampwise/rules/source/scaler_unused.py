@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Iterator
+import functools
+from collections.abc import Iterator
 
 from ampwise.finding import Finding, Rule, Severity
 from ampwise.source.names import dotted_text
@@ -45,13 +46,21 @@ def check(code: Code) -> Iterator[Finding]:
 
 def _target(made: MadeScaler, code: Code) -> ast.Name | ast.Attribute | None:
     """The one name the scaler is assigned to; None when it goes anywhere else."""
+    targets = _targets_of_calls(code).get(made.node, [])
+    target = targets[0] if len(targets) == 1 else None
+    return target if isinstance(target, ast.Name | ast.Attribute) else None
+
+
+@functools.lru_cache(maxsize=1)
+def _targets_of_calls(code: Code) -> dict[ast.expr, list[ast.expr]]:
+    """What each expression is assigned to, itself or as one side of a choice."""
+    found: dict[ast.expr, list[ast.expr]] = {}
     bound = [(node.value, node.targets) for node in code.nodes(ast.Assign)]
     bound += [(node.value, [node.target]) for node in code.nodes(ast.AnnAssign) if node.value is not None]
     for value, targets in bound:
-        if value is made.node or (isinstance(value, ast.IfExp) and made.node in (value.body, value.orelse)):
-            target = targets[0]
-            return target if len(targets) == 1 and isinstance(target, ast.Name | ast.Attribute) else None
-    return None
+        for held in (value.body, value.orelse) if isinstance(value, ast.IfExp) else (value,):
+            found.setdefault(held, targets)
+    return found
 
 
 def _may_be_used(target: ast.Name | ast.Attribute, code: Code) -> bool:
@@ -64,7 +73,7 @@ def _may_be_used(target: ast.Name | ast.Attribute, code: Code) -> bool:
             return True
     else:
         scope = home.node
-    return _is_read(scope, lambda node: isinstance(node, ast.Name) and node.id == target.id) or _reaches_all(scope)
+    return target.id in _read_in(scope) or _reaches_all(scope)
 
 
 def _attribute_may_be_used(target: ast.Attribute, code: Code) -> bool:
@@ -73,9 +82,13 @@ def _attribute_may_be_used(target: ast.Attribute, code: Code) -> bool:
         return True
     if any(dotted_text(base) not in PLAIN_BASES for base in owner.node.bases):
         return True  # a base class out of sight may use it
-    by_name = any(node.value == target.attr for node in code.nodes(ast.Constant))  # getattr(self, "scaler")
-    tree = code.script.tree
-    return by_name or _is_read(tree, lambda node: isinstance(node, ast.Attribute) and node.attr == target.attr)
+    # getattr(self, "scaler") reads it too.
+    return target.attr in _strings(code) or f".{target.attr}" in _read_in(code.script.tree)
+
+
+@functools.lru_cache(maxsize=1)
+def _strings(code: Code) -> set[object]:
+    return {node.value for node in code.nodes(ast.Constant) if isinstance(node.value, str)}
 
 
 def _is_for_others(code: Code) -> bool:
@@ -83,13 +96,16 @@ def _is_for_others(code: Code) -> bool:
     return bool(code.project.importers(code.path)) or ".backward(" not in code.script.text
 
 
-def _is_read(scope: ast.AST, is_it: Callable[[ast.AST], bool]) -> bool:
-    """Whether something is read for anything but its state."""
+@functools.lru_cache(maxsize=8)  # every scaler of a scope asks
+def _read_in(scope: ast.AST) -> set[str]:
+    """The names and, each after a dot, the attributes that are read for anything but their state."""
     idle = {node.value for node in ast.walk(scope) if isinstance(node, ast.Attribute) and node.attr in IDLE}
-    reads = (node for node in ast.walk(scope) if isinstance(getattr(node, "ctx", None), ast.Load) and is_it(node))
-    return any(node not in idle for node in reads)
+    reads = (node for node in ast.walk(scope) if isinstance(getattr(node, "ctx", None), ast.Load) and node not in idle)
+    named = (node for node in reads if isinstance(node, ast.Name | ast.Attribute))
+    return {node.id if isinstance(node, ast.Name) else f".{node.attr}" for node in named}
 
 
+@functools.lru_cache(maxsize=8)
 def _reaches_all(scope: ast.AST) -> bool:
     calls = (node for node in ast.walk(scope) if isinstance(node, ast.Call))
     return any(isinstance(call.func, ast.Name) and call.func.id in REACHES_ALL for call in calls)

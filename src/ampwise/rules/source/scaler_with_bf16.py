@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 from collections.abc import Iterator
 
@@ -50,13 +51,19 @@ def check(code: Code) -> Iterator[Finding]:
 
 def _autocasts_of(made: MadeScaler, code: Code) -> list[Autocast]:
     """The autocast regions of the steps that this scaler scales; of all steps, when it is used out of sight."""
-    scaled = [region for region in code.regions if _scales(made, region)]
+    scaled = _regions_by_scaler(code).get(made.node, [])
     return [autocast for region in scaled or code.regions for autocast in region.autocasts]
 
 
-def _scales(made: MadeScaler, region: Region) -> bool:
-    steps = [event for event in region.events if event.kind == "scaler step"]
-    return any(made.node in scalers_held(event.receiver, event.frame) for event in steps)
+@functools.lru_cache(maxsize=1)
+def _regions_by_scaler(code: Code) -> dict[ast.Call, list[Region]]:
+    """The steps in which each scaler, by the call that makes it, steps an optimizer."""
+    found: dict[ast.Call, list[Region]] = {}
+    for region in code.regions:
+        steps = [event for event in region.events if event.kind == "scaler step"]
+        for made in dict.fromkeys(made for event in steps for made in scalers_held(event.receiver, event.frame)):
+            found.setdefault(made, []).append(region)
+    return found
 
 
 def _depends_on_dtype(made: MadeScaler) -> bool:

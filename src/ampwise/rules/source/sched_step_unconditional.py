@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 from collections.abc import Iterator
 
 from ampwise.finding import Finding, Rule, Severity
-from ampwise.source.events import Event, Guard
+from ampwise.source.events import Event, Guard, Loop
 from ampwise.source.frame import Value
 from ampwise.source.names import dotted_text
+from ampwise.source.paths import MOST_PATHS, Path
 from ampwise.source.pattern import Pattern
 from ampwise.source.project import Code
 from ampwise.source.questions import question
@@ -59,17 +61,26 @@ def check(code: Code) -> Iterator[Finding]:
 
 def _follows_a_scaled_step(moment: Moment) -> bool:
     """The scaler's step is taken on the same path, so it is once an iteration, like this."""
-    around = [*moment.earlier("scaler step"), *moment.later("scaler step")]
-    return any(step.context.loops == moment.event.context.loops for step in around)
+    return moment.event.context.loops in _loops_of_scaled_steps(moment.path)
+
+
+@functools.lru_cache(maxsize=MOST_PATHS)  # every step on a path asks
+def _loops_of_scaled_steps(path: Path) -> set[tuple[Loop, ...]]:
+    return {event.context.loops for event in path.events if event.kind == "scaler step"}
 
 
 def _knows(step: Event, region: Region) -> bool:
     """Whether this step is told when to stay away, or is not one of those that count iterations."""
     if _given_a_position(step) or any(LR_FINDER.search(frame.function.name) for frame in step.frame.callers()):
         return True
-    applied = {guard for event in region.events if event.kind == "scaler step" for guard in event.context.guards}
+    applied = _guards_of_scaled_steps(region)
     asked = [guard for guard in region.own_guards(step) if guard not in applied]
     return any(guard.boundary is not None or _tells(question(guard)) or _was_told(guard, step) for guard in asked)
+
+
+@functools.lru_cache(maxsize=2)
+def _guards_of_scaled_steps(region: Region) -> set[Guard]:
+    return {guard for event in region.events if event.kind == "scaler step" for guard in event.context.guards}
 
 
 def _was_told(guard: Guard, step: Event) -> bool:

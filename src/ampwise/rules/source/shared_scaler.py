@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 from collections.abc import Iterator
 
 from ampwise.finding import Finding, Rule, Severity
@@ -104,12 +105,20 @@ def _scaler_in_arguments(call: ast.Call, site: Site) -> ast.expr | None:
 def _is_one(node: ast.expr, site: Site) -> bool:
     """Whether ``node`` holds one scaler, and not one made anew for each process that a loop starts."""
     made = scalers_held(node, site.context.frame)
-    inside = {part for loop in site.context.loops for part in ast.walk(loop.node)}
-    return bool(made) and not any(call in inside for call in made)
+    return bool(made) and not any(call in _calls_in(loop.node) for loop in site.context.loops for call in made)
+
+
+@functools.lru_cache(maxsize=32)  # the loops around one call
+def _calls_in(scope: ast.AST) -> set[ast.AST]:
+    return {node for node in ast.walk(scope) if isinstance(node, ast.Call)}
 
 
 def _in_comprehension(call: ast.Call, code: Code) -> bool:
-    around = (
-        node for node in ast.walk(code.script.statement(call)) if isinstance(node, ast.ListComp | ast.GeneratorExp)
-    )
-    return any(part is call for node in around for part in ast.walk(node.elt))
+    return call in _comprehended(code.script.statement(call))
+
+
+@functools.lru_cache(maxsize=1)
+def _comprehended(statement: ast.stmt) -> set[ast.AST]:
+    """The calls that a comprehension in a statement makes for each element."""
+    around = (node for node in ast.walk(statement) if isinstance(node, ast.ListComp | ast.GeneratorExp))
+    return {part for node in around for part in _calls_in(node.elt)}

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import ast
+import bisect
+import functools
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 from ampwise.finding import Finding, Rule, Severity
-from ampwise.source.events import Event, Loop
+from ampwise.source.events import Loop
 from ampwise.source.frame import Frame
 from ampwise.source.pattern import Pattern
 from ampwise.source.project import Code
@@ -54,11 +56,12 @@ def _stale_in(trace: Trace) -> Iterator[Finding]:
     if not taken:
         return
     assigned = _assignments(trace, set(taken))
+    assigned_in = {key: {loop for site in sites for loop in site.context.loops} for key, sites in assigned.items()}
     told: set[tuple[str, ast.AST]] = set()
     for site in trace.statements:
-        for key, used in _uses(site, set(taken)):
+        for key, used in _uses(site, taken):
             first = taken[key]
-            stale = _from_before_the_loop(first, site, assigned[key], trace) or _from_before_the_update(
+            stale = _from_before_the_loop(first, site, assigned_in[key], trace) or _from_before_the_update(
                 first, site, assigned[key], trace
             )
             if stale and (key, site.node) not in told:
@@ -114,7 +117,7 @@ def _assignments(trace: Trace, keys: set[str]) -> dict[str, list[Site]]:
 # -- where it is used -------------------------------------------------------------------------------------
 
 
-def _uses(site: Site, keys: set[str]) -> Iterator[tuple[str, ast.expr]]:
+def _uses(site: Site, keys: Collection[str]) -> Iterator[tuple[str, ast.expr]]:
     """A kept scale that multiplies or divides a loss, a gradient or a norm. Comparing scales is another matter."""
     frame = site.context.frame
     for part in ast.walk(site.node):
@@ -142,15 +145,15 @@ def _factor_and_scaled(node: ast.AST) -> tuple[ast.expr | None, str]:
 # -- whether it is stale ----------------------------------------------------------------------------------
 
 
-def _from_before_the_loop(taken: Site, use: Site, assigned: list[Site], trace: Trace) -> bool:
+def _from_before_the_loop(taken: Site, use: Site, assigned_in: set[Loop], trace: Trace) -> bool:
     """Taken outside a loop that updates the scaler and uses the copy, and never taken again in it."""
     outside, inside = taken.context.loops, use.context.loops
     if inside[: len(outside)] != outside or len(inside) == len(outside):
         return False
     loops = inside[len(outside) :]
-    if any(set(loops) & set(site.context.loops) for site in assigned):
+    if not assigned_in.isdisjoint(loops):
         return False
-    return any(_updates(loop, trace) for loop in loops)
+    return not _loops_that_update(trace).isdisjoint(loops)
 
 
 def _from_before_the_update(taken: Site, use: Site, assigned: list[Site], trace: Trace) -> bool:
@@ -159,19 +162,31 @@ def _from_before_the_update(taken: Site, use: Site, assigned: list[Site], trace:
         return False
     if taken.context.guards != use.context.guards:
         return False
-    first, last = _line(taken), _line(use)
-    between = [event for event in trace.events() if _is_between(event, taken, first, last)]
-    updates = [event.line for event in between if event.kind == "update"]
-    return bool(updates) and any(event.kind == "scaled backward" and min(updates) < event.line for event in between)
+    last = _line(use)
+    update = _next(_lines(trace, "update").get(taken.context.frame, []), _line(taken))
+    return update <= last and _next(_lines(trace, "scaled backward").get(taken.context.frame, []), update) <= last
 
 
-def _is_between(event: Event, taken: Site, first: int, last: int) -> bool:
-    return event.frame is taken.context.frame and first < event.line <= last
+def _next(lines: list[int], line: float) -> float:
+    """The first of these lines after another; infinite if there is none."""
+    index = bisect.bisect_right(lines, line)
+    return lines[index] if index < len(lines) else float("inf")
 
 
 def _line(site: Site) -> int:
     return getattr(site.node, "lineno", 0)
 
 
-def _updates(loop: Loop, trace: Trace) -> bool:
-    return any(event.kind == "update" and loop in event.context.loops for event in trace.events())
+@functools.lru_cache(maxsize=2)  # every use in a trace asks
+def _loops_that_update(trace: Trace) -> set[Loop]:
+    return {loop for event in trace.events() if event.kind == "update" for loop in event.context.loops}
+
+
+@functools.lru_cache(maxsize=2)
+def _lines(trace: Trace, kind: str) -> dict[Frame, list[int]]:
+    """The lines of the events of a kind, in order, by the frame they are in."""
+    found: dict[Frame, list[int]] = {}
+    for event in trace.events():
+        if event.kind == kind:
+            found.setdefault(event.frame, []).append(event.line)
+    return {frame: sorted(lines) for frame, lines in found.items()}

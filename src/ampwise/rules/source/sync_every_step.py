@@ -71,9 +71,9 @@ def _every_step(region: Region, code: Code) -> Iterator[tuple[Site, list[Guard]]
     steps = [event for event in region.events if event.kind in STEP]
     asked = {guard for event in steps for guard in event.context.guards}
     frames = {frame for event in steps for frame in event.frame.callers()}
-    for site in region.trace.statements:
+    for site in region.trace.statements_in(region.loop):
         context = site.context
-        inside = region.loop in context.loops if region.loop is not None else context.frame in frames
+        inside = region.loop is not None or context.frame in frames
         if inside and context.frame.outline is code.outline:
             yield site, [guard for guard in context.guards if guard not in asked]
 

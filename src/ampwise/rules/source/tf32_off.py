@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import ast
+import functools
 from collections.abc import Iterator
 
 from ampwise.finding import Finding, Rule, Severity
 from ampwise.source.half_models import only_named_main
+from ampwise.source.outline import Function
 from ampwise.source.pattern import Pattern
 from ampwise.source.project import Code
 from ampwise.source.walk import Site
@@ -44,11 +46,12 @@ def check(code: Code) -> Iterator[Finding]:
     off = [site for site in code.statements if _switches(site) is False]
     set_otherwise = any(_switches(site) for site in code.statements)
     trains = any(event.kind in ("backward", "scaled backward") for event in code.events)
-    reported = set()
+    contexts: dict[ast.AST, list[Site]] = {}
     for site in off if trains and not set_otherwise else ():
-        if site.node not in reported and not any(_has_a_reason(same, code) for same in off if same.node is site.node):
-            reported.add(site.node)
-            yield RULE.at(code.script.place(site.node), "FP32 matrix products run several times slower without TF32")
+        contexts.setdefault(site.node, []).append(site)
+    for node, sites in contexts.items():
+        if not any(_has_a_reason(site, code) for site in sites):
+            yield RULE.at(code.script.place(node), "FP32 matrix products run several times slower without TF32")
 
 
 def _switches(site: Site) -> bool | None:
@@ -70,10 +73,14 @@ def _has_a_reason(site: Site, code: Code) -> bool:
     functions = [frame.function for frame in site.context.frame.callers()]
     if not only_named_main(site.context) or any(ON_PURPOSE.search(function.name.lower()) for function in functions):
         return True
-    beside = [node for node in functions[0].body if not isinstance(node, ast.FunctionDef | ast.ClassDef)]
-    makes_deterministic = any("deterministic" in ast.unparse(node) for node in beside)
     lines = code.script.lines
     line = getattr(site.node, "lineno", 1)
     said = lines[line - 1].partition("#")[2]
     above = lines[line - 2] if line > 1 and lines[line - 2].lstrip().startswith("#") else ""
-    return makes_deterministic or bool(ON_PURPOSE.search(f"{said} {above}".lower()))
+    return _makes_deterministic(functions[0]) or bool(ON_PURPOSE.search(f"{said} {above}".lower()))
+
+
+@functools.lru_cache(maxsize=8)  # every switch of a function asks
+def _makes_deterministic(function: Function) -> bool:
+    beside = (node for node in function.body if not isinstance(node, ast.FunctionDef | ast.ClassDef))
+    return any("deterministic" in ast.unparse(node) for node in beside)

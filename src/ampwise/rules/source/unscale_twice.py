@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 from collections.abc import Iterator
 
@@ -60,14 +61,26 @@ def check(code: Code) -> Iterator[Finding]:
 
 def _update_that_bad_steps_miss(event: Event, moments: list[Moment], region: Region) -> Event | None:
     """The update that is left out when gradients are not finite: ``if not has_nan: scaler.step(); scaler.update()``."""
-    for moment in moments:
-        updated = any(update.key == event.key for update in moment.later("update"))
-        goes_on = moment.path.ended in (None, "continue")
-        if not updated and goes_on and not moment.opaque and not any(True for _ in moment.later("opaque")):
-            for update in region.events:
-                if update.kind == "update" and update.key == event.key and _asks_whether_finite(update, event):
-                    return update
-    return None
+    updates = _updates_of_finite_steps(region).get(event.key, [])
+    if not any(_misses_the_update(moment) for moment in (moments if updates else ())):
+        return None
+    return next((update for update in updates if _asks_whether_finite(update, event)), None)
+
+
+@functools.lru_cache(maxsize=2)
+def _updates_of_finite_steps(region: Region) -> dict[str | None, list[Event]]:
+    """The updates under a test of whether something is finite, by scaler."""
+    found: dict[str | None, list[Event]] = {}
+    for event in region.events:
+        if event.kind == "update" and any(BAD_STEP.search(question(guard)) for guard in event.context.guards):
+            found.setdefault(event.key, []).append(event)
+    return found
+
+
+def _misses_the_update(moment: Moment) -> bool:
+    updated = any(update.key == moment.event.key for update in moment.later("update"))
+    goes_on = moment.path.ended in (None, "continue")
+    return not updated and goes_on and not moment.opaque and not any(True for _ in moment.later("opaque"))
 
 
 def _asks_whether_finite(update: Event, event: Event) -> bool:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import ast
+import functools
 from collections.abc import Iterator
 
 from ampwise.finding import Finding, Rule, Severity
 from ampwise.source.events import Context
 from ampwise.source.halves import HALF, LIKELY_HALF, halves_of, layer_called, method_or_function
+from ampwise.source.outline import Function
 from ampwise.source.pattern import Pattern
 from ampwise.source.project import Code
 from ampwise.source.reaching import reaching
@@ -167,9 +169,13 @@ class _Look:
         if exponent is None or shifted or not self.is_half(exponent):
             return False
         if self.text is None:
-            frame = self.context.frame
-            self.text = frame.outline.script.text if not frame.function.name else ast.unparse(frame.function.node)
+            self.text = _text_of(self.context.frame.function)
         return not BOUNDED.search(self.text)
+
+
+@functools.lru_cache(maxsize=8)  # every statement of a function asks
+def _text_of(function: Function) -> str:
+    return ast.unparse(function.node) if function.name else function.outline.script.text
 
 
 def _complement(node: ast.expr) -> ast.expr | None:
