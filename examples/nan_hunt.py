@@ -5,8 +5,8 @@ words left after cleaning. The engine skips the step, runs it once more with eve
 one it was, what it was given, and what mends it. Training goes on.
 
     python examples/nan_hunt.py                         the finding, and the losses around it
-    python examples/nan_hunt.py --capsules capsules     the bad step is saved, too; then, in the folder examples:
-    ampwise replay ../capsules/step-000020
+    python examples/nan_hunt.py --capsules capsules     the bad step is saved, too; then:
+    ampwise replay capsules/step-000020 --build examples/nan_hunt.py:make
 """
 
 from __future__ import annotations

@@ -11,9 +11,10 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["dumps", "loads", "plain"]
+__all__ = ["dumps", "loads", "plain", "refuse_halves", "refuse_many"]
 
 DEEPEST = 50  # evidence nested deeper is a mistake, or holds itself
+MOST = 1_000_000  # lists and objects in a file: each takes up to 250 bytes of memory, and as few as 3 of the file
 
 
 def dumps(value: Any, *, indent: int | None = 2) -> str:
@@ -28,8 +29,11 @@ def dumps(value: Any, *, indent: int | None = 2) -> str:
     return json.dumps(plain(value), indent=indent, allow_nan=False).replace("\x7f", r"\u007f") + "\n"
 
 
-def loads(data: str | bytes) -> Any:
+def loads(data: str | bytes, *, most: int = MOST) -> Any:
     """What strict JSON holds: ValueError for a name that is there twice, which readers read differently, and for NaN.
+
+    most: lists and objects that are made of it. Who reads a file limits its bytes; this is the limit of what small
+    files become in memory.
 
     >>> loads('{"norm": 1.0, "norm": 2.0}')
     Traceback (most recent call last):
@@ -37,10 +41,44 @@ def loads(data: str | bytes) -> Any:
     """
     import json
 
+    refuse_many(data, most)
     try:
-        return json.loads(data, object_pairs_hook=_unique, parse_constant=_no_constant)
+        value = json.loads(data, object_pairs_hook=_unique, parse_constant=_no_constant)
     except RecursionError as error:
         raise ValueError("it is nested too deeply") from error
+    refuse_halves(data, value)
+    return value
+
+
+def refuse_many(data: str | bytes, most: int = MOST) -> None:
+    """ValueError for JSON that may have more than so many lists and objects. Brackets in text count, too.
+
+    >>> refuse_many("[[], [], {}]", 3)
+    Traceback (most recent call last):
+    ValueError: it has 4 lists and objects, and 3 is the most
+    """
+    found = data.count("[") + data.count("{") if isinstance(data, str) else data.count(b"[") + data.count(b"{")
+    if found > most:
+        raise ValueError(f"it has {found:,} lists and objects, and {most:,} is the most")
+
+
+def refuse_halves(data: str | bytes, value: Any) -> None:
+    r"""ValueError where text has half a surrogate pair, which cannot be written; ``value`` is that of ``data``.
+
+    >>> refuse_halves(r'["\ud83d\ude00"]', ["\U0001f600"])
+    >>> refuse_halves(r'["\ud83d"]', ["\ud83d"])
+    Traceback (most recent call last):
+    ValueError: it has text that is no Unicode
+    """
+    import json
+
+    escapes = ("\\ud", "\\uD") if isinstance(data, str) else (b"\\ud", b"\\uD")
+    if not any(escape in data for escape in escapes):  # type: ignore[operator]
+        return
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        raise ValueError("it has text that is no Unicode") from None
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

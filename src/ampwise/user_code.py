@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import importlib
 import importlib.util
+import os
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -15,7 +17,19 @@ from typing import Any, NamedTuple
 from ampwise.errors import BadInput
 from ampwise.printers.terminal import printable
 
-__all__ = ["FORM", "INSTALLED", "Named", "call", "checked_name", "failure", "function_of", "kind", "python_path"]
+__all__ = [
+    "FORM",
+    "INSTALLED",
+    "Named",
+    "call",
+    "checked_name",
+    "failure",
+    "function_of",
+    "is_inside",
+    "kind",
+    "nothing_imported_from",
+    "python_path",
+]
 
 FORM = "module:function or file.py:function, such as train:make"
 INSTALLED = {"site-packages", "dist-packages"}
@@ -51,6 +65,39 @@ def python_path(named: Named) -> Iterator[None]:
         yield
     finally:
         sys.path[:] = before
+
+
+@contextlib.contextmanager
+def nothing_imported_from(folder: Path) -> Iterator[None]:
+    """No module is imported from inside the folder, by whatever code and whatever ``sys.path`` has: ImportError."""
+    finder = _Refusing(folder)
+    sys.meta_path.insert(0, finder)
+    try:
+        yield
+    finally:
+        sys.meta_path.remove(finder)
+
+
+def is_inside(path: str | Path, folder: Path) -> bool:
+    """Whether the path lies in the folder, by its name or where its symlinks lead.
+
+    >>> is_inside("capsules/step-1/make.py", Path("capsules/step-1")), is_inside("make.py", Path("capsules"))
+    (True, False)
+    """
+    return any(Path(real(path)).is_relative_to(real(folder)) for real in (os.path.abspath, os.path.realpath))
+
+
+class _Refusing:
+    """A finder that comes before Python's own, and finds nothing itself."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def find_spec(self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> None:
+        found: ModuleSpec | None = PathFinder.find_spec(name, path, target)
+        if found is not None and found.origin is not None and is_inside(found.origin, self._folder):
+            folder = Path(os.path.abspath(self._folder)).name  # noqa: PTH100 (as it was named)
+            raise ImportError(f"{name} is a file in {folder!r}, from which nothing is imported", name=name)
 
 
 def function_of(named: Named) -> Callable[..., Any]:

@@ -1,7 +1,12 @@
 """``ampwise replay``: a saved step is run again, and only by code of the user's own."""
 
+import collections
+import hashlib
+import io
 import json
 import os
+import re
+import shlex
 import sys
 from pathlib import Path
 
@@ -9,8 +14,10 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+import ampwise
 from ampwise.cli import main
 from ampwise.engine.precision.policy import Policy
+from ampwise.errors import BadInput
 from ampwise.randomness import random_state
 from ampwise.trace.capsule import Contents, write
 
@@ -127,15 +134,18 @@ def overflowing():
     return torch.full((3, 4), 300.0), model  # 4 · 300 · 300 is more than FP16 holds
 
 
-def replay(capsys, *words):
-    code = main(["replay", *words])
+MAKE = ("--build", "train:make")
+
+
+def replay(capsys, *words, build=MAKE):
+    code = main(["replay", *words, *(() if "--build" in words else build)])
     out = capsys.readouterr()
     return code, out.out, out.err
 
 
-def refused(capsys, *words):
+def refused(capsys, *words, build=MAKE):
     """The one line of an error."""
-    code, out, err = replay(capsys, *words)
+    code, out, err = replay(capsys, *words, build=build)
     assert (code, out) == (2, "")
     last = err.splitlines()[-1]
     assert last.startswith("ampwise: error: ")
@@ -153,7 +163,7 @@ def test_the_finding_is_that_of_the_step(here, capsys):
     assert f"train.py:{GUILTY} body at step 12" in out
     assert "a script that prints" not in out
     assert "ampwise: step 12 in fp16 on cpu, loss nan" in err
-    assert "ampwise: built as the capsule says, with make(width=4) of train.py" in err
+    assert "ampwise: calling make(width=4) of train, with the capsule's arguments\n" in err
 
 
 def test_in_another_precision_it_is_finite(here, capsys):
@@ -252,7 +262,7 @@ def test_another_precision_holds_for_autocast_in_the_model_too(here, capsys):
 
 def test_as_a_command(here, warm):
     path = saved(*overflowing())
-    done = warm.run("-m", "ampwise", "replay", path, "--output-format", "concise", cwd=here)
+    done = warm.run("-m", "ampwise", "replay", path, *MAKE, "--output-format", "concise", cwd=here)
     assert done.returncode == 1
     assert "AMP" in done.stdout
 
@@ -260,15 +270,70 @@ def test_as_a_command(here, warm):
 # Whose code is run
 
 
-def test_functions_of_packages_and_files_in_the_folder(here, capsys):
+def test_nothing_is_called_only_because_a_capsule_names_it(here, trap, capsys):
+    (here / "their's.py").write_text((trap / "trap.py").read_text())
+    path = saved(*overflowing(), build="their's.py:make", build_args={"width": 4, "times": 1.0})
+    said = refused(capsys, path, "--precision", "fp32", build=())
+    assert said == (
+        "ampwise: error: the capsule suggests to call make(width=4, times=1.0) of their's.py, and nothing is called "
+        "only because a capsule names it. If you want it, type: ampwise replay capsules/step-000012 --build "
+        """'their'"'"'s.py:make' --precision fp32"""
+    )
+
+
+def test_what_is_said_to_type_works(here, capsys):
+    said = refused(capsys, saved(*overflowing()), build=())
+    words = shlex.split(said.partition("type: ")[2])
+    assert words == ["ampwise", "replay", "capsules/step-000012", "--build", "train:make"]
+    assert main(words[1:]) == 1
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+@pytest.mark.parametrize(
+    ("answer", "code"), [("y\n", 1), ("YES\n", 1), ("\n", 2), ("", 2), ("n\n", 2), ("yellow\n", 2)]
+)
+def test_in_a_terminal_one_is_asked(here, capsys, monkeypatch, answer, code):
+    path = saved(*overflowing(), build_args={"width": 4})
+    monkeypatch.setattr(sys, "stdin", Terminal(answer))
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    assert main(["replay", path]) == code
+    err = sys.stderr.getvalue()
+    assert "ampwise: the capsule suggests to call make(width=4) of train.py. Call it? [y/N] " in err
+    assert ("ampwise: calling make(width=4) of train.py" in err) == (code == 1)
+    assert ("train" in sys.modules) == (code == 1)
+
+
+def test_without_a_terminal_to_read_the_question_an_answer_counts_for_nothing(here, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", Terminal("y\n"))  # and standard error is a file
+    assert "nothing is called only because a capsule names it" in refused(capsys, saved(*overflowing()), build=())
+
+
+def test_the_question_shows_all_arguments_and_no_control_characters(here, capsys, monkeypatch):
+    hidden = {"width": 4, "padding": "\x1b[2K\r" + "x" * 5000, "times": 1e9}
+    monkeypatch.setattr(sys, "stdin", Terminal("n\n"))
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    main(["replay", saved(*overflowing(), build_args=hidden)])
+    err = sys.stderr.getvalue()
+    assert "times=1000000000.0) of train.py. Call it?" in err
+    assert "\x1b" not in err
+    assert "\r" not in err
+
+
+def test_functions_of_packages_and_files_in_the_folder_are_suggested(here, capsys):
     (here / "own" / "deep").mkdir(parents=True)
     for folder in (here / "own", here / "own" / "deep"):
         (folder / "__init__.py").write_text("")
     (here / "own" / "deep" / "net.py").write_text(SCRIPT)
-    for build, file in (("own.deep.net:make", "own/deep/net.py"), ("own/deep/net.py:make", "own/deep/net.py")):
-        code, _, err = replay(capsys, saved(*overflowing(), build=build))
-        assert code == 1
-        assert f"with make(width=4) of {file}" in err
+    for build in ("own.deep.net:make", "own/deep/net.py:make"):
+        path = saved(*overflowing(), build=build)
+        said = refused(capsys, path, build=())
+        assert "make(width=4) of own/deep/net.py, " in said
+        assert said.endswith(f"--build {build}")
+        assert replay(capsys, path, "--build", build)[0] == 1
 
 
 def test_the_users_choice_goes_first_and_may_be_anywhere(here, capsys, tmp_path_factory):
@@ -278,7 +343,66 @@ def test_the_users_choice_goes_first_and_may_be_anywhere(here, capsys, tmp_path_
     assert replay(capsys, path, "--build", f"{elsewhere}:make")[0] == 1
     code, _, err = replay(capsys, path, "--build", "train:make")
     assert code == 1
-    assert "built as the capsule says" not in err
+    assert "ampwise: calling make(width=4) of train, with the capsule's arguments\n" in err
+
+
+def test_nothing_in_the_capsules_folder_is_imported(here, trap, capsys, monkeypatch):
+    """Whoever names it: the capsule, the user, the user's own file, or the folder that one is in."""
+    evil = (trap / "trap.py").read_text()
+    path = Path(saved(*overflowing(), build="capsules/step-000012/evil.py:make"))
+    for name in ("evil.py", "__init__.py", "helper.py"):
+        (path / name).write_text(evil)
+    inside = "the file is inside the capsule's own folder, from which nothing is run"
+    assert inside in refused(capsys, str(path), build=())
+    assert inside in refused(capsys, str(path), "--build", f"{path}/evil.py:make")
+    (here / "linked.py").symlink_to(path / "evil.py")
+    assert inside in refused(capsys, str(path), "--build", "linked.py:make")
+
+    package = path.rename(here / "their_yaml")  # as a package that the user's file wants
+    (here / "wants.py").write_text(f"import their_yaml\n{SCRIPT}")
+    nothing = "from which nothing is imported"
+    assert nothing in refused(capsys, str(package), "--build", "wants:make")
+    assert nothing in refused(capsys, str(package), "--build", "their_yaml.evil:make")
+    (here / "wants.py").write_text(f"import helper\n{SCRIPT}")
+    monkeypatch.chdir(package)  # where Python would find modules first
+    for module in ("evil", "helper"):
+        assert nothing in refused(capsys, ".", "--build", f"{module}:make")
+    monkeypatch.syspath_prepend(package)
+    assert nothing in refused(capsys, ".", "--build", f"{here}/wants.py:make")
+    assert replay(capsys, ".", "--build", f"{here}/train.py:make")[0] == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"width": torch.ones(2)}, "build_args['width'] is a Tensor. build_args are numbers, text, truth values"),
+        ({"sizes": [1, {"a": torch.finfo}]}, "build_args['sizes'][1]['a'] is a type."),
+        ({"config": collections.OrderedDict(a=1)}, "build_args['config'] is a OrderedDict."),
+        ({"a b": 1}, "build_args has 'a b', which is no name of an argument."),
+        ({"name": "x" * 10_001}, "build_args take 10,0"),
+    ],
+)
+def test_build_args_are_plain_data_that_one_can_read(here, capsys, arguments, said):
+    with pytest.raises(BadInput, match=re.escape(said)):
+        saved(*overflowing(), build_args=arguments)
+    with pytest.raises(BadInput, match=re.escape(said)):
+        ampwise.Capsules("capsules", build="train:make", arguments=arguments)
+
+
+def test_build_args_of_a_forged_capsule(here, capsys):
+    path = Path(saved(*overflowing(), build_args={"width": 4}))
+    for forged, said in (
+        ({"width": {"tensor": "argument 1"}}, "build_args['width'] is a Tensor."),
+        ({"width": {"attributes": {"a": 1}, "class": "dict"}}, "build_args['width'] is a Attributes."),
+        ({"width": {"named": {"a": 1}}}, "build_args['width'] is a Named."),
+        ({"width": "x" * 20_000}, "build_args take 20,0"),
+    ):
+        facts = json.loads((path / "capsule.json").read_text()) | {"build_args": forged}
+        (path / "capsule.json").write_text(json.dumps(facts))
+        digest = hashlib.sha256((path / "capsule.json").read_bytes()).hexdigest()
+        (path / "capsule.sha256").write_text(f"{digest}  capsule.json\n")
+        assert f"capsule.json is damaged: {said}" in refused(capsys, str(path))
+    assert "train" not in sys.modules
 
 
 @pytest.fixture
@@ -315,26 +439,32 @@ def test_nothing_outside_of_the_folder_is_run(here, trap, capsys, monkeypatch):
         "subprocess:run",
         "torch.hub:load",
     ):
-        said = refused(capsys, saved(*overflowing(), build=build, build_args={"command": "true", "args": ["true"]}))
+        said = refused(
+            capsys, saved(*overflowing(), build=build, build_args={"command": "true", "args": ["true"]}), build=()
+        )
         assert f"is to be built with {build!r}, which is no file of yours in {here}, so it is not run" in said
 
 
 def test_a_folder_of_what_is_installed_is_not_the_users(here, capsys, monkeypatch):
     path = Path(saved(*overflowing(), build="timeit:main")).resolve()
     monkeypatch.chdir(Path(os.__file__).parent)
-    assert "which is no file of yours" in refused(capsys, str(path))
+    assert "which is no file of yours" in refused(capsys, str(path), build=())
 
 
 def test_only_functions_that_the_file_itself_defines(here, capsys):
     path = saved(*overflowing(), build="train:system", build_args={"command": "echo hacked > hacked"})
-    assert "train.py defines no function of that name" in refused(capsys, path)
+    assert "train.py defines no function of that name" in refused(capsys, path, build=())
     assert not (here / "hacked").exists()
     assert "train" not in sys.modules
 
 
-def test_a_module_of_another_place_is_not_taken_for_it(here, capsys):
+def test_a_module_of_another_place_is_not_taken_for_it(here, capsys, monkeypatch):
     (here / "json.py").write_text(SCRIPT)  # Python has loaded another
-    said = refused(capsys, saved(*overflowing(), build="json:make"))
+    monkeypatch.setattr(sys, "stdin", Terminal("y\n"))
+    with monkeypatch.context() as patched:
+        patched.setattr(sys, "stderr", Terminal())
+        assert main(["replay", saved(*overflowing(), build="json:make")]) == 2
+        said = sys.stderr.getvalue()
     assert (
         "json is another module, not the file in the current folder, and is not used. Give --build json.py:make" in said
     )
@@ -342,7 +472,7 @@ def test_a_module_of_another_place_is_not_taken_for_it(here, capsys):
 
 
 def test_who_builds_has_to_be_said(here, capsys):
-    said = refused(capsys, saved(*overflowing(), build=None))
+    said = refused(capsys, saved(*overflowing(), build=None), build=())
     assert said.endswith(
         "the capsule does not say what makes its model. Give --build: module:function or file.py:function, such as "
         "train:make."

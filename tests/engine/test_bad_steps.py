@@ -265,6 +265,13 @@ def make():
     return model, lambda x: F.mse_loss(model(x).float(), x.sum(1, keepdim=True))
 
 
+def test_a_finding_says_what_builds_the_model_of_its_capsule_where_that_is_known(tmp_path):
+    run = trained(batches(1, 3), capsules=ampwise.Capsules(tmp_path, build="train.py:make"))
+    assert run.engine.findings[0].evidence["build"] == "train.py:make"
+    run = trained(batches(1, 3), capsules=tmp_path)
+    assert "build" not in run.engine.findings[0].evidence
+
+
 def test_a_bad_step_is_saved_and_can_be_read(tmp_path):
     from ampwise.trace.capsule import read
 

@@ -267,11 +267,21 @@ def test_a_pipe_or_a_link_in_its_place_is_told(record, tmp_path):
 
 
 def test_a_file_that_is_too_large_is_told(record, monkeypatch):
-    monkeypatch.setattr(reader, "LARGEST_FILE", 100)
+    monkeypatch.setattr(reader, "OF_STEPS", reader.OF_STEPS._replace(bytes=100))
     followed = Followed(record)
     followed.agrees()
     assert followed.run.trouble == ["steps.jsonl cannot be read: it has more than 100 bytes."]
     assert followed.run.steps == []
+
+
+def test_lines_beyond_what_a_record_has_are_left_out_and_told(record, monkeypatch):
+    monkeypatch.setattr(reader, "OF_STEPS", reader.OF_STEPS._replace(lines=3))
+    followed = Followed(record)
+    followed.agrees()
+    assert followed.run.trouble == [
+        "steps.jsonl cannot be read: it has more than 3 lines, and what comes after these was left out."
+    ]
+    assert len(followed.run.steps) == 3
 
 
 def test_a_rank_that_comes_half_made(record):

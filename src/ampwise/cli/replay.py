@@ -1,8 +1,8 @@
 """Run a bad step again that was saved as a capsule, and say which operation went bad first.
 
 CAPSULE is a folder such as capsules/step-000012. It holds the batch, the state of random numbers and, unless they were
-left out, the weights; it holds no code. What makes the model and the loss function is yours, and is called with the
-capsule's build_args:
+left out, the weights; it holds no code. --build names the function of yours that makes the model and the loss function.
+It is called with the capsule's build_args, which are shown first:
 
   def make(width=64):                       # in train.py
       model = Net(width)
@@ -12,14 +12,15 @@ capsule's build_args:
 
 A capsule of `ampwise run` has what the model was given: there the model alone will do, `return model`.
 
-The capsule says which function that was, and it is used if it is one of a file in the current folder; --build names
-another. Nothing else that a capsule names is loaded or run, and one that was changed or damaged is refused.
+Without --build, in a terminal, you are asked whether to call the function that the capsule suggests, if it is one of a
+file in the current folder. Nothing is called only because a capsule names it, and nothing inside the capsule's folder
+is imported. A capsule that was changed or damaged is refused.
 
 Examples:
-  ampwise replay capsules/step-000012
   ampwise replay capsules/step-000012 --build train:make
-  ampwise replay capsules/step-000012 --precision fp32 --device cpu
-  ampwise replay capsules/step-000012 --json
+  ampwise replay capsules/step-000012 --build train.py:make --precision fp32 --device cpu
+  ampwise replay capsules/step-000012 --build train:make --json
+  ampwise replay capsules/step-000012
 
 The exit code is 0 if the step is finite, 1 if it is not and 2 if it could not be run.
 """
@@ -49,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--build",
         metavar="FUNCTION",
-        help="what makes model and loss function: module:function or file.py:function (default: as the capsule says)",
+        help="what makes model and loss function: module:function or file.py:function (default: ask, in a terminal)",
     )
     parser.add_argument(
         "--precision", metavar="NAME", help="fp32, tf32, fp16, bf16 or emulate:FORMAT (default: the step's own)"
@@ -73,24 +74,66 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _rerun(args: argparse.Namespace) -> tuple[Contents, Rerun]:
-    _need_torch()
-    from ampwise.trace.capsule.building import build, builder_named, own_builder
-    from ampwise.trace.capsule.reading import read
-    from ampwise.trace.capsule.rerunning import device_named, load_weights, precision_for, rerun
-    from ampwise.user_code import python_path
+    from pathlib import Path
 
-    contents = read(args.capsule, lambda kind: device_named(args.device, kind))
-    say("ampwise: {}", _head(contents))
-    device = device_named(args.device, contents.device or "cpu")
-    precision = precision_for(args.precision, contents, device)
-    builder = builder_named(args.build) if args.build is not None else own_builder(contents.build)
-    if args.build is None:
-        say("ampwise: {}", _announced(builder, contents))
-    # What the user's code prints is not what was asked for.
-    with python_path(builder), contextlib.redirect_stdout(sys.stderr):
-        built = build(builder, contents.build_args)
-        load_weights(contents, built.models)
-        return contents, rerun(contents, built, device, precision)
+    from ampwise.user_code import nothing_imported_from, python_path
+
+    home = Path(args.capsule)
+    with nothing_imported_from(home):
+        _need_torch()
+        from ampwise.trace.capsule.arguments import shown_call
+        from ampwise.trace.capsule.building import build, builder_named
+        from ampwise.trace.capsule.reading import read
+        from ampwise.trace.capsule.rerunning import device_named, load_weights, precision_for, rerun
+
+        contents = read(home, lambda kind: device_named(args.device, kind))
+        say("ampwise: {}", _head(contents))
+        device = device_named(args.device, contents.device or "cpu")
+        precision = precision_for(args.precision, contents, device)
+        builder = _confirmed(args, contents) if args.build is None else builder_named(args.build, home)
+        of = builder.place if args.build is not None else builder.said
+        called = shown_call(builder.function, contents.build_args)
+        say("ampwise: calling {} of {}, with the capsule's arguments", called, of)
+        # What the user's code prints is not what was asked for.
+        with python_path(builder), contextlib.redirect_stdout(sys.stderr):
+            built = build(builder, contents.build_args)
+            load_weights(contents, built.models)
+            return contents, rerun(contents, built, device, precision)
+
+
+def _confirmed(args: argparse.Namespace, contents: Contents) -> Named:
+    """The function that the capsule suggests, once the user has agreed to it; BadInput says what to type instead."""
+    from pathlib import Path
+
+    from ampwise.errors import BadInput
+    from ampwise.trace.capsule.arguments import shown_call
+    from ampwise.trace.capsule.building import suggested_builder
+
+    builder = suggested_builder(contents.build, Path(args.capsule))
+    what = f"{shown_call(builder.function, contents.build_args)} of {printable(builder.said)}"
+    if _has_terminal():
+        write(f"ampwise: the capsule suggests to call {what}. Call it? [y/N] ", sys.stderr)
+        sys.stderr.flush()
+        if sys.stdin.readline().strip().lower() in ("y", "yes"):
+            return builder
+    raise BadInput(
+        f"the capsule suggests to call {what}, and nothing is called only because a capsule names it. If you want it, "
+        f"type: {_command(args, builder)}"
+    )
+
+
+def _has_terminal() -> bool:
+    return all(stream is not None and stream.isatty() for stream in (sys.stdin, sys.stderr))
+
+
+def _command(args: argparse.Namespace, builder: Named) -> str:
+    """The same again, with --build."""
+    import shlex
+
+    words = ["ampwise", "replay", args.capsule, "--build", f"{builder.place}:{builder.function}"]
+    for option in ("precision", "device"):
+        words += [f"--{option}", getattr(args, option)] if getattr(args, option) is not None else []
+    return printable(shlex.join(words))
 
 
 def _need_torch() -> None:
@@ -112,9 +155,6 @@ def _head(contents: Contents) -> str:
     return f"{step}{precision} on {contents.device}{loss}{weights}{found}"
 
 
-def _announced(builder: Named, contents: Contents) -> str:
-    arguments = ", ".join(f"{name}={value!r}" for name, value in contents.build_args.items())
-    return f"built as the capsule says, with {builder.function}({arguments[:200]}) of {builder.said}"
 
 
 def _finite(contents: Contents, rerun: Rerun) -> str:

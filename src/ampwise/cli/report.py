@@ -113,10 +113,13 @@ def _give(
     """The report in the form that was asked for; each is made only then."""
     from pathlib import Path
 
-    from ampwise.printers.terminal import console, say, wants_colour, write
+    from ampwise.errors import BadInput
+    from ampwise.printers.terminal import console, printable, say, wants_colour, write
     from ampwise.report.page.writing import write_page
 
     paper = Path(args.output) if args.output is not None else own_page if args.open else None
+    if args.output is None and paper is not None and paper.is_symlink():  # a record may come from anybody
+        raise BadInput(f"--open {printable(str(paper))}: it is a symlink, and no page is written through one. Give -o.")
     if paper is not None:
         write_page(page, paper, "-o", force=args.force)
     if args.json:

@@ -215,8 +215,12 @@ class BadSteps:
                 self._undo_backoff_of(bad)
             found = findings_of(incident)
             # Saved by the rank where it arose, and told by the first.
-            path = self._saved(subject, bad, kept, found) if incident.rank == together.rank else ""
-            found = _saved_at(next(filter(None, together.all_of(path)), ""), found)
+            capsules = self.capsules or next(iter(FOR_ALL), None)
+            path = None
+            if capsules is not None and incident.rank == together.rank:
+                path = capsules.save(subject, bad, kept, self._policy, found)
+            build = None if capsules is None else capsules.build
+            found = _saved_at(next(filter(None, together.all_of(str(path or ""))), ""), build, found)
         if not together.several or together.rank == 0:
             self._tell(found, bad.number)
 
@@ -234,12 +238,6 @@ class BadSteps:
         if undo is not None and bad.outcome is not None and together and self._forgiven < FORGIVEN:
             self._forgiven += 1
             undo(bad.outcome)
-
-    def _saved(self, subject: Subject, bad: Bad, kept: Pass, found: Sequence[Finding]) -> str:
-        """Where the step was saved, or "" if it was not."""
-        capsules = self.capsules or next(iter(FOR_ALL), None)
-        path = None if capsules is None else capsules.save(subject, bad, kept, self._policy, found)
-        return "" if path is None else str(path)
 
     def _subject(self, bad: Bad, kept: Pass) -> Subject:
         from ampwise.trace.names import named_tensors
@@ -352,6 +350,7 @@ class BadSteps:
             print_findings(new, file=sys.stderr)
 
 
-def _saved_at(path: str, found: Sequence[Finding]) -> list[Finding]:
-    """The findings, which say where the step was saved if it was."""
-    return [each.but(evidence={**each.evidence, "capsule": path}) if path else each for each in found]
+def _saved_at(path: str, build: str | None, found: Sequence[Finding]) -> list[Finding]:
+    """The findings, which say where the step was saved if it was, and what builds its model where that is known."""
+    where = {"capsule": path, **({} if build is None else {"build": build})} if path else {}
+    return [each.but(evidence={**each.evidence, **where}) for each in found]

@@ -29,7 +29,8 @@ class Capsules:
     """Where an engine saves steps that went bad, and how they are built again elsewhere.
 
     build: the function that makes the model and the loss function, by name: "train:make" or "train.py:make", which is
-        called with ``arguments`` and returns both. ``ampwise replay`` can be told it, too.
+        called with ``arguments`` and returns both. ``ampwise replay --build`` names it again: a capsule alone has
+        nothing called.
     weights: save those of the model; without, they are what the function makes.
 
     >>> capsules = Capsules("capsules", build="train:make", arguments={"width": 64}, weights=False)
@@ -51,12 +52,16 @@ class Capsules:
             raise BadInput(f"Capsules(arguments={arguments!r}): a dict by name is expected, such as {{'width': 64}}.")
         if build is not None and (not isinstance(build, str) or not all(build.partition(":"))):
             raise BadInput(f'Capsules(build={build!r}): a function is expected by name: "module:function".')
-        self._folder, self._build, self._arguments = Path(folder), build, dict(arguments or {})
+        if arguments:
+            from ampwise.trace.capsule.arguments import checked_arguments
+
+            checked_arguments(arguments)  # now, and not when the step has gone bad
+        self._folder, self.build, self._arguments = Path(folder), build, dict(arguments or {})
         self._weights = weights
         self._saved = 0
 
     def __repr__(self) -> str:
-        build = f", built by {self._build}" if self._build else ""
+        build = f", built by {self.build}" if self.build else ""
         return f"<Capsules in {self._folder}{build}{'' if self._weights else ', without weights'}>"
 
     def save(
@@ -79,7 +84,7 @@ class Capsules:
             scale=bad.scale,
             step=bad.number,
             loss=subject.loss,
-            build=self._build,
+            build=self.build,
             build_args=self._arguments,
             findings=found,
             evaluating=subject.evaluating(),

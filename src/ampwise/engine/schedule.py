@@ -13,6 +13,7 @@ from typing import Any
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
+from ampwise.engine.alike import is_alike
 from ampwise.engine.scaling.outcome import Outcome
 from ampwise.errors import BadInput
 from ampwise.printers.terminal import printable
@@ -67,7 +68,22 @@ class Schedules:
         self._awaited = None
         self._places.clear()
         for scheduler, state in zip(self._schedulers, states, strict=True):
+            _refuse_other_kind(scheduler, state)
             scheduler.load_state_dict(state)
+
+
+def _refuse_other_kind(scheduler: Any, state: Any) -> None:
+    """ValueError for a state with which the scheduler could not go on: torch's takes whatever it is given for its own.
+
+    Nothing may take the place of a method, either. What it has not, such as what another torch saved, is let through.
+    """
+    if not isinstance(state, dict):
+        raise ValueError(f"the state of {type(scheduler).__name__} is {ascii(state)[:40]}")
+    own = scheduler.state_dict()
+    for name, value in state.items():
+        fits = is_alike(value, own[name]) if name in own else not (isinstance(name, str) and hasattr(scheduler, name))
+        if not fits:
+            raise ValueError(f"the state of {type(scheduler).__name__} has {ascii(value)[:40]} for {ascii(name)[:40]}")
 
 
 def _checked(given: Any, optimizers: Sequence[Optimizer]) -> list[Any]:

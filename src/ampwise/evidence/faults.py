@@ -96,6 +96,7 @@ class TrainingStopped:
     cause: str
     tried: tuple[str, ...]  # the rungs, in their order
     capsule: str = ""  # where the bad step was saved
+    build: str = ""  # the function that makes its model, as --build takes it
     checkpoint: str = ""  # the newest good one
 
 

@@ -199,6 +199,11 @@ class Guard:
             raise
 
     def _take_directory(self) -> None:
+        if (self.directory / CAPSULES).is_symlink():  # a directory may come from anybody
+            raise BadInput(
+                f"Guard({str(self.directory)!r}): {CAPSULES} in it is a symlink, and nothing is written through one. "
+                "Remove it, or name another directory."
+            )
         if self._agreement.rank == 0:
             try:
                 self.directory.mkdir(parents=True, exist_ok=True)

@@ -50,6 +50,7 @@ class Diagnosis(NamedTuple):
     words: str = ""
     patterns: tuple[str, ...] = ()  # modules that help if they are kept in FP32: it was tried
     capsule: str = ""
+    build: str = ""  # what makes the model of the capsule
     narrow: tuple[str, ...] = ()  # layers whose values FP8 does not hold
 
 
@@ -60,11 +61,12 @@ def diagnosis(found: Sequence[Finding]) -> Diagnosis:
     first = found[0]
     trials = [trial for finding in found for trial in finding.evidence.get("trace", {}).get("trials") or ()]
     kept = [trial["argument"] for trial in trials if trial.get("change") == "keep" and trial.get("finite")]
-    capsule = next((str(each.evidence["capsule"]) for each in found if each.evidence.get("capsule")), "")
+    saved = next((each.evidence for each in found if each.evidence.get("capsule")), {})
     file, line = first.place.file, first.place.line
     where = "" if file is None else f" ({Path(file).name}:{line})"
     words = first.message.partition(";")[0]  # what it was, without what it was given
-    return Diagnosis(first.rule.name, f"{words}{where}", tuple(dict.fromkeys(kept)), capsule)
+    capsule, build = (str(saved.get(name, "")) for name in ("capsule", "build"))
+    return Diagnosis(first.rule.name, f"{words}{where}", tuple(dict.fromkeys(kept)), capsule, build)
 
 
 class Recovery:
@@ -89,7 +91,7 @@ class Recovery:
         self._spikes = SpikeWatch()
         self._before: list[Policy] = []  # precisions that were left for wider ones
         self._last_applied = 0
-        self._capsule = ""  # the last: few are saved in a run
+        self._capsule = self._build = ""  # the last: few are saved in a run
         self.standing = Standing(ladder)
         self.rollbacks = 0  # in all
         self.times_back = 0  # to an earlier state, by a rollback or for another precision
@@ -167,7 +169,8 @@ class Recovery:
     def _next_rung(self, facts: Facts) -> bool:
         seen = diagnosis(self._engine.explained)._replace(narrow=_too_narrow(self._engine))
         found = self._agreement.first_says(seen)
-        self._capsule = found.capsule or self._capsule
+        if found.capsule:
+            self._capsule, self._build = found.capsule, found.build
         goes_back = facts.spike or self._would_change()
         policy = self._wider(found.patterns, found.narrow)
         spike = facts.spike and not facts.bad
@@ -298,6 +301,7 @@ class Recovery:
                 cause=cause,
                 tried=tuple(self.standing.tried),
                 capsule=self._capsule,
+                build=self._build,
                 checkpoint="" if good is None else str(good.path),
             ),
             facts.number,

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -22,6 +22,9 @@ from ampwise.guard.state import Whole
 from ampwise.guard.telling import Telling
 from ampwise.printers.terminal import printable
 from ampwise.trace.ranges import local
+
+if TYPE_CHECKING:
+    from ampwise.guard.disk.reading import Stored
 
 __all__ = ["Resumed", "Resuming"]
 
@@ -141,14 +144,17 @@ class Resuming:
         """The plain part, room for tensors, names of buffers that the model keeps its own of, and the precision to go
         on in when they are in place."""
         from ampwise.guard.disk.reading import read_plain, stored_tensors
+        from ampwise.guard.received import checked_state
 
         try:
-            plain: dict[str, Any] = from_json(read_plain(checkpoint, self._agreement.rank))
+            stored = stored_tensors(checkpoint)
+            plain = from_json(read_plain(checkpoint, self._agreement.rank))
+            plain = checked_state(plain, stored, self._whole.parameters(), self._engine.optimizers)
             policy = self._changes.precision(plain) if resumes else None
             self._take_precision(Policy.from_dict(plain["engine"]["policy"]))
             trained = [rest.get("state", {}).keys() for rest in self._whole.live().plain["optimizers"]]
             self._changes.settle(plain, trained)
-            return plain, *self._whole.prepare(plain, stored_tensors(checkpoint)), policy
+            return plain, *self._whole.prepare(plain, stored), policy
         except Damaged:
             raise
         except (ValueError, LookupError, TypeError, AttributeError) as error:

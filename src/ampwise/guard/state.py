@@ -22,6 +22,7 @@ from ampwise.engine.engine import Engine
 from ampwise.engine.precision.policy import named_modules, with_wrappers
 from ampwise.errors import BadInput
 from ampwise.guard.nested import join, split
+from ampwise.guard.received import handed_to
 from ampwise.guard.stored import as_stored, dtype_called, from_stored, is_writable, name_if_viewed
 from ampwise.trace.ranges import local
 
@@ -147,11 +148,13 @@ class Whole:
             _put_extra_states(model, plain["modules"].get(prefix, {}))
         for place, (optimizer, rest) in enumerate(zip(self._engine.optimizers, plain["optimizers"], strict=True)):
             if "nested" in rest:
-                optimizer.load_state_dict(join(rest["nested"], values, f"optimizer.{place}"))
+                with handed_to(optimizer):
+                    optimizer.load_state_dict(join(rest["nested"], values, f"optimizer.{place}"))
             else:
                 _put_groups(optimizer, rest["groups"])
         for name, skeleton in plain["others"].items():
-            self._others[name].load_state_dict(join(skeleton, values, f"other.{name}"))
+            with handed_to(self._others[name]):
+                self._others[name].load_state_dict(join(skeleton, values, f"other.{name}"))
         self._engine.load_state_dict(copy.deepcopy(plain["engine"]), other_precision=other_precision)
 
     def _make_rooms(self, plain: Plain) -> None:
@@ -176,6 +179,10 @@ class Whole:
             for prefix, model in _models(self._engine.models, self._others)
             for slot in _slots_of(model, seen)
         }
+
+    def parameters(self) -> dict[str, Tensor]:
+        """Those of all modules, by name."""
+        return {name: slot.there for name, slot in self._slots().items() if not slot.is_buffer and slot.tensor is not None}
 
     def _parameter_names(self) -> dict[int, str]:
         return {id(slot.tensor): name for name, slot in self._slots().items() if not slot.is_buffer}
@@ -297,7 +304,8 @@ def _put_extra_states(model: Module, states: Mapping[str, Any]) -> None:
     modules = named_modules(model)
     for name, state in states.items():
         if name in modules:
-            modules[name].set_extra_state(copy.deepcopy(state))
+            with handed_to(modules[name]):
+                modules[name].set_extra_state(copy.deepcopy(state))
 
 
 # --- optimizers ----------------------------------------------------------------------------------------------------

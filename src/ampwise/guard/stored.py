@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from ampwise.errors import BadInput, UnsupportedTensor
 from ampwise.tensors_on_disk import CODES, refuse_unwritable
 
-__all__ = ["as_stored", "dtype_called", "from_stored", "is_writable", "name_if_viewed"]
+__all__ = ["as_stored", "dtype_called", "form_of_stored", "from_stored", "is_writable", "name_if_viewed"]
 
 BY_BYTES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -37,6 +37,15 @@ def as_stored(tensor: Tensor, name: str) -> Tensor:
     except UnsupportedTensor as error:
         raise BadInput(f"Guard cannot save {error}") from error
     return stored
+
+
+def form_of_stored(dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[torch.dtype, tuple[int, ...]]:
+    """The dtype and shape that ``as_stored`` gives to a tensor of these."""
+    if dtype in CODES:
+        return dtype, shape
+    if dtype.is_complex:
+        return dtype.to_real(), (*shape, 2)
+    return BY_BYTES[dtype.itemsize], shape
 
 
 def _viewed(tensor: Tensor) -> Tensor:

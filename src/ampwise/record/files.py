@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
+import re
 import stat
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import IO, Any
+
+from ampwise.strict_json import loads
 
 __all__ = ["ASIDE", "LONGEST_LINE", "GrowingFile", "opened", "read_json", "read_lines", "write_aside"]
 
@@ -17,6 +19,7 @@ ASIDE = ".new"  # what is added to the name of a file until it is whole
 WRITING_SHARE = 0.01  # of the time, at most, is spent in handing lines to the system
 LONGEST_WAIT_S = 1.0  # of a line in memory, when another comes after it
 LONGEST_LINE = 64_000_000  # bytes
+LONG_NUMBER = re.compile(rb"[0-9]{300}")  # as a float, it would overflow
 
 
 def write_aside(path: Path, pieces: Iterable[bytes | memoryview]) -> tuple[int, int]:
@@ -44,10 +47,9 @@ def read_json(path: Path, largest: int) -> Any:
         data = file.read(largest + 1)
     if len(data) > largest:
         raise ValueError(f"it has more than {largest:,} bytes")
-    try:
-        return json.loads(data)
-    except RecursionError as error:
-        raise ValueError("it is nested too deeply") from error
+    if LONG_NUMBER.search(data):
+        raise ValueError("it has a number that is too long to compute with")
+    return loads(data)
 
 
 def read_lines(path: Path) -> Iterator[bytes]:

@@ -21,6 +21,7 @@ from ampwise.census.algebra import Census
 from ampwise.formats import binade_of
 from ampwise.record.bucket import NOTHING, Bucket, Spread
 from ampwise.record.rows import LayerSample, StepRow
+from ampwise.strict_json import refuse_halves, refuse_many
 
 __all__ = [
     "BROKEN",
@@ -28,6 +29,7 @@ __all__ = [
     "bucket_line",
     "bucket_of",
     "bucket_of_singles",
+    "is_count",
     "layers_line",
     "object_line",
     "read_bucket",
@@ -38,6 +40,8 @@ __all__ = [
 
 BROKEN = (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError)  # what a bad line leads to
 _DECODE = json.JSONDecoder().raw_decode
+LARGEST_COUNT = 2**63  # larger ones overflow as floats
+MOST_BINADES = 2200  # of FP64
 
 
 # --- steps ---------------------------------------------------------------------------------------------------------
@@ -253,12 +257,14 @@ def _census(census: Census) -> list[Any]:
 
 def _read_census(data: Any) -> Census:
     zeros, infs, nans, amax, amin, sum_squares, lowest, counts = _list(data)
+    if len(_list(counts)) > MOST_BINADES or not all(map(is_count, (zeros, infs, nans, *counts))):
+        raise ValueError("a census with other counts than there are")
     if _as_written(data):
         binades = {exponent: count for exponent, count in enumerate(counts, lowest) if count}
         return Census(binades=binades, zeros=zeros, infs=infs, nans=nans, amax=amax, amin=amin, sum_squares=sum_squares)
     return Census.from_dict(  # it takes what else means the same, and says what is wrong with the rest
         {
-            "binades": dict(enumerate(_list(counts), lowest)),
+            "binades": dict(enumerate(counts, lowest)),
             "zeros": zeros,
             "infs": infs,
             "nans": nans,
@@ -310,9 +316,11 @@ def object_line(data: Mapping[str, Any]) -> str:
 def read_object(line: bytes | str) -> dict[str, Any]:
     """The plain data of a line."""
     text = line if isinstance(line, str) else line.decode()
+    refuse_many(text)
     data, end = _DECODE(text)  # half the time of json.loads
     if not isinstance(data, dict) or text[end:] not in ("\n", ""):
         raise ValueError("not an object in a line of its own")
+    refuse_halves(text, data)
     return data
 
 
@@ -322,10 +330,19 @@ def _list(value: Any) -> list[Any]:
     return value
 
 
+def is_count(value: Any) -> bool:
+    """Whether it is a number from 0 that others can compute with.
+
+    >>> is_count(3), is_count(True), is_count(-1), is_count(2**63)
+    (True, False, False, False)
+    """
+    return type(value) is int and 0 <= value < LARGEST_COUNT
+
+
 def _whole(value: Any) -> int:
-    if type(value) is not int or value < 0:  # a bool is an int, too
-        raise ValueError(f"{value!r} is not a count")
-    return value
+    if not is_count(value):
+        raise ValueError(f"{value!r:.80} is not a count")
+    return value  # type: ignore[no-any-return]
 
 
 def _number(value: Any) -> float | None:

@@ -26,15 +26,17 @@ from ampwise.record.layout import (
     VERSION,
     rank_folders,
 )
-from ampwise.record.lines import read_bucket, read_layers
+from ampwise.record.lines import is_count, read_bucket, read_layers
 from ampwise.record.rows import LayerSample, Seen
 from ampwise.record.stored import read_findings
-from ampwise.record.tail import Tail, Whole
+from ampwise.record.tail import Limits, Tail, Whole
 
 __all__ = ["Part", "Run", "with_ranks"]
 
-LARGEST_FILE = 1_000_000_000  # bytes, five times what a record has as a whole
-LARGEST_FINDINGS = 100_000_000
+# Several times what a record has: thinning.Limits.
+OF_STEPS = Limits(bytes=100_000_000, line=10_000, lines=300_000)
+OF_LAYERS = Limits(bytes=250_000_000, line=64_000_000, lines=10_000)
+LARGEST_FINDINGS = 32_000_000  # bytes
 
 Manifest = dict[str, Any]
 
@@ -76,7 +78,7 @@ class Run:
         if self.manifest.get("status") != "running":
             return False
         pid, host = self.manifest.get("pid"), self.manifest.get("host")
-        if type(pid) is not int or pid < 1 or not host or host != platform.node() or os.name != "posix":
+        if not pid or not host or host != platform.node() or os.name != "posix":
             return None
         try:
             os.kill(pid, 0)  # asks, and does nothing to it
@@ -88,8 +90,8 @@ class Run:
 
     @property
     def rank(self) -> int:
-        rank = self.manifest.get("rank")
-        return rank if type(rank) is int else 0
+        rank: int = self.manifest.get("rank", 0)
+        return rank
 
     @property
     def environment(self) -> Mapping[str, Any]:
@@ -147,8 +149,8 @@ class Part:
     def __init__(self, folder: Path, *, layers: bool = True) -> None:
         self.folder = folder
         self._manifest = Whole(folder / MANIFEST, partial(_read_manifest, folder))
-        self._steps = Tail(folder / STEPS, read_bucket, LARGEST_FILE)
-        self._layers = Tail(folder / LAYERS, read_layers, LARGEST_FILE)
+        self._steps = Tail(folder / STEPS, read_bucket, OF_STEPS)
+        self._layers = Tail(folder / LAYERS, read_layers, OF_LAYERS)
         self._findings = Whole(folder / FINDINGS, partial(_read_findings, folder / FINDINGS))
         wanted = [self._layers] if layers else []
         self._asked: list[Tail[Any] | Whole[Any]] = [self._manifest, self._steps, *wanted, self._findings]
@@ -166,7 +168,7 @@ class Part:
         """As of the last look, without the other ranks."""
         found, said = self._findings.value
         manifest, torn = self._manifest.value
-        told = [*([torn] if torn else []), *(str(one) for one in _listed(manifest.get("trouble")))]
+        told = [*([torn] if torn else []), *manifest.get("trouble", ())]
         return Run(
             folder=self.folder,
             manifest=manifest,
@@ -223,7 +225,27 @@ def _read_manifest(folder: Path) -> tuple[Manifest, str]:
         return {}, f"{MANIFEST}, which says what ran and how it ended, cannot be read: {_why(error)}."
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
         raise BadInput(f"{folder / MANIFEST} is of another program: a record of ampwise has the format {FORMAT!r}.")
-    return _migrated(manifest, folder), ""
+    return _checked(_migrated(manifest, folder))
+
+
+# What of a manifest is more than shown. All of it may come from anybody.
+KINDS: Mapping[str, Callable[[Any], bool]] = {
+    **dict.fromkeys(("ampwise", "created", "host", "status"), lambda value: isinstance(value, str)),
+    **dict.fromkeys(("script", "finished"), lambda value: value is None or isinstance(value, str)),
+    **dict.fromkeys(("rank", "world_size", "pid"), is_count),
+    "exit_code": lambda value: value is None or (type(value) is int and abs(value) < 2**63),
+    "command": lambda value: isinstance(value, list) and all(isinstance(part, str) for part in value),
+    "trouble": lambda value: isinstance(value, list) and all(isinstance(part, str) for part in value),
+    "error": lambda value: value is None or isinstance(value, dict),
+    **dict.fromkeys(("environment", "facts"), lambda value: isinstance(value, dict)),
+}
+
+
+def _checked(manifest: Manifest) -> tuple[Manifest, str]:
+    """The manifest without what is of another kind than a run writes, and what is to be said of that."""
+    wrong = [name for name, is_one in KINDS.items() if name in manifest and not is_one(manifest[name])]
+    said = f"{MANIFEST}: {', '.join(wrong)} make no sense and were left out." if wrong else ""
+    return {name: value for name, value in manifest.items() if name not in wrong}, said
 
 
 def _instead_of_a_folder(path: Path) -> str:
@@ -265,10 +287,6 @@ def _read_findings(path: Path) -> tuple[list[Seen], list[str]]:
         return [], [f"{path.name} is missing."]
     except (OSError, ValueError) as error:
         return [], [f"{path.name} cannot be read: {_why(error)}."]
-
-
-def _listed(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else []
 
 
 def _mapping(value: Any) -> Mapping[str, Any]:

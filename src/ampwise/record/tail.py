@@ -11,22 +11,30 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Generic, NamedTuple, TypeVar
 
-from ampwise.record.files import LONGEST_LINE, opened
+from ampwise.record.files import opened
 from ampwise.record.lines import BROKEN
 
-__all__ = ["Tail", "Whole"]
+__all__ = ["Limits", "Tail", "Whole"]
 
 SETTLED_S = 2.0  # a file system's clock ticks in milliseconds at best, in seconds at worst
 
 Read = TypeVar("Read")
 
 
+class Limits(NamedTuple):
+    """How much of a file is read: what a line becomes in memory is many times its length."""
+
+    bytes: int
+    line: int  # bytes of one
+    lines: int
+
+
 class Tail(Generic[Read]):
     """What the lines of a file say that grows at its end, and is now and then replaced by a shorter one."""
 
-    def __init__(self, path: Path, read: Callable[[bytes], Read], largest: int) -> None:
+    def __init__(self, path: Path, read: Callable[[bytes], Read], limits: Limits) -> None:
         self.path = path
-        self._read, self._largest = read, largest
+        self._read, self._limits = read, limits
         self._stamp: _Stamp | None = None
         self._problem = ""  # why nothing can be read
         self._times = 0  # that it was begun
@@ -79,15 +87,17 @@ class Tail(Generic[Read]):
 
     def _read_on(self, file: IO[bytes]) -> None:
         stat = os.fstat(file.fileno())
-        if stat.st_size > self._largest:
+        if stat.st_size > self._limits.bytes:
             self._begin_anew()
-            raise ValueError(f"it has more than {self._largest:,} bytes")
+            raise ValueError(f"it has more than {self._limits.bytes:,} bytes")
         if not self._goes_on(file, stat):
             self._begin_anew()
         self._identity, self._last, self._has_unfinished = (stat.st_dev, stat.st_ino), [], False
         file.seek(self._offset)
-        while line := file.readline(LONGEST_LINE):
-            if not line.endswith(b"\n") and len(line) < LONGEST_LINE:
+        while line := file.readline(self._limits.line):
+            if self._number == self._limits.lines:
+                raise ValueError(f"it has more than {self._number:,} lines, and what comes after these was left out")
+            if not line.endswith(b"\n") and len(line) < self._limits.line:
                 self._keep_unfinished(line)
                 return
             self._take(line)

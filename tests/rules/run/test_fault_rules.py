@@ -259,9 +259,11 @@ def test_a_stop_says_how_to_look_and_how_to_go_on():
     finding = finding_of(stopped)
     assert finding.evidence["exit_code"] == 70
     assert finding.fix == (
-        "See the bad step again: `ampwise replay 'my run/c'`. "
-        "Mend the cause, then start the same command again: it goes on from run/step-5."
+        "See the bad step again: `ampwise replay 'my run/c' --build train.py:make`, with your own function that makes "
+        "the model for train.py:make. Mend the cause, then start the same command again: it goes on from run/step-5."
     )
+    known = TrainingStopped(step=6, cause="NaN", tried=("skip",), capsule="c", build="my net.py:make")
+    assert "again: `ampwise replay c --build 'my net.py:make'`. Mend" in finding_of(known).fix
     assert finding_of(TrainingStopped(step=6, cause="NaN", tried=())).fix == (
         "Mend the cause, then start the same command again: it begins anew, as there is no good checkpoint."
     )

@@ -73,7 +73,7 @@ UNDER_PRESSURE = [
         says=(
             r"First \(the loss is NaN or inf\):",
             r"1\. ampwise check train\.py",
-            r"replay capsules/step-\d+ --precision fp32",
+            r"replay capsules/step-\d+ --build train.py:make --precision fp32",
             r"finite again at a lower\s+scale, is ordinary",
             r"NaN there too",
         ),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,6 +14,7 @@ from ampwise.errors import BadInput
 __all__ = ["COUNTS", "checked_state"]
 
 TORCHS = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
+MOST = 2**31  # what torch counts with
 COUNTS = ("overflows_in_a_row", "applied_steps", "skipped_steps")  # ours, which torch's states do not have
 
 
@@ -29,7 +30,7 @@ def checked_state(state: Any, limits: Limits) -> dict[str, Any]:
         raise BadInput(f"load_state_dict(): backoff_factor={numbers['backoff_factor']}: a number below 1 is expected.")
     for key in ("growth_interval", "_growth_tracker", *COUNTS):
         least = int(key == "growth_interval")
-        if key in numbers and not (numbers[key] >= least and numbers[key] == int(numbers[key])):
+        if key in numbers and not (least <= numbers[key] < MOST and numbers[key] == int(numbers[key])):
             raise BadInput(f"load_state_dict(): {key}={numbers[key]}: a whole number, {least} or more, is expected.")
     return numbers
 
@@ -37,7 +38,7 @@ def checked_state(state: Any, limits: Limits) -> dict[str, Any]:
 def _number(key: str, value: Any) -> float:
     if isinstance(value, Tensor) and value.numel() == 1:
         value = value.item()
-    if not is_number(value) or not math.isfinite(value):
+    if not is_number(value) or not abs(value) <= sys.float_info.max:
         raise BadInput(f"load_state_dict(): {key}={value!r}: a finite number is expected.")
     return value  # type: ignore[no-any-return]
 

@@ -16,6 +16,7 @@ __all__ = [
     "LOCK",
     "MANIFEST",
     "MARK",
+    "MOST_PARTS",
     "MOST_RANKS",
     "OF_A_RANK",
     "OURS",
@@ -35,7 +36,8 @@ MARK = "mark.json"  # added later: good, or not to be resumed from
 LOCK = "lock"  # beside the checkpoints: the run that writes here
 
 LARGEST_MANIFEST = 64_000_000  # bytes; that of a model of some hundred tensors has a hundred thousand
-LARGEST_PLAIN = 256_000_000
+LARGEST_PLAIN = 64_000_000
+MOST_PARTS = 3_000_000  # lists and objects in either: what they take in memory is many times their bytes
 LARGEST_MARK = 10_000
 MOST_RANKS = 100_000
 

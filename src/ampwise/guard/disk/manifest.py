@@ -12,7 +12,16 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from ampwise.errors import BadInput
-from ampwise.guard.disk.layout import FORMAT, MANIFEST, MOST_RANKS, OF_A_RANK, VERSION, plain_file, tensors_file
+from ampwise.guard.disk.layout import (
+    FORMAT,
+    MANIFEST,
+    MOST_PARTS,
+    MOST_RANKS,
+    OF_A_RANK,
+    VERSION,
+    plain_file,
+    tensors_file,
+)
 from ampwise.strict_json import dumps, loads
 
 __all__ = ["Damaged", "Manifest", "Piece", "StoredFile", "StoredTensor"]
@@ -64,8 +73,9 @@ class Manifest:
     tensors: Mapping[str, StoredTensor]
 
     def __post_init__(self) -> None:
-        expected = {name for rank in range(self.world_size) for name in (tensors_file(rank), plain_file(rank))}
-        if self.files.keys() != expected:
+        count = len(self.files) // 2  # before names are made for as many ranks as it says
+        expected = {name for rank in range(count) for name in (tensors_file(rank), plain_file(rank))}
+        if count != self.world_size or self.files.keys() != expected:
             raise Damaged(f"{MANIFEST} is damaged: it does not name two files for each of {self.world_size} ranks.")
         for name, tensor in self.tensors.items():
             _check_pieces(name, tensor, self.files)
@@ -94,7 +104,7 @@ class Manifest:
     def parse(cls, data: bytes) -> Manifest:
         """Damaged, in a line, for what no ampwise wrote."""
         try:
-            facts = loads(data)
+            facts = loads(data, most=MOST_PARTS)
         except ValueError as error:
             raise Damaged(f"{MANIFEST} is damaged: {str(error)[:200]}.") from error
         if not isinstance(facts, dict) or facts.get("format") != FORMAT:

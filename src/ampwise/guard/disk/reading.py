@@ -27,7 +27,7 @@ from torch.futures import Future
 
 from ampwise.errors import BadInput
 from ampwise.guard.disk.catalog import Checkpoint, Damaged, read_manifest, verify_file
-from ampwise.guard.disk.layout import LARGEST_PLAIN, plain_file
+from ampwise.guard.disk.layout import LARGEST_PLAIN, MOST_PARTS, plain_file
 from ampwise.guard.disk.manifest import Manifest, Piece, StoredTensor
 from ampwise.guard.disk.ranks import checked_together, explained
 from ampwise.record.files import opened
@@ -62,7 +62,7 @@ def read_plain(checkpoint: Checkpoint, rank: int) -> Any:
     verify_file(checkpoint.path, name, manifest)
     try:
         with opened(checkpoint.path / name, os.O_RDONLY, "rb") as file:
-            return loads(file.read(size))
+            return loads(file.read(size), most=MOST_PARTS)
     except (OSError, ValueError) as error:
         raise Damaged(f"{name} cannot be read: {str(error)[:200]}.") from error
 

@@ -36,6 +36,7 @@ from ampwise.guard.disk.layout import (
     LARGEST_MANIFEST,
     LARGEST_PLAIN,
     MANIFEST,
+    MOST_PARTS,
     MOST_RANKS,
     SEAL,
     aside,
@@ -46,6 +47,7 @@ from ampwise.guard.disk.layout import (
 from ampwise.guard.disk.manifest import LONGEST_NAME, Manifest, Piece, StoredFile, StoredTensor
 from ampwise.guard.disk.ranks import checked_together, explained, rank_in, size_of
 from ampwise.record.files import write_aside
+from ampwise.strict_json import refuse_many
 from ampwise.tensors_on_disk import CODES, METADATA, refuse_unwritable, write_tensors
 
 __all__ = ["write_checkpoint"]
@@ -128,6 +130,7 @@ def _check(step: int, live: Mapping[str, Tensor], staged: Mapping[str, Tensor]) 
 def _as_json(plain: Any) -> bytes:
     try:
         data = json.dumps(plain, allow_nan=False).encode()
+        refuse_many(data, MOST_PARTS)
     except (TypeError, ValueError, RecursionError) as error:
         raise BadInput(f"the plain data has no form in JSON: {error}.") from error
     if len(data) > LARGEST_PLAIN:

@@ -24,7 +24,10 @@ RULE = Rule(
     fix="Run the bad step again in FP32. Finite there: keep the module it names in FP32. NaN there too: look "
     "elsewhere.",
     bad="# with torch.autocast(device):  # NaN, so turned off\nloss = loss_fn(model(x), y)",
-    good="$ ampwise run --capsule capsules train.py\n$ ampwise replay capsules/step-000012 --precision fp32",
+    good=(
+        "$ ampwise run --capsule capsules train.py\n"
+        "$ ampwise replay capsules/step-000012 --build train.py:make --precision fp32"
+    ),
 )
 
 
@@ -41,7 +44,8 @@ def check(choice: Choice) -> Iterator[Finding]:
                 "the bad step replayed": "about ten steps' time; it names the operation, its line, and what mends it",
             },
             know=ToKnow(
-                "ampwise run --capsule capsules train.py, then ampwise replay capsules/step-000012 --precision fp32",
+                "ampwise run --capsule capsules train.py, then ampwise replay capsules/step-000012 --build "
+                "train.py:make --precision fp32",
                 "whether the same step is finite in FP32, and which operation went bad first",
             ),
         )

@@ -41,9 +41,17 @@ def check(stopped: TrainingStopped) -> Iterator[Finding]:
 
 
 def _way_on(stopped: TrainingStopped) -> str:
-    look = f"See the bad step again: `ampwise replay {shlex.quote(stopped.capsule)}`. " if stopped.capsule else ""
+    look = f"See the bad step again: {_replay(stopped)}. " if stopped.capsule else ""
     if stopped.checkpoint:
         from_where = f"it goes on from {one_line(stopped.checkpoint)}"
     else:
         from_where = "it begins anew, as there is no good checkpoint"
     return f"{look}Mend the cause, then start the same command again: {from_where}."
+
+
+def _replay(stopped: TrainingStopped) -> str:
+    """The command, which needs to be given what makes the model."""
+    command = f"ampwise replay {shlex.quote(stopped.capsule)} --build"
+    if stopped.build:
+        return f"`{command} {shlex.quote(stopped.build)}`"
+    return f"`{command} train.py:make`, with your own function that makes the model for train.py:make"

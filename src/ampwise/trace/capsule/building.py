@@ -1,7 +1,7 @@
 """The function that makes model and loss function. It is the user's code, and never the capsule's.
 
-A capsule may say which function made its model. It is believed only as far as that is a function of a file in the
-current folder; any other is for the user to name.
+The user names it, or confirms what the capsule suggests: a function of a file in the current folder, outside of the
+capsule's own. Nothing is called only because a capsule names it.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 from torch.nn import Module
 
 from ampwise.errors import BadInput
-from ampwise.user_code import FORM, INSTALLED, Named, call, checked_name, function_of, kind
+from ampwise.user_code import FORM, INSTALLED, Named, call, checked_name, function_of, is_inside, kind
 
-__all__ = ["Built", "build", "builder_named", "own_builder"]
+__all__ = ["Built", "build", "builder_named", "suggested_builder"]
 
 
 class Built(NamedTuple):
@@ -28,12 +28,14 @@ class Built(NamedTuple):
     made_by: str  # the function's name
 
 
-def builder_named(text: str) -> Named:
-    """The one that the user names."""
-    return Named(f"--build {text}", *checked_name(text, "--build"))
+def builder_named(text: str, capsule: Path) -> Named:
+    """The one that the user names; BadInput for a file that came with the capsule."""
+    place, function = checked_name(text, "--build")
+    _refuse_inside(place, capsule, f"--build {text}")
+    return Named(f"--build {text}", place, function)
 
 
-def own_builder(text: str | None) -> Named:
+def suggested_builder(text: str | None, capsule: Path) -> Named:
     """The one that a capsule names, if it is a function of a file in the current folder."""
     if text is None:
         raise BadInput(f"the capsule does not say what makes its model. Give --build: {FORM}.")
@@ -44,9 +46,18 @@ def own_builder(text: str | None) -> Named:
             f"the capsule is to be built with {text!r}, which is no file of yours in {Path.cwd()}, so it is not run. "
             f"Go to the folder that has it, or give --build: {FORM}."
         )
+    _refuse_inside(file, capsule, f"the capsule is to be built with {text!r}")
     if not _defines(file, function):
         raise BadInput(f"the capsule is to be built with {text!r}, and {file} defines no function of that name.")
     return Named(str(file.relative_to(Path.cwd().resolve())), place, function, file)
+
+
+def _refuse_inside(file: str | Path, capsule: Path, said: str) -> None:
+    if str(file).endswith(".py") and is_inside(file, capsule):
+        raise BadInput(
+            f"{said}: the file is inside the capsule's own folder, from which nothing is run. Give --build with a file "
+            "of your own."
+        )
 
 
 def _own_file(place: str) -> Path | None:

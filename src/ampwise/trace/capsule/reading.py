@@ -17,12 +17,17 @@ from ampwise.record.files import opened
 from ampwise.record.stored import read_findings
 from ampwise.strict_json import loads
 from ampwise.tensors_on_disk import read_tensors
+from ampwise.trace.capsule.arguments import checked_arguments
 from ampwise.trace.capsule.contents import Contents
 from ampwise.trace.capsule.layout import BATCH, FACTS, FORMAT, LARGEST_FACTS, SEAL, VERSION, WEIGHTS
 from ampwise.trace.capsule.tree import Unpacker
 
 __all__ = ["read"]
 
+NAMES = (
+    "args", "build", "build_args", "device", "environment", "evaluating", "findings", "kwargs", "loss", "model",
+    "policy", "precision", "random", "rank", "scale", "step",
+)  # fmt: skip
 SHOWN = 3  # capsules in a folder that is none itself
 CHANGED = "is not as it was written: its checksum is another. It was changed or damaged, and is not used."
 
@@ -39,9 +44,8 @@ def read(folder: str | Path, where: Callable[[str], torch.device] | None = None)
     tensors, stored = _tensors(home, facts)
     try:
         return _contents(facts, tensors, stored, device)
-    except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
-        why = f"{error.args[0]!r} is missing" if isinstance(error, KeyError) else str(error)
-        raise BadInput(f"{home}: {FACTS} is damaged: {printable(why[:200])}.") from error
+    except ValueError as error:
+        raise BadInput(f"{home}: {FACTS} is damaged: {printable(str(error)[:200]).rstrip('.')}.") from error
 
 
 # --- the facts -----------------------------------------------------------------------------------------------------
@@ -56,8 +60,8 @@ def _facts(home: Path) -> dict[str, Any]:
     data = _bytes(home, FACTS, LARGEST_FACTS)
     try:
         facts = loads(data)
-    except (ValueError, RecursionError) as error:
-        raise BadInput(f"{home}: {FACTS} is damaged: {error}.") from error
+    except ValueError as error:
+        raise BadInput(f"{home}: {FACTS} is damaged: {printable(str(error)[:200])}.") from error
     if not isinstance(facts, dict) or facts.get("format") != FORMAT:
         raise BadInput(f"{home} is no capsule: {FACTS} is of another kind.")
     if facts.get("version") != VERSION:
@@ -86,7 +90,9 @@ def _hint(home: Path) -> str:
     """Whether capsules lie in it."""
     try:
         names = sorted(
-            path.name for path in home.iterdir() if not path.name.startswith(".") and (path / FACTS).exists()
+            path.name
+            for path in home.iterdir()
+            if not path.name.startswith(".") and not path.is_symlink() and (path / FACTS).exists()
         )
     except OSError:
         return ""
@@ -112,7 +118,8 @@ def _checked_tensors(home: Path, name: str, sums: Any) -> dict[str, Tensor]:
     path = home / name
     if path.exists() and path.stat().st_size != sums["bytes"]:
         raise BadInput(
-            f"{home}: {name} has {path.stat().st_size:,} bytes, not {sums['bytes']}: it was cut off or changed."
+            f"{home}: {name} has {path.stat().st_size:,} bytes, not {str(sums['bytes'])[:40]}: it was cut off or "
+            "changed."
         )
     try:
         read = read_tensors(path)
@@ -129,33 +136,58 @@ def _checked_tensors(home: Path, name: str, sums: Any) -> dict[str, Tensor]:
 def _contents(
     facts: Mapping[str, Any], tensors: Mapping[str, Tensor], stored: Mapping[str, Tensor], device: torch.device
 ) -> Contents:
+    """ValueError, which says what it is about, for what no ampwise wrote."""
+    if missing := [name for name in NAMES if name not in facts]:
+        raise ValueError(f"{missing[0]!r} is missing")
     unpacker = Unpacker(tensors, device)
-    model = {"weights": {}, "buffers": {}} if facts["model"] is None else facts["model"]
-    evaluating = facts["evaluating"]
-    findings, _ = read_findings(facts["findings"])
-    loss, random, policy = (unpacker.unpack(facts[name]) for name in ("loss", "random", "policy"))
+    unpacked = {name: unpacker.unpack(facts[name]) for name in ("loss", "scale", "random", "policy", "environment")}
+    model = {"weights": {}, "buffers": {}} if facts["model"] is None else _a(dict, facts["model"], "model")
     return Contents(
-        args=tuple(map(unpacker.unpack, _a(list, facts["args"]))),
-        kwargs={name: unpacker.unpack(value) for name, value in _a(dict, facts["kwargs"]).items()},
-        random=None if random is None else _a(dict, random),
-        weights={name: stored[place] for name, place in model["weights"].items()},
-        buffers={name: stored[place] for name, place in model["buffers"].items()},
-        precision=_a(str, facts["precision"]),
-        policy=None if policy is None else _a(dict, policy),
-        scale=float(_a(float, unpacker.unpack(facts["scale"]))),
-        step=None if facts["step"] is None else _a(int, facts["step"]),
-        rank=_a(int, facts["rank"]),
-        loss=None if loss is None else float(loss),
-        build=None if facts["build"] is None else _a(str, facts["build"]),
-        build_args={name: unpacker.unpack(value) for name, value in _a(dict, facts["build_args"]).items()},
-        findings=[seen.finding for seen in findings],
-        device=_a(str, facts["device"]),
-        evaluating=None if evaluating is None else tuple(_a(list, evaluating)),
-        environment=_a(dict, unpacker.unpack(facts["environment"])),
+        args=tuple(map(unpacker.unpack, _a(list, facts["args"], "args"))),
+        kwargs=_unpacked_by_name(unpacker, facts["kwargs"], "kwargs"),
+        random=_optional(dict, unpacked["random"], "random"),
+        weights=_placed(model.get("weights"), stored, "weights"),
+        buffers=_placed(model.get("buffers"), stored, "buffers"),
+        precision=_a(str, facts["precision"], "precision"),
+        policy=_optional(dict, unpacked["policy"], "policy"),
+        scale=_a(float, unpacked["scale"], "scale"),
+        step=_optional(int, facts["step"], "step"),
+        rank=_a(int, facts["rank"], "rank"),
+        loss=_optional(float, unpacked["loss"], "loss"),
+        build=_optional(str, facts["build"], "build"),
+        build_args=checked_arguments(_unpacked_by_name(unpacker, facts["build_args"], "build_args")),
+        findings=[seen.finding for seen in read_findings(facts["findings"])[0]],
+        device=_a(str, facts["device"], "device"),
+        evaluating=None if facts["evaluating"] is None else _names(facts["evaluating"], "evaluating"),
+        environment=_a(dict, unpacked["environment"], "environment"),
     )
 
 
-def _a(kind: type, value: Any) -> Any:
-    if not isinstance(value, kind):
-        raise ValueError(f"{str(value)[:40]!r} is there instead of a {kind.__name__}")
+def _unpacked_by_name(unpacker: Unpacker, values: Any, name: str) -> dict[str, Any]:
+    return {key: unpacker.unpack(value) for key, value in _a(dict, values, name).items()}
+
+
+def _placed(places: Any, stored: Mapping[str, Tensor], name: str) -> dict[str, Tensor]:
+    """The tensors of a model by name, from where the file has them."""
+    found = {}
+    for key, place in _a(dict, places, name).items():
+        if not isinstance(place, str) or place not in stored:
+            raise ValueError(f"{name}: the tensor {str(place)[:80]!r} is missing")
+        found[key] = stored[place]
+    return found
+
+
+def _names(values: Any, name: str) -> tuple[str, ...]:
+    return tuple(_a(str, value, name) for value in _a(list, values, name))
+
+
+def _optional(kind: type, value: Any, name: str) -> Any:
+    return None if value is None else _a(kind, value, name)
+
+
+def _a(kind: type, value: Any, name: str) -> Any:
+    """The value, which is of this kind; and where that is a number, one that fits into 64 bits."""
+    is_number = kind is int and isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**63
+    if not (is_number if kind is int else isinstance(value, kind)):
+        raise ValueError(f"{name}: {str(value)[:40]!r} is there instead of a {kind.__name__}")
     return value

@@ -25,6 +25,7 @@ __all__ = ["Attributes", "Packer", "Unpacker", "named_tuple"]
 DEEPEST = 20  # what is nested deeper is a mistake, or holds itself
 LONGEST_INTEGER = 4096  # bits
 LONGEST_PATH = 200  # characters by which a tensor is named
+MOST_KINDS = 1000  # of named tuples: each is a class, which takes a kilobyte
 DOUBLE = struct.Struct(">d")
 TAKES = "A capsule holds tensors, numbers, text and None, and lists, tuples and dicts of them"
 
@@ -44,13 +45,16 @@ class Attributes(dict[str, Any]):
             raise AttributeError(f"a capsule holds the values of a {kind!r}, and none is {name!r}") from None
 
 
-def named_tuple(values: Mapping[str, Any]) -> tuple[Any, ...]:
-    """As collections.namedtuple would make it, which compiles the names it is given; here nothing is compiled."""
-    if not all(name.isidentifier() and not name.startswith("_") for name in values):
+def named_tuple(names: tuple[str, ...]) -> Any:
+    """A class as collections.namedtuple would make it, which compiles the names it is given; here nothing is compiled.
+
+    >>> named_tuple(("loss", "scale"))(0.5, 1.0).scale
+    1.0
+    """
+    if not all(name.isidentifier() and not name.startswith("_") for name in names):
         raise ValueError("a named tuple with names that are none")
-    parts = {name: property(itemgetter(number)) for number, name in enumerate(values)}
-    kind: Any = type("Named", (tuple,), {**_TUPLE, **parts, "_fields": tuple(values)})
-    return kind(*values.values())  # type: ignore[no-any-return]
+    parts = {name: property(itemgetter(number)) for number, name in enumerate(names)}
+    return type("Named", (tuple,), {**_TUPLE, **parts, "_fields": names})
 
 
 def _new_tuple(kind: type[tuple[Any, ...]], *values: Any) -> tuple[Any, ...]:
@@ -158,44 +162,57 @@ class Unpacker:
         self._tensors = tensors
         self._device = device
         self._made: dict[str, Tensor] = {}
-        self._kinds: dict[str, Callable[[Any], Any]] = {
-            "list": lambda items: list(self._items(items)),
-            "tuple": lambda items: tuple(self._items(items)),
+        self._classes: dict[tuple[str, ...], Any] = {}  # of named tuples
+        self._kinds: dict[str, Callable[[Any, int], Any]] = {
+            "list": lambda items, depth: list(self._items(items, depth)),
+            "tuple": lambda items, depth: tuple(self._items(items, depth)),
             "dict": self._values,
-            "named": lambda values: named_tuple(self._values(values)),
-            "float": _float,
+            "named": self._named,
+            "float": lambda text, depth: _float(text),
         }
 
-    def unpack(self, node: Any) -> Any:
+    def unpack(self, node: Any, depth: int = 0) -> Any:
         if not isinstance(node, dict):
-            if isinstance(node, list):
-                raise ValueError("a list that does not say what it is")
-            return node
+            return _unpacked_plain(node)
+        if depth > DEEPEST:
+            raise ValueError(f"values nested more than {DEEPEST} deep")
         if "tensor" in node:
-            return self._tensor(**node)
+            return self._tensor(node)
         if "attributes" in node:
-            return self._attributes(node)
+            return self._attributes(node, depth)
         if len(node) != 1 or next(iter(node)) not in self._kinds:
             raise ValueError(f"a value of a kind that is not known: {', '.join(map(repr, node))[:80]}")
         ((kind, inner),) = node.items()
-        return self._kinds[kind](inner)
+        return self._kinds[kind](inner, depth)
 
-    def _items(self, items: Any) -> Iterator[Any]:
+    def _items(self, items: Any, depth: int) -> Iterator[Any]:
         if not isinstance(items, list):
             raise ValueError("values that are no list")
-        return map(self.unpack, items)
+        return (self.unpack(item, depth + 1) for item in items)
 
-    def _values(self, values: Any) -> dict[str, Any]:
+    def _values(self, values: Any, depth: int) -> dict[str, Any]:
         if not isinstance(values, dict):
             raise ValueError("values without names")
-        return {key: self.unpack(inner) for key, inner in values.items()}
+        return {key: self.unpack(inner, depth + 1) for key, inner in values.items()}
 
-    def _attributes(self, node: dict[str, Any]) -> Attributes:
+    def _named(self, values: Any, depth: int) -> tuple[Any, ...]:
+        parts = self._values(values, depth)
+        names = tuple(parts)
+        if names not in self._classes:
+            if len(self._classes) == MOST_KINDS:
+                raise ValueError(f"more than {MOST_KINDS:,} kinds of named tuples")
+            self._classes[names] = named_tuple(names)
+        return self._classes[names](*parts.values())  # type: ignore[no-any-return]
+
+    def _attributes(self, node: dict[str, Any], depth: int) -> Attributes:
         if set(node) != {"attributes", "class"} or not isinstance(node["class"], str):
             raise ValueError("an object without its values")
-        return Attributes(self._values(node["attributes"]), node["class"][:80])
+        return Attributes(self._values(node["attributes"], depth), node["class"][:80])
 
-    def _tensor(self, tensor: Any, on_device: Any = False, requires_grad: Any = False) -> Tensor:
+    def _tensor(self, node: Mapping[str, Any]) -> Tensor:
+        tensor, on_device, requires_grad = (node.get(name) for name in ("tensor", "on_device", "requires_grad"))
+        if not set(node) <= {"tensor", "on_device", "requires_grad"}:
+            raise ValueError(f"a tensor with parts that are not known: {', '.join(map(repr, node))[:80]}")
         if not isinstance(tensor, str) or tensor not in self._tensors:
             raise ValueError(f"the tensor {str(tensor)[:80]!r} is missing")
         if tensor not in self._made:
@@ -205,6 +222,14 @@ class Unpacker:
                 raise ValueError(f"the tensor {tensor[:80]!r} has no gradient")
             self._made[tensor] = made.requires_grad_(requires_grad is True)
         return self._made[tensor]
+
+
+def _unpacked_plain(node: Any) -> Any:
+    if isinstance(node, list):
+        raise ValueError("a list that does not say what it is")
+    if isinstance(node, int) and node.bit_length() > LONGEST_INTEGER:
+        raise ValueError(f"a number of more than {LONGEST_INTEGER:,} bits")
+    return node
 
 
 def _float(text: Any) -> float:

@@ -20,8 +20,9 @@ from ampwise.printers.tool import installed_version
 from ampwise.record.files import write_aside
 from ampwise.record.rows import Seen
 from ampwise.record.stored import findings_data
-from ampwise.strict_json import dumps
+from ampwise.strict_json import dumps, refuse_many
 from ampwise.tensors_on_disk import refuse_unwritable, size_on_disk, write_tensors
+from ampwise.trace.capsule.arguments import checked_arguments
 from ampwise.trace.capsule.contents import Contents
 from ampwise.trace.capsule.layout import BATCH, FACTS, FORMAT, LARGEST_FACTS, SEAL, VERSION, WEIGHTS
 from ampwise.trace.capsule.tree import Packer
@@ -87,6 +88,10 @@ def _write_files(folder: Path, packed: _Packed) -> None:
         raise BadInput(
             f"what is to be written besides tensors has {len(text):,} bytes, and {LARGEST_FACTS:,} is the most."
         )
+    try:
+        refuse_many(text)
+    except ValueError as error:
+        raise BadInput(f"what is to be written besides tensors cannot be read again: {error}.") from error
     write_aside(folder / FACTS, [text])
     write_aside(folder / SEAL, [f"{hashlib.sha256(text).hexdigest()}  {FACTS}\n".encode()])
 
@@ -139,12 +144,13 @@ def _packed(contents: Contents, with_weights: bool) -> _Packed:
         "device": device,
         "evaluating": None if contents.evaluating is None else list(contents.evaluating),
         "scale": packer.pack(float(contents.scale), "scale"),
-        "loss": packer.pack(contents.loss, "loss"),
+        "loss": packer.pack(None if contents.loss is None else float(contents.loss), "loss"),
         "policy": packer.pack(contents.policy, "policy"),
         "args": [packer.pack(value, f"argument {number}") for number, value in enumerate(contents.args, 1)],
         "kwargs": {name: packer.pack(value, f"argument {name!r}") for name, value in contents.kwargs.items()},
         "build_args": {
-            name: packer.pack(value, f"build_args[{name!r}]") for name, value in contents.build_args.items()
+            name: packer.pack(value, f"build_args[{name!r}]")
+            for name, value in checked_arguments(contents.build_args).items()
         },
         "random": packer.pack(contents.random, "random"),
         "environment": packer.pack({**_environment(), **contents.environment}, "environment"),

@@ -14,7 +14,7 @@ Steps = tuple[TriageStep, ...]
 
 CHECK = "ampwise check train.py"
 RUN = "ampwise run train.py"
-REPLAY = "ampwise replay capsules/step-000012 --precision fp32"
+REPLAY = "ampwise replay capsules/step-000012 --build train.py:make --precision fp32"
 CAPSULE = "ampwise run --capsule capsules train.py"
 
 
