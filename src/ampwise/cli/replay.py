@@ -32,7 +32,7 @@ import contextlib
 import sys
 
 from ampwise.printers import add_output_arguments, output_format, print_findings
-from ampwise.printers.terminal import say
+from ampwise.printers.terminal import printable, say, write
 
 TYPE_CHECKING = False  # as in typing, which takes milliseconds to import
 if TYPE_CHECKING:
@@ -153,8 +153,6 @@ def _head(contents: Contents) -> str:
     weights = "" if contents.weights else ", without weights"
     precision = f" in {contents.precision}" if contents.precision else ""
     return f"{step}{precision} on {contents.device}{loss}{weights}{found}"
-
-
 
 
 def _finite(contents: Contents, rerun: Rerun) -> str:

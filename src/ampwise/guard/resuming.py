@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
@@ -22,9 +22,6 @@ from ampwise.guard.state import Whole
 from ampwise.guard.telling import Telling
 from ampwise.printers.terminal import printable
 from ampwise.trace.ranges import local
-
-if TYPE_CHECKING:
-    from ampwise.guard.disk.reading import Stored
 
 __all__ = ["Resumed", "Resuming"]
 

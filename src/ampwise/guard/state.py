@@ -182,7 +182,9 @@ class Whole:
 
     def parameters(self) -> dict[str, Tensor]:
         """Those of all modules, by name."""
-        return {name: slot.there for name, slot in self._slots().items() if not slot.is_buffer and slot.tensor is not None}
+        return {
+            name: slot.there for name, slot in self._slots().items() if not slot.is_buffer and slot.tensor is not None
+        }
 
     def _parameter_names(self) -> dict[int, str]:
         return {id(slot.tensor): name for name, slot in self._slots().items() if not slot.is_buffer}
