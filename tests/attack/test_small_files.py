@@ -74,9 +74,9 @@ def test_a_header_of_tensors_of_many_lists(tmp_path):
 
 
 def test_a_manifest_of_many_lists_or_ranks():
-    many = f'{{"format": "ampwise-checkpoint", "version": 1, "about": [{MANY * 3}0]}}'.encode()
+    many = f'{{"format": "ampwise-checkpoint", "version": 2, "about": [{MANY * 3}0]}}'.encode()
     ranks = {"step": 1, "number": 1, "saved": 1, "world_size": 100_000, "about": {}, "files": {}, "tensors": {}}
-    few = json.dumps({"format": "ampwise-checkpoint", "version": 1, **ranks}).encode()
+    few = json.dumps({"format": "ampwise-checkpoint", "version": 2, **ranks}).encode()
     with little_memory(1_000_000):
         with pytest.raises(Damaged, match="lists and objects, and 3,000,000 is the most"):
             Manifest.parse(many)

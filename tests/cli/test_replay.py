@@ -302,7 +302,7 @@ def test_in_a_terminal_one_is_asked(here, capsys, monkeypatch, answer, code):
     monkeypatch.setattr(sys, "stderr", Terminal())
     assert main(["replay", path]) == code
     err = sys.stderr.getvalue()
-    assert "ampwise: the capsule suggests to call make(width=4) of train.py. Call it? [y/N] " in err
+    assert "ampwise: the capsule suggests to call make(width=4) of train.py. Call it? [y/N]\n" in err
     assert ("ampwise: calling make(width=4) of train.py" in err) == (code == 1)
     assert ("train" in sys.modules) == (code == 1)
 

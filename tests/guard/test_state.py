@@ -147,13 +147,16 @@ def onto_disk(run, folder):
     )
 
 
-def from_disk(run, folder):
-    """As Guard does."""
-    telling, agreement = Telling(None, speaks=False), Agreement(run.engine.ranks, 10.0)
+def resuming(run, folder, *, speaks=False):
+    telling, agreement = Telling(None, speaks=speaks), Agreement(run.engine.ranks, 10.0)
     changes = Changes(run.engine, run.whole._others, (), telling.say)
     changes.begin()
-    resuming = Resuming(folder, run.engine, run.whole, changes, agreement, telling)
-    checkpoint, plain = resuming.newest()
+    return Resuming(folder, run.engine, run.whole, changes, agreement, telling)
+
+
+def from_disk(run, folder):
+    """As Guard does."""
+    checkpoint, plain = resuming(run, folder).newest()
     assert checkpoint.step == 3
     return plain
 
@@ -501,9 +504,7 @@ def test_a_buffer_that_is_not_persistent_and_does_not_fit_is_no_obstacle_to_resu
 def test_it_is_said_in_a_line_that_a_model_keeps_its_own(tmp_path, capsys):
     onto_disk(buffered(torch.ones(3)), tmp_path)
     fresh = buffered(torch.zeros(5))
-    Resuming(
-        tmp_path, fresh.engine, fresh.whole, Agreement(fresh.engine.ranks, 10.0), Telling(None, speaks=True)
-    ).newest()
+    resuming(fresh, tmp_path, speaks=True).newest()
     assert capsys.readouterr().err == (
         "ampwise: model.extra: of another shape or dtype in step-00000003, or only there or here; as they are not "
         "persistent, the model keeps its own\n"

@@ -272,7 +272,7 @@ def test_answers_are_bounded(project):
 @pytest.mark.parametrize(
     ("tool", "arguments"),
     [
-        ("replay", {"capsule": "capsules/step-000012"}),
+        ("replay", {"capsule": "capsules/step-000012", "build": "train:make"}),
         ("advise", {"subject": "train:make"}),
         ("memory", {"maker": "train:make"}),
     ],
@@ -443,10 +443,11 @@ def test_a_symlink_that_was_put_there_since_is_not_read(trapped):
     def checked(*words):
         return anyio.run(lambda: launch(["check", "--json", "--exit-zero", *words], cwd=trapped, seconds=60))
 
-    through_a_link, itself = checked("./link.py", "./up/secret.py"), checked("./train.py")
-    assert json.loads(through_a_link.out) == []
-    assert through_a_link.err.count("leads out of") == 2
-    assert [each["code"] for each in json.loads(itself.out)] == ["AMP101"]
+    for link in ("./link.py", "./up/secret.py"):
+        through_a_link = checked(link)
+        assert json.loads(through_a_link.out) == []
+        assert through_a_link.err.count("leads out of") == 1
+    assert [each["code"] for each in json.loads(checked("./train.py").out)] == ["AMP101"]
 
 
 @given(st.text(st.sampled_from("./a~-link\0\n\\ü"), max_size=30))

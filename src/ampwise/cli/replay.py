@@ -32,7 +32,7 @@ import contextlib
 import sys
 
 from ampwise.printers import add_output_arguments, output_format, print_findings
-from ampwise.printers.terminal import printable, say, write
+from ampwise.printers.terminal import printable, say
 
 TYPE_CHECKING = False  # as in typing, which takes milliseconds to import
 if TYPE_CHECKING:
@@ -112,8 +112,7 @@ def _confirmed(args: argparse.Namespace, contents: Contents) -> Named:
     builder = suggested_builder(contents.build, Path(args.capsule))
     what = f"{shown_call(builder.function, contents.build_args)} of {printable(builder.said)}"
     if _has_terminal():
-        write(f"ampwise: the capsule suggests to call {what}. Call it? [y/N] ", sys.stderr)
-        sys.stderr.flush()
+        say("ampwise: the capsule suggests to call {}. Call it? [y/N]", what)
         if sys.stdin.readline().strip().lower() in ("y", "yes"):
             return builder
     raise BadInput(

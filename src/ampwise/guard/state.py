@@ -108,7 +108,8 @@ class Whole:
                 _refuse_other_dtype(name, *viewed)
                 room[name] = tensor.detach()  # for whoever reads it to refuse
         for name, (dtype, shape) in stored.items():
-            if name not in room and (name.startswith(handed_over) or _is_optional(name, plain, slots)):
+            is_left_out = name.startswith(("other.", "optimizer."))  # of an object that the script has no more
+            if name not in room and (is_left_out or _is_optional(name, plain, slots)):
                 room[name] = torch.zeros(shape, dtype=dtype)
                 own += [name] if name not in slots and name in plain["buffers"]["transient"] else []
         return room, own

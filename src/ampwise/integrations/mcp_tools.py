@@ -143,16 +143,14 @@ class Tools:
         named = [] if name is None else [_word(name)]
         return _shortened((await self._verb("gpu", ["--json", *wanted, *named])).out)
 
-    async def replay(
-        self, capsule: str, build: str | None = None, precision: str | None = None, device: str | None = None
-    ) -> str:
-        """capsule: the folder of a bad step that was saved. build: module:function that makes model and loss (default:
-        as the capsule says). precision, device: to run it in and on. Needs --allow-run.
+    async def replay(self, capsule: str, build: str, precision: str | None = None, device: str | None = None) -> str:
+        """capsule: the folder of a bad step that was saved. build: module:function that makes model and loss.
+        precision, device: to run it in and on. Needs --allow-run.
         """
         self._needs_allow_run("replay builds the model with your code")
-        made = [] if build is None else [Named("maker", [build], before="--build=")]
+        made = Named("maker", [build], before="--build=")
         how = _options(precision=precision, device=device)
-        ended = await self._verb("replay", ["--output-format=full", *how, *made, Named("folder", [capsule])])
+        ended = await self._verb("replay", ["--output-format=full", *how, made, Named("folder", [capsule])])
         return _shortened("\n".join([*_notes(ended.err), ended.out]))
 
     async def read_report(self, run: str, other: str | None = None) -> str:
@@ -240,11 +238,12 @@ def _slim(found: dict[str, Any]) -> dict[str, Any]:
 
 
 def _parsed(out: str) -> list[dict[str, Any]]:
+    """The findings; what was not checked is on stderr, too, and among the notes."""
     try:
         found: list[dict[str, Any]] = json.loads(out or "[]")
     except ValueError:  # so much that its middle was left out
         raise BadInput("there are too many findings to tell: name fewer files, or select rules.") from None
-    return found
+    return [each for each in found if each["code"] is not None]
 
 
 def _notes(err: str) -> list[str]:
