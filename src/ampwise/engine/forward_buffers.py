@@ -263,11 +263,11 @@ def _is_plain(tensor: Tensor) -> bool:
 
 
 def _copy_all(pairs: Iterable[Pair]) -> None:
-    """From the second to the first of each, with few launches."""
-    by_kind: dict[tuple[torch.device, torch.device, torch.dtype], tuple[list[Tensor], list[Tensor]]] = {}
+    """From the second to the first of each, with few launches. As whole numbers: not all dtypes have a kernel for it."""
+    by_kind: dict[tuple[torch.device, torch.device, int], tuple[list[Tensor], list[Tensor]]] = {}
     for target, source in pairs:
-        targets, sources = by_kind.setdefault((target.device, source.device, target.dtype), ([], []))
-        targets.append(target)
-        sources.append(source)
+        targets, sources = by_kind.setdefault((target.device, source.device, target.itemsize), ([], []))
+        targets.append(as_numbers(target))
+        sources.append(as_numbers(source))
     for targets, sources in by_kind.values():
         torch._foreach_copy_(targets, sources)
