@@ -21,8 +21,8 @@ layers: $(STAMP) ## train a small GPT in FP16 and show what each layer would los
 test: $(STAMP) ## all tests
 	@$(BIN)/python -m pytest -n 2 --dist worksteal $(ARGS)
 
-nightly: $(STAMP) ## all tests at their full length: more examples, more steps, 50 kills, each program in a Python of its own
-	@AMPWISE_NIGHTLY=1 AMPWISE_COLD=1 AMPWISE_FUZZ=10000 AMPWISE_KILLS=50 $(BIN)/python -m pytest -n 2 --dist worksteal $(ARGS)
+nightly: $(STAMP) ## all tests at their full length: more examples, more steps, the attacks in full, each program in a Python of its own
+	@AMPWISE_NIGHTLY=1 AMPWISE_COLD=1 AMPWISE_FUZZ=10000 AMPWISE_ATTACK=1 $(BIN)/python -m pytest -n 2 --dist worksteal $(ARGS)
 
 fuzz: $(STAMP) ## 10,000 mangled scripts through `ampwise check` (for the night; `make test` has 200)
 	@AMPWISE_FUZZ=10000 $(BIN)/python -m pytest -n 2 tests/lint/test_fuzz.py $(ARGS)

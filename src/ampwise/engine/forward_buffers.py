@@ -263,7 +263,7 @@ def _is_plain(tensor: Tensor) -> bool:
 
 
 def _copy_all(pairs: Iterable[Pair]) -> None:
-    """From the second to the first of each, with few launches. As whole numbers: not all dtypes have a kernel for it."""
+    """From the second to the first of each, with few launches; as whole numbers, as some dtypes have no kernel."""
     by_kind: dict[tuple[torch.device, torch.device, int], tuple[list[Tensor], list[Tensor]]] = {}
     for target, source in pairs:
         targets, sources = by_kind.setdefault((target.device, source.device, target.itemsize), ([], []))
