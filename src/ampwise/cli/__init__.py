@@ -101,6 +101,7 @@ def build_parser(words: Sequence[str] = ()) -> _Parser:
 
 def _run(words: list[str]) -> int:
     parser = build_parser(words)
+    ours = True  # the streams
     try:
         args, unknown = parser.parse_known_args(words)
         if unknown:
@@ -108,10 +109,11 @@ def _run(words: list[str]) -> int:
         if not hasattr(args, "run"):
             parser.print_help()
             return 0
+        ours = not args.streams_are_the_scripts
         return int(args.run(args))
     finally:
-        # Here and not at exit, where a reader who has gone could no longer be met quietly.
-        flush(sys.stdout)
+        if ours:  # here and not at exit, where a reader who has gone could no longer be met quietly
+            flush(sys.stdout)
 
 
 def _open_streams() -> None:
@@ -133,7 +135,8 @@ def _add_verb(subparsers: argparse._SubParsersAction[_Parser], verb: ModuleType)
     summary = text.partition("\n")[0].rstrip(".").replace("%", "%%")
     parser = subparsers.add_parser(name, help=summary, description=text)
     verb.add_arguments(parser)
-    parser.set_defaults(run=verb.run, parser=parser)
+    scripts = getattr(verb, "STREAMS_ARE_THE_SCRIPTS", False)
+    parser.set_defaults(run=verb.run, parser=parser, streams_are_the_scripts=scripts)
 
 
 class _Parser(argparse.ArgumentParser):

@@ -25,17 +25,21 @@ from __future__ import annotations
 
 import argparse
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 from ampwise.errors import BadInput, MissingDependency
 
 TYPE_CHECKING = False  # as in typing, which takes milliseconds to import
 if TYPE_CHECKING:
+    from typing import TextIO
+
     from ampwise.watch.script import Script
 
 __all__ = ["add_arguments", "run"]
 
 HOME = "ampwise-runs"
+STREAMS_ARE_THE_SCRIPTS = True  # how they end is Python's business, as it is where nobody watches
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -73,9 +77,7 @@ def run(args: argparse.Namespace) -> int:
     _check_torch()
     _check_capsules(args)
     folder = Path(args.output) if args.output else _new_folder(script)
-    code = _launched(script, folder, args) if is_launcher(script) else _watched(script, folder, args)
-    sys.stdout.flush()
-    return code
+    return _launched(script, folder, args) if is_launcher(script) else _watched(script, folder, args)
 
 
 def _check_torch() -> None:
@@ -105,6 +107,7 @@ def _check_capsules(args: argparse.Namespace) -> None:
 
 def _watched(script: Script, folder: Path, args: argparse.Namespace) -> int:
     from ampwise.watch.running import Options, Running, rank_here
+    from ampwise.watch.saying import say_if_open
 
     options = Options(
         every=args.every,
@@ -114,8 +117,9 @@ def _watched(script: Script, folder: Path, args: argparse.Namespace) -> int:
         capsules=None if args.capsule is None else Path(args.capsule).absolute(),  # the script may go elsewhere
         weights=not args.no_weights,
     )
+    place = Place(folder)
     try:
-        running = Running(script, folder, options, force=args.force)
+        running = Running(script, place.absolute, options, force=args.force)
     except BadInput as error:
         if not args.part:
             raise
@@ -123,10 +127,35 @@ def _watched(script: Script, folder: Path, args: argparse.Namespace) -> int:
 
         say("ampwise: warning: this process runs unwatched: {}", error)
         return script.run().exit_code
+    _close_streams()
     ended = running.run()
-    if not args.part and rank_here()[0] == 0:
-        _say_of_sinks(folder, args) if args.quiet else _show(folder)
+    if not args.part and not running.is_child and rank_here()[0] == 0:
+        try:
+            _say_of_sinks(place.now, args) if args.quiet else _show(place.now)
+        except Exception as error:  # no file may be opened any more, say: the exit code stays the script's
+            say_if_open("ampwise: warning: the report cannot be shown: {}: {}", type(error).__name__, error)
     return ended.exit_code
+
+
+class Place:
+    """The record's folder: the script may go elsewhere, and it is then called by its full name."""
+
+    def __init__(self, folder: Path) -> None:
+        self._given, self.absolute = folder, folder.absolute()
+
+    @property
+    def now(self) -> Path:
+        try:
+            return self._given if self._given.absolute() == self.absolute else self.absolute
+        except OSError:  # the folder that the script is in has been removed
+            return self.absolute
+
+
+def _close_streams() -> None:
+    """Streams that the shell has closed are None to a script, as in plain Python."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, f"__{name}__") is None:
+            setattr(sys, name, None)
 
 
 def _launched(script: Script, folder: Path, args: argparse.Namespace) -> int:
@@ -152,19 +181,19 @@ def _launched(script: Script, folder: Path, args: argparse.Namespace) -> int:
 
 def _say_of_sinks(folder: Path, args: argparse.Namespace) -> None:
     """Those that failed, in a line each, also to who wants to hear nothing: they are where nobody looks."""
-    from ampwise.printers.terminal import say
-    from ampwise.record.reader import Run
-    from ampwise.rules.run.sink_failed import RULE
-
     if not args.sinks:
         return
+    from ampwise.record.reader import Run
+    from ampwise.rules.run.sink_failed import RULE
+    from ampwise.watch.saying import say_if_open
+
     try:
         found = [seen.finding for seen in Run.read(folder, layers_of_others=False).findings]
     except BadInput:
         return
     for finding in found:
         if finding.rule.code == RULE.code:
-            say("ampwise: warning: {} {}: {}", RULE.code, RULE.name, finding.message)
+            say_if_open("ampwise: warning: {} {}: {}", RULE.code, RULE.name, finding.message)
 
 
 def _show(folder: Path) -> None:
@@ -172,14 +201,19 @@ def _show(folder: Path) -> None:
     from ampwise.printers.terminal import console, wants_colour, write
     from ampwise.record.reader import Run
     from ampwise.report.summary import summary
+    from ampwise.watch.saying import on_stderr
 
     try:
         record = Run.read(folder, layers_of_others=False)
     except BadInput:  # torchrun has started nothing, and said why
         return
-    text = summary(record, colour=wants_colour(sys.stderr), width=console(sys.stderr).width)
-    sys.stdout.flush()
-    write("\n" + text, sys.stderr)
+
+    def show(stream: TextIO) -> None:
+        write("\n" + summary(record, colour=wants_colour(stream), width=console(stream).width), stream)
+
+    with suppress(Exception):  # what the script has to say comes first; what cannot be written, Python reports itself
+        sys.stdout.flush()
+    on_stderr(show)
 
 
 def _judge_ranks(folder: Path) -> None:

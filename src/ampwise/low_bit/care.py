@@ -17,4 +17,5 @@ def rounds_by_chance(optimizer: Any) -> bool:
 
 def small_updates_count(optimizer: Any) -> bool:
     """Whether an update below half a step of BF16 has an effect, now or on average."""
-    return optimizer in looked_after or bool(getattr(optimizer, "bf16_stochastic_round", False))
+    # By identity: an optimizer may have any notion of what it is equal to.
+    return any(each is optimizer for each in looked_after) or bool(getattr(optimizer, "bf16_stochastic_round", False))

@@ -23,7 +23,7 @@ from ampwise.record.stored import findings_data
 from ampwise.record.thinning import Limits, bucket_size, thinned_layers, thinned_steps
 from ampwise.strict_json import plain
 
-__all__ = ["STATUSES", "Writer"]
+__all__ = ["STATUSES", "Writer", "described"]
 
 STATUSES = ("running", "finished", "failed", "interrupted")
 FEWEST_SAMPLES = 16  # are kept, however large they are
@@ -129,7 +129,7 @@ class Writer:
         self._manifest |= {
             "status": status,
             "exit_code": exit_code,
-            "error": _described(error),
+            "error": None if error is None else described(error),
             "finished": _now(),
         }
         self._manifest_is_old = True
@@ -272,9 +272,8 @@ def _reason(error: OSError) -> str:
     return error.strerror or str(error)
 
 
-def _described(error: BaseException | Mapping[str, str] | None) -> dict[str, str] | None:
-    if error is None:
-        return None
+def described(error: BaseException | Mapping[str, str]) -> dict[str, str]:
+    """The type and message of an exception."""
     if isinstance(error, Mapping):
         return {"type": str(error.get("type", "")), "message": str(error.get("message", ""))[:LONGEST_MESSAGE]}
     message = "(its text cannot be had)"

@@ -21,6 +21,7 @@ __all__ = [
     "has_fsdp1",
     "inner_model",
     "is_plain_torch",
+    "on_host",
     "parameters_of",
     "precisions_of",
     "probe",
@@ -104,11 +105,11 @@ def runs_in(model: nn.Module) -> tuple[str, str]:
 def first_parameter(model: nn.Module) -> Tensor | None:
     """That holds floating-point numbers. By torch's own iterators, which name what they pass, it takes much longer."""
     pending: list[nn.Module | None] = [model]
-    seen: set[nn.Module | None] = {None}
+    seen: set[int] = set()  # by identity: a module may have any notion of what it is equal to
     while pending:
         module = pending.pop()
-        if module is not None and module not in seen:  # some have their parents among their parts
-            seen.add(module)
+        if module is not None and id(module) not in seen:  # some have their parents among their parts
+            seen.add(id(module))
             for each in module._parameters.values():
                 if each is not None and each.is_floating_point():
                     return each
@@ -118,6 +119,11 @@ def first_parameter(model: nn.Module) -> Tensor | None:
 
 def parameters_of(optimizer: Any) -> list[Any]:
     return [each for group in optimizer.param_groups for each in group["params"]]
+
+
+def on_host(optimizer: Any) -> bool:
+    """Whether all its parameters are in the host's memory, where looking at one waits for nothing."""
+    return all(each.device.type == "cpu" for group in optimizer.param_groups for each in group["params"])
 
 
 def probe(optimizer: Any) -> list[Any]:
@@ -157,9 +163,9 @@ def has_fsdp1(optimizer: Any) -> bool:
 def inner_model(model: nn.Module) -> nn.Module:
     """The user's own, inside of what it was wrapped in."""
     while True:
-        inner = getattr(model, "_orig_mod", None) or (
-            model.module if type(model).__name__ in ("DistributedDataParallel", "DataParallel") else None
-        )
+        inner = getattr(model, "_orig_mod", None)
+        if inner is None and type(model).__name__ in ("DistributedDataParallel", "DataParallel"):
+            inner = model.module
         if not isinstance(inner, nn.Module):
             return model
         model = inner

@@ -10,11 +10,11 @@ from typing import Any
 from ampwise.engine.capsules import MOST
 from ampwise.errors import BadInput
 from ampwise.finding import Finding
-from ampwise.printers.terminal import say
 from ampwise.report.wording import size
 from ampwise.watch.calls import Call, Calls
 from ampwise.watch.following import Following
 from ampwise.watch.replaying import BadOne, explain
+from ampwise.watch.saying import say_if_open
 
 __all__ = ["BadSteps"]
 
@@ -109,7 +109,7 @@ class BadSteps:
         contents = _contents(call, step, findings)
         try:
             how_large = size(size_of(contents, self._with_weights))
-            say("ampwise: saving step {} in {} ({})", step.number, self._capsules, how_large)
+            say_if_open("ampwise: saving step {} in {} ({})", step.number, self._capsules, how_large)
             path = write(self._capsules, contents, weights=self._with_weights)
         except BadInput as error:
             self._say(f"Step {step.number} could not be saved: {error}")

@@ -21,7 +21,7 @@ from ampwise.randomness import captured, host_differs
 from ampwise.trace.ranges import bytes_of
 from ampwise.watch.asking import first_parameter, floats_in, tensors_in
 
-__all__ = ["Autocast", "Call", "Calls"]
+__all__ = ["Autocast", "Call", "Calls", "Passed"]
 
 MOST = 8  # calls of a step: the last ones
 MOST_INPUTS = 2**30  # bytes: a batch is the script's own, and stays a little longer at most
@@ -47,6 +47,16 @@ class Autocast(NamedTuple):
         except RuntimeError:  # a device that has none
             return None
         return cls(device, enabled, dtype, torch.is_autocast_cache_enabled())
+
+
+class Passed(NamedTuple):
+    """What is kept of a call in a step that is passed over: enough to run it again."""
+
+    model: nn.Module
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    autocast: Autocast | None  # None: it is off
+    random: Tensor | None  # None: it draws none
 
 
 @dataclass(slots=True, eq=False)
@@ -96,6 +106,7 @@ class Calls:
         self._updates: Counter[int] = Counter()  # of weights, by optimizer: as one begins, and as it ends
         self._left: set[int] = set()  # optimizers that are none of our business
         self._draws: set[type] = set()  # models that do
+        self.draws_from_torch: set[type] = set()
         self._listened: Counter[type] = Counter()
         self._heard: Any = None
         self._gradient_bytes = 0
@@ -143,7 +154,7 @@ class Calls:
         call, self._running = self._running, None
         if call is None:
             return
-        self._hear(type(call.model))
+        self._hear(call)
         if output is None:  # it has failed
             return
         call.input_bytes = sum(tensor.nbytes for tensor, _ in call.taken if tensor.layout == torch.strided)
@@ -156,6 +167,15 @@ class Calls:
                 tensor.grad_fn.register_prehook(partial(self._gradient_came, call, position, tensor.output_nr))
         self._kept.append(call)
         self._make_room()
+
+    def take_up(self, passed: Passed, trains: Sequence[int], event: Forward) -> None:
+        """A call in a step that was passed over so far, which has run."""
+        self.begins(passed.model, passed.args, passed.kwargs, trains, event)
+        call, self._running, self._heard = self._running, None, None
+        if call is not None:
+            call.autocast = passed.autocast or Autocast("cpu", enabled=False, dtype=torch.bfloat16, cache=True)
+            call.random |= {} if passed.random is None else {"torch": passed.random}
+            self._kept.append(call)
 
     def _make_room(self) -> None:
         while len(self._kept) > MOST or sum(call.input_bytes for call in self._kept) > MOST_INPUTS:
@@ -181,9 +201,13 @@ class Calls:
             self._listened[kind] += 1
             self._heard = captured(CPU)
 
-    def _hear(self, kind: type) -> None:
-        if self._heard is not None and host_differs(captured(CPU), self._heard):
-            self._draws.add(kind)
+    def _hear(self, call: Call) -> None:
+        if self._heard is not None:
+            now, kind = captured(CPU), type(call.model)
+            if host_differs(now, self._heard):
+                self._draws.add(kind)
+            if not torch.equal(now["torch"], call.random["torch"]):
+                self.draws_from_torch.add(kind)
         self._heard = None
 
     # Steps

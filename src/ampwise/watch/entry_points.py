@@ -5,6 +5,8 @@ All telling is done ``_quietly``: if we are wrong about something, the script mu
 
 from __future__ import annotations
 
+import math
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
@@ -21,6 +23,7 @@ from ampwise.watch.asking import unwrapped
 from ampwise.watch.graphs import mark_scaled
 from ampwise.watch.outcomes import is_ours
 from ampwise.watch.patches import Patches, unseen
+from ampwise.watch.rest import Rest
 from ampwise.watch.state import PRECISIONS
 from ampwise.watch.tracker import Tracker
 
@@ -46,6 +49,12 @@ class Listener(Protocol):
 
     def scheduler_moved(self, scheduler: Any) -> None: ...
 
+    def step_over(self, optimizer: Any) -> None:
+        """All has been told of a step: the next may be passed over."""
+
+    def follow_again(self) -> None:
+        """Steps were passed over, and no more are."""
+
     def failed(self, error: Exception) -> None:
         """Something of ours went wrong."""
 
@@ -53,8 +62,8 @@ class Listener(Protocol):
 class EntryPoints:
     """Wraps torch's entry points, until the patches are undone and the hooks removed."""
 
-    def __init__(self, patches: Patches, tracker: Tracker, listener: Listener) -> None:
-        self._patches, self._tracker, self._listener = patches, tracker, listener
+    def __init__(self, patches: Patches, tracker: Tracker, listener: Listener, rest: Rest) -> None:
+        self._patches, self._tracker, self._listener, self._rest = patches, tracker, listener, rest
         self._follows = tracker.follows
         self._running: list[tuple[str, int]] = []  # calls by name and object: one that calls its parent's is one call
         self._targets: list[int] = []  # optimizers that scalers are stepping
@@ -77,12 +86,16 @@ class EntryPoints:
         for hook in self._hooks:
             hook.remove()
 
-    def _followed(self, original: Function, watched: Function) -> Function:
-        """The watched way where the call is one to follow, else the original as it is."""
-        follows, watched = self._follows, unseen(watched)
+    def _followed(self, original: Function, watched: Function, *, rests: bool = False) -> Function:
+        """The watched way where the call is one to follow, else the original as it is.
+
+        rests: it is none in steps that are passed over.
+        """
+        follows, rest, watched = self._follows, self._rest, unseen(watched)
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            if torch.compiler.is_compiling() or not follows():  # the first by itself, as it may be traced
+            # The second by itself, as it may be traced. Of a script that compiles nothing is passed over.
+            if (rests and rest.on) or torch.compiler.is_compiling() or not follows():
                 return original(*args, **kwargs)
             return watched(*args, **kwargs)
 
@@ -91,10 +104,14 @@ class EntryPoints:
 
     @contextmanager
     def _quietly(self) -> Iterator[None]:
+        rest = self._rest
+        began = rest.clock()
         try:
             yield
         except Exception as error:  # whatever it is, it is ours, and training goes on
             self._listener.failed(error)
+        finally:
+            rest.spent += rest.clock() - began
 
     @contextmanager
     def _call(self, name: str, thing: Any) -> Iterator[bool]:
@@ -126,7 +143,28 @@ class EntryPoints:
                     self._tracker.backward_ended(made)
             return result
 
-        return self._followed(original, backward)
+        watched = unseen(self._followed(original, backward))
+        rest = self._rest
+
+        def call(tensors: Any, *args: Any, **kwargs: Any) -> Any:
+            if rest.on:
+                # Losses of other threads are none of ours; one on a device could not be looked at without waiting.
+                single = isinstance(tensors, Tensor) and tensors.numel() == 1
+                if not single or threading.get_ident() != rest.thread:
+                    return original(tensors, *args, **kwargs)
+                if tensors.is_cpu and math.isfinite(tensors.item()):
+                    return original(tensors, *args, **kwargs)
+                self._wake()
+            return watched(tensors, *args, **kwargs)
+
+        call._ampwise = True  # type: ignore[attr-defined]
+        return call
+
+    def _wake(self) -> None:
+        """Follow again from the middle of a step on: something is out of the ordinary."""
+        with self._quietly():
+            self._rest.out_of_the_ordinary()
+            self._listener.follow_again()
 
     # Scalers
 
@@ -156,7 +194,10 @@ class EntryPoints:
         def scale(scaler: Any, outputs: Any) -> Any:
             scaled = original(scaler, outputs)
             if scaler._enabled and not torch.compiler.is_compiling():
+                if self._rest.on:
+                    self._wake()
                 with self._quietly():
+                    self._rest.never_again()
                     self._tracker.scaler_used(scaler)
                     if isinstance(scaled, Tensor | list | tuple):  # an iterator would be used up
                         mark_scaled(scaled, scaler)
@@ -227,6 +268,7 @@ class EntryPoints:
         def init(optimizer: Any, *args: Any, **kwargs: Any) -> None:
             original(optimizer, *args, **kwargs)
             with self._quietly():
+                self._listener.follow_again()
                 self._listener.optimizer_made(optimizer)
 
         return self._followed(original, init)
@@ -237,11 +279,16 @@ class EntryPoints:
                 self._tracker.zeroed(thing)
             return original(thing, *args, **kwargs)
 
-        return self._followed(original, zero_grad)
+        return self._followed(original, zero_grad, rests=True)
 
     def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        if self._rest.on and not (kwargs or args[1:]):
+            return
         if torch.compiler.is_compiling() or not self._follows():
             return
+        if self._rest.on:  # it may be a closure
+            self._rest.never_again()
+            self._wake()
         if self._targets:  # a scaler's step, of this one or of what wraps it
             self._ran.update(self._targets)
         elif self._within in ([], [id(optimizer)]):  # the same again: its last step has failed
@@ -256,6 +303,11 @@ class EntryPoints:
             self._listener.step_begins(optimizer)
 
     def _after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        if self._rest.on:
+            if threading.get_ident() == self._rest.thread and self._rest.step_passed(optimizer):
+                with self._quietly():
+                    self._listener.follow_again()
+            return
         if torch.compiler.is_compiling() or not self._follows():
             return
         if self._targets or self._within != [id(optimizer)]:  # within another's
@@ -266,7 +318,10 @@ class EntryPoints:
                 self._tracker.stepping.discard(self._tracker.state_of(optimizer).index)
                 self._listener.gradients_ready(optimizer, None)
                 self._tracker.optimizer_steps(optimizer)
+                self._rest.never_again()
             self._step_is_over(optimizer, None, ran=True)
+        with self._quietly():
+            self._listener.step_over(optimizer)
 
     # Clipping
 
@@ -288,7 +343,7 @@ class EntryPoints:
                                 self._listener.gradients_ready(each, None)
                     return original(given, *args, **kwargs)
 
-            return self._followed(original, clip)
+            return self._followed(original, clip, rests=True)
 
         return wrapper
 
@@ -324,7 +379,7 @@ class EntryPoints:
                     self._listener.scheduler_moved(scheduler)
             return result
 
-        return self._followed(original, step)
+        return self._followed(original, step, rests=True)
 
     # Autocast and checkpoints
 
@@ -336,7 +391,7 @@ class EntryPoints:
                     self._tracker.region_entered(PRECISIONS.get(region.fast_dtype, "other"))
             return result
 
-        return self._followed(original, enter)
+        return self._followed(original, enter, rests=True)
 
     def _saving(self, original: Function) -> Function:
         def save(obj: Any, *args: Any, **kwargs: Any) -> Any:

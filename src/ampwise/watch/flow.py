@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, Any
-from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from ampwise.watch.asking import autocast_precision, dtype_name, floats_in, runs_in
 from ampwise.watch.hook import Hook
@@ -84,7 +84,7 @@ class Flow:
         self._failed = failed
         self._rows: list[_Row] = []  # in the order in which they started
         self._hooked = 0
-        self._known: WeakSet[nn.Module] = WeakSet()  # models, of which none is looked at twice
+        self._known: MutableMapping[nn.Module, None] = WeakIdKeyDictionary()  # models: none is looked at twice
         self._passes: dict[int, list[_Pass]] = {}  # by optimizer, while they are looked at
         self._handles: dict[int, list[Any]] = {}
         self._done: set[int] = set()
@@ -98,6 +98,10 @@ class Flow:
             self._end(index)
         elif free:
             self._begin(index, optimizer, models)
+
+    @property
+    def on(self) -> bool:
+        return bool(self._handles)
 
     def stop(self) -> None:
         """Take all hooks off, as something is to be compiled: it must have none of them."""
@@ -136,7 +140,7 @@ class Flow:
             self._end(index)
 
     def _look_at(self, index: int, model: nn.Module, models: Models, *, prefixed: bool) -> None:
-        self._known.add(model)
+        self._known[model] = None
         kind = type(model).__name__
         looked = _Pass(kind, runs_in(model)[0])
         closed: Counter[tuple[str, str]] = Counter()

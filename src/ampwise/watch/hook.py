@@ -8,7 +8,9 @@ from typing import Any
 
 import torch
 
-__all__ = ["Hook"]
+from ampwise.watch.rest import Rest
+
+__all__ = ["Hook", "PacedHook"]
 
 
 class Hook:
@@ -36,3 +38,31 @@ class Hook:
     def __reduce__(self) -> tuple[Any, ...]:
         # A function of the standard library that takes anything and does nothing: whoever loads it needs no ampwise.
         return getattr, (contextlib.nullcontext(), "__exit__")
+
+
+class PacedHook(Hook):
+    """A hook that in steps that are passed over calls ``resting`` instead, and that counts its own time in others."""
+
+    def __init__(
+        self,
+        tell: Callable[..., None],
+        failed: Callable[[Exception], None],
+        rest: Rest,
+        resting: Callable[..., None],
+    ) -> None:
+        super().__init__(tell, failed)
+        self._rest, self._resting = rest, resting
+
+    def __call__(self, *args: Any) -> None:
+        rest = self._rest
+        if not rest.on and torch.compiler.is_compiling():  # in this order: a script that compiles has no rests
+            return
+        try:
+            if rest.on:
+                self._resting(*args)
+                return
+            began = rest.clock()
+            self._tell(*args)
+            rest.spent += rest.clock() - began
+        except Exception as error:
+            self._failed(error)

@@ -26,6 +26,7 @@ class Loading:
         self._clock = clock
         self._process, self._thread = os.getpid(), threading.get_ident()
         self._waits: dict[Site, float] = {}
+        self.off = False  # the present step is passed over
         self._within = False  # a loader that reads from another one waits once
         patches.replace(dataloader._BaseDataLoaderIter, "__next__", self._timed)
 
@@ -37,7 +38,7 @@ class Loading:
 
     def _timed(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def following(iterator: Any) -> Any:
-            if self._within or threading.get_ident() != self._thread or os.getpid() != self._process:
+            if self.off or self._within or threading.get_ident() != self._thread or os.getpid() != self._process:
                 return original(iterator)
             self._within = True
             began = self._clock()

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
 from types import FrameType, FunctionType
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from ampwise.watch.asking import inner_model
-from ampwise.watch.hook import Hook
+from ampwise.watch.hook import Hook, PacedHook
 from ampwise.watch.patches import Patches
+from ampwise.watch.rest import Rest
 
 __all__ = ["OTHER_WITH_HOOKS", "UNTOUCHED", "Models", "bare", "calling_here", "names_of", "plain_name", "within"]
 
@@ -44,13 +46,17 @@ class Models:
         begins: Callable[..., None],
         ends: Callable[..., None],
         failed: Callable[[Exception], None],
+        rest: Rest,
+        at_rest: tuple[Callable[..., None], Callable[..., None]],  # instead of the two, in steps that are passed over
         compiles: Callable[[], None] = lambda: None,
     ) -> None:
-        self._asked: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        self._hooked: weakref.WeakKeyDictionary[nn.Module, list[Any]] = weakref.WeakKeyDictionary()
-        self._compiled: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        # By identity: a module may have any notion of what it is equal to.
+        self._asked: dict[int, weakref.ref[nn.Module]] = {}
+        self._hooked: MutableMapping[nn.Module, list[Any]] = WeakIdKeyDictionary()
+        self._compiled: MutableMapping[nn.Module, None] = WeakIdKeyDictionary()
         self.has_compiled_functions = False  # which may run any module
-        self._begins, self._ends = Hook(begins, failed), Hook(ends, failed)
+        self._begins = PacedHook(begins, failed, rest, at_rest[0])
+        self._ends = PacedHook(ends, failed, rest, at_rest[1])
         self._compiles, self._failed = compiles, failed  # the first is told before something is compiled
         for name in ("parameters", "named_parameters"):
             patches.replace(nn.Module, name, self._remembering)
@@ -61,27 +67,31 @@ class Models:
     def of(self, optimizer: torch.optim.Optimizer) -> list[nn.Module]:
         """The models that have an optimizer's parameters: as few as have them all, the innermost of those alike."""
         left = {id(each) for group in optimizer.param_groups for each in group["params"]}
-        parts = {model: {id(each) for each in nn.Module.parameters(model)} for model in list(self._asked)}
-        sizes = {model: len(list(model.modules())) for model in parts}
+        parts = [
+            (model, own, len(list(model.modules())))
+            for model in self._living()
+            if left & (own := {id(each) for each in nn.Module.parameters(model)})
+        ]
         found: list[nn.Module] = []
         while left and parts:
-            best = max(parts, key=lambda model: (len(left & parts[model]), -sizes[model]))
-            if not left & parts[best]:
+            best = max(range(len(parts)), key=lambda at: (len(left & parts[at][1]), -parts[at][2]))
+            model, own, _ = parts.pop(best)
+            if not left & own:
                 break
-            found.append(best)
-            left -= parts.pop(best)
+            found.append(model)
+            left -= own
         return found
 
     def around(self, model: nn.Module) -> nn.Module:
         """The outermost that it is known to be a part of, but for wrappers: a call of that is the whole pass."""
-        holding = [inner_model(each) for each in list(self._asked) if _holds(inner_model(each), model)]
+        holding = [inner_model(each) for each in self._living() if _holds(inner_model(each), model)]
         return max(holding, key=lambda each: len(list(each.modules())), default=model)
 
     def remember(self, model: nn.Module) -> None:
         """One that may be an optimizer's, and was made before."""
-        self._asked.add(model)
+        self._asked[id(model)] = weakref.ref(model)
         if self.is_compiled(model):
-            self._compiled.update(model.modules())
+            self._note_parts(model)
 
     def remember_function(self, function: FunctionType) -> None:
         self.has_compiled_functions |= hasattr(function, "_torchdynamo_orig_callable")
@@ -93,6 +103,10 @@ class Models:
             # Called even if the forward pass fails, or a run would seem to go on for ever.
             after = model.register_forward_hook(self._ends, always_call=True)
             self._hooked[model] = [before, after]
+
+    @property
+    def has_compiled(self) -> bool:
+        return len(self._compiled) > 0
 
     def is_compiled(self, module: nn.Module) -> bool:
         """Whether torch.compile has it, by itself or as a part of another."""
@@ -108,11 +122,23 @@ class Models:
 
     def _remembering(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def asked(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            if not torch.compiler.is_compiling() and len(self._asked) < MOST:  # in this order: it may be traced
-                self._asked.add(module)
+            if not torch.compiler.is_compiling():
+                known = self._asked.get(id(module))
+                if known is None or known() is not module:
+                    self._note(module)
             return original(module, *args, **kwargs)
 
         return asked
+
+    def _note(self, module: nn.Module) -> None:
+        if len(self._asked) >= MOST:
+            self._asked = {key: known for key, known in self._asked.items() if known() is not None}
+        if len(self._asked) < MOST:
+            self._asked[id(module)] = weakref.ref(module)
+
+    def _living(self) -> list[nn.Module]:
+        """Those that were asked for their parameters, and are still there."""
+        return [model for known in list(self._asked.values()) if (model := known()) is not None]
 
     def _hooking_compiled(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def compile(*args: Any, **kwargs: Any) -> Any:
@@ -131,9 +157,13 @@ class Models:
     def _note_compiled(self, thing: Any) -> None:
         owner = getattr(thing, "__self__", None) if getattr(thing, "__name__", "") == "_call_impl" else thing
         if isinstance(owner, nn.Module):  # itself, or by its own ``compile``
-            self._compiled.update(owner.modules())
+            self._note_parts(owner)
         elif thing is not None:  # else it is made a decorator, which comes back with what it decorates
             self.has_compiled_functions = True
+
+    def _note_parts(self, model: nn.Module) -> None:
+        for module in model.modules():
+            self._compiled[module] = None
 
     def _without_hooks(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -150,7 +180,7 @@ def bare(things: Any) -> Iterator[None]:
     Under new ones, torch.compile would take the model for another.
     """
     taken: list[tuple[Any, int, Any]] = []
-    for module in {each for model in _models_in(things) for each in model.modules()}:
+    for module in {id(each): each for model in _models_in(things) for each in model.modules()}.values():
         for hooks in (module._forward_pre_hooks, module._forward_hooks):
             for key, hook in list(hooks.items()):
                 if isinstance(hook, Hook):

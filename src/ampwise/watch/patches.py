@@ -17,7 +17,7 @@ class Patches:
     """Attributes that were replaced, and what stood there before."""
 
     def __init__(self) -> None:
-        self._before: list[tuple[Any, str, Any]] = []
+        self._before: list[tuple[Any, str, Any, Any]] = []  # owner, name, what it was, what it is
 
     def replace(self, owner: Any, name: str, make: Callable[[Any], Callable[..., Any]]) -> None:
         """Put ``make(original)`` in the place of ``owner.name``; nothing is done where there is no such name."""
@@ -26,20 +26,22 @@ class Patches:
             return
         # Of a class, what it has itself: an inherited method is put back by taking ours away.
         own = vars(owner).get(name, MISSING) if hasattr(owner, "__dict__") else original
-        self._before.append((owner, name, own))
         replacement = make(original)
         if callable(original) and not isinstance(original, type):
             replacement = wraps(original)(unseen(replacement))
         setattr(owner, name, replacement)
+        self._before.append((owner, name, own, replacement))
 
     def pairs(self) -> list[tuple[Any, Any]]:
         """What stood in a place first, and what stands there now."""
-        return [(own, getattr(owner, name)) for owner, name, own in self._before if own is not MISSING]
+        return [(own, getattr(owner, name)) for owner, name, own, _ in self._before if own is not MISSING]
 
     def undo(self) -> None:
-        """Put everything back, the last first."""
+        """Put everything back, the last first; what someone else has replaced since stays theirs."""
         while self._before:
-            owner, name, own = self._before.pop()
+            owner, name, own, ours = self._before.pop()
+            if vars(owner).get(name, MISSING) is not ours:
+                continue
             if own is MISSING:
                 delattr(owner, name)
             else:

@@ -8,7 +8,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import lru_cache
 from typing import Any
 
@@ -16,6 +16,7 @@ import torch
 from torch._C._autograd import DeviceType
 from torch.autograd import profiler as torch_profiler
 
+from ampwise.watch.forks import end_without_destructors
 from ampwise.watch.matrix_work import Call, is_matrix_product
 from ampwise.watch.patches import Patches
 from ampwise.watch.profile import HostOp, Kernel, Profile, read
@@ -27,6 +28,12 @@ ANNOUNCED = re.compile(rb"^USDT:[^\n]*profiler_(start|stop)\r?\n?", re.MULTILINE
 # As torch.profiler sets them itself where there are CUDA graphs, which do not outlive a teardown.
 WITHOUT_TEARDOWN = {"DISABLE_CUPTI_LAZY_REINIT": "1", "TEARDOWN_CUPTI": "0"}
 STDERR = 2
+# Held while stderr goes elsewhere: a child that another thread forks meanwhile would never have its own.
+_REDIRECTING = threading.RLock()
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(
+        before=_REDIRECTING.acquire, after_in_parent=_REDIRECTING.release, after_in_child=_REDIRECTING.release
+    )
 
 
 class Profiler:
@@ -41,7 +48,8 @@ class Profiler:
         self._thread = 0
         self._starting = False
         self._theirs: set[int] = set()
-        self.given_up = False  # the last one, to the script's
+        self._started = False  # ever
+        self.given_up = False  # the last one, to the script's or to a fork
         for kind in (torch_profiler.profile, torch_profiler.emit_nvtx, torch_profiler.emit_itt):
             for name in ("__enter__", "_prepare_trace", "_start_trace"):
                 if name in vars(kind):
@@ -62,6 +70,7 @@ class Profiler:
         """Begin to record the calls of this thread, of the backward passes it starts, and of the device."""
         on_device = torch.cuda.is_initialized() and "NSYS_PROFILING_SESSION_ID" not in os.environ
         ours = torch_profiler.profile(use_device="cuda" if on_device else None, record_shapes=True, use_kineto=True)
+        self._started = True
         with self._ours(), _quiet():
             try:
                 ours.__enter__()
@@ -86,6 +95,12 @@ class Profiler:
         if self.is_on and self._thread == threading.get_ident():
             self.given_up = True
             self.stop()
+
+    def forked(self) -> None:
+        """In a forked child: it has the library's state, and none of its threads."""
+        self._on = None
+        if self._started:
+            end_without_destructors()
 
     @contextmanager
     def _ours(self) -> Iterator[None]:
@@ -130,7 +145,7 @@ def _quiet() -> Iterator[None]:
     before = {name: os.environ.get(name) for name in WITHOUT_TEARDOWN}
     os.environ.update(WITHOUT_TEARDOWN)
     try:
-        with _stderr_filtered():
+        with _REDIRECTING, _stderr_filtered():
             yield
     finally:
         for name, value in before.items():
@@ -165,7 +180,7 @@ def _stderr_filtered() -> Iterator[None]:
 
 
 def _flush() -> None:
-    if sys.stderr is not None and not sys.stderr.closed:
+    with suppress(Exception):  # it may be closed, gone, or an object of the script's own
         sys.stderr.flush()
 
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from ampwise.record.rows import Seen
 from ampwise.record.writer import Writer
 from ampwise.sinks import Opening, openings
+from ampwise.watch.forks import follow_forks
 from ampwise.watch.script import Ended, Script, when_imported
 
 if TYPE_CHECKING:
@@ -59,6 +60,8 @@ class Running:
             self._begin_sending(self._wanted)
         self.watch: Watch | None = None
         self.trouble: str | None = None
+        self.is_child = False  # a fork of the process that is watched
+        self._exit_at_once = os._exit
 
     def _begin_sending(self, wanted: Sequence[Opening]) -> None:
         from ampwise.sinks.together import Sinks
@@ -67,19 +70,27 @@ class Running:
         self.record.listen(sinks.tell, before_end=sinks.close)
 
     def run(self) -> Ended:
-        """Run the script to its end, whatever that is, and close the record."""
+        """Run the script to its end, whatever that is, and close the record. It returns in forked children, too."""
         when_imported("torch", self._begin)
-        exit_at_once = os._exit
-        os._exit = self._closing_first(exit_at_once)  # type: ignore[assignment]
-        try:
-            ended = self.script.run()
+        os._exit = self._closing_first(self._exit_at_once)  # type: ignore[assignment]
+        follow_forks(self)
+        ended = self.script.run()
+        if not self.is_child:
             _wait_for_threads()
-        finally:
-            os._exit = exit_at_once
-        self._end(ended)
+            os._exit = self._exit_at_once
+            self._end(ended)
         return ended
 
+    def about_to_fork(self) -> None:
+        """Nothing of this object minds."""
+
+    def forked(self) -> None:
+        self.is_child = True
+        os._exit = self._exit_at_once
+
     def _begin(self) -> None:
+        if self.is_child:
+            return
         try:
             from ampwise.watch.watch import Watch
 
@@ -100,6 +111,14 @@ class Running:
                 raise
 
     def _end(self, ended: Ended) -> None:
+        try:
+            self._write_end(ended)
+        except Exception as error:  # no file may be opened any more, say: how the script ended stays what it was
+            self.record.close(ended.status, ended.exit_code, ended.error)
+            if os.environ.get("AMPWISE_DEBUG"):
+                raise error
+
+    def _write_end(self, ended: Ended) -> None:
         _add_torch_facts(self.record)
         if self.watch is None:
             why = self.trouble or "the script never imported torch"
@@ -112,10 +131,10 @@ class Running:
 
     def _closing_first(self, exit_at_once: Callable[[int], Any]) -> Callable[[int], Any]:
         """``os._exit`` asks nobody: this is the last moment to write down what is known."""
-        pid, thread = os.getpid(), threading.get_ident()
+        thread = threading.get_ident()
 
         def leave(code: int) -> Any:
-            if os.getpid() == pid and threading.get_ident() == thread:
+            if not self.is_child and threading.get_ident() == thread:
                 self._end(Ended("finished" if code == 0 else "failed", code))
             return exit_at_once(code)
 

@@ -9,6 +9,7 @@ import sys
 import tokenize
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
@@ -128,8 +129,12 @@ def _exit_code(code: Any) -> int:
     if code is None:
         return 0
     if isinstance(code, int):
-        return code & 0xFF
-    print(code, file=sys.stderr)
+        return code & 0xFF if code.bit_length() < 64 else 0xFF  # as C has it
+    words = ""
+    with suppress(Exception):
+        words = str(code)
+    with suppress(Exception):  # stderr may be closed, or gone
+        sys.stderr.write(f"{words}\n")
     return 1
 
 

@@ -18,7 +18,7 @@ PROBES = 64  # parameters by which an optimizer is told to have got gradients
 PRECISIONS = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", torch.float64: "fp64"}
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Pass:
     """A backward pass whose gradients are in memory."""
 
@@ -28,7 +28,7 @@ class Pass:
     scaler: Any = None  # a reference to the one whose scale the loss is multiplied by
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class OptimizerState:
     """An optimizer: the gradients that wait for its step, and what was done to them."""
 
@@ -84,7 +84,7 @@ class OptimizerState:
         self.precisions, self.mixed = {}, False
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class ScalerState:
     """A scaler."""
 
@@ -108,7 +108,7 @@ class ScalerState:
         self.threads.append(thread)
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class SchedulerState:
     """A scheduler of learning rates."""
 

@@ -59,6 +59,7 @@ class Timing:
         self._data_waits: dict[Site, float] = {}
         self._recorded: list[Any] = []
         self._given_up, self._made_way = 0, False
+        self._forked = 0  # windows that a fork fell into
         self._sync_steps, self._syncs = 0, Counter[Site]()
         self._failures: dict[str, None] = {}  # in order, each once
         with self._surviving(WORK):
@@ -74,16 +75,41 @@ class Timing:
         self._begin_windows(step + 1)
         self._last = self._clock()
 
+    @property
+    def measuring(self) -> bool:
+        """Whether something is measured in the present step."""
+        return bool(self._profiler and self._profiler.is_on) or bool(self._waits and self._waits.listening)
+
+    def rests(self, resting: bool) -> None:
+        """Steps are passed over; or no more are, and the next begins now."""
+        if self._loading is not None:
+            self._loading.off = resting
+        self._last = self._clock()
+
     def paused(self) -> AbstractContextManager[None]:
         """Around the watch's own work within a step: it is no part of what the script does."""
-        on = self._profiler is not None and self._profiler.is_on
-        return self._left_out() if on or (self._waits is not None and self._waits.listening) else NOTHING
+        return self._left_out() if self.measuring else NOTHING
 
     def abandon(self) -> None:
         """Forget what is being measured in the present step, and leave torch as it was."""
         with self._surviving(WORK):
             if self._profiler is not None:
                 self._profiler.give_up()
+        with self._surviving(WAITS):
+            if self._waits is not None:
+                self._waits.heard()
+
+    def about_to_fork(self) -> None:
+        """The profiler must not be on across a fork: what its library has locked would stay so in the child."""
+        with self._surviving(WORK):
+            if self._profiler is not None and self._profiler.is_on:
+                self._profiler.give_up()
+                self._forked += self._profiler.given_up
+
+    def forked(self) -> None:
+        """In a forked child."""
+        if self._profiler is not None:
+            self._profiler.forked()
         with self._surviving(WAITS):
             if self._waits is not None:
                 self._waits.heard()
@@ -166,7 +192,9 @@ class Timing:
     def _not_measured(self, profile: Profile) -> Iterator[str]:
         yield from self._failures
         if not self._recorded and not any(failure.startswith(WORK) for failure in self._failures):
-            if self._given_up or self._made_way:
+            if self._forked:
+                yield f"{WORK}: the script forked in each step that was to be profiled"
+            elif self._given_up or self._made_way:
                 yield f"{WORK}: the script's own profiler was on"
             elif self._asked is not None:
                 yield f"{WORK}: the run ended before its step {self._asked} did"

@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import replace
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
+from torch.utils.weak import WeakIdKeyDictionary
 
 from ampwise.evidence.conduct import (
     Backward,
@@ -70,7 +70,7 @@ class Tracker:
         self._schedulers: Known[SchedulerState] = Known()
         self.conduct = Conduct()
         self.stepping: set[int] = set()  # optimizers that compute gradients within their steps
-        self._models: WeakKeyDictionary[nn.Module, tuple[int, list[OptimizerState]]] = WeakKeyDictionary()
+        self._models: MutableMapping[nn.Module, tuple[int, list[OptimizerState]]] = WeakIdKeyDictionary()
         self._in_training_mode: set[int] = set()  # models that have been
         self._forwards = 0  # that were seen
         self._running: list[nn.Module] = []  # models, one within the other
@@ -140,6 +140,13 @@ class Tracker:
             self._running.pop()
             return not self._running
         return False
+
+    def last_pass_of(self, model: nn.Module) -> tuple[Forward, list[int]] | None:
+        """The last training pass of a model that was followed, and the optimizers that it trains for."""
+        number = self._models[model][0] if model in self._models else None
+        passes = (each for each in reversed(self.conduct.forwards) if each.training and each.number == number)
+        event = None if number is None else next(passes, None)
+        return None if event is None else (event, [state.index for state in self._trained_by(model)])
 
     def _trained_by(self, model: nn.Module) -> list[OptimizerState]:
         known = self._models.get(model)
@@ -286,6 +293,17 @@ class Tracker:
         state.steps += 1
         self.conduct.steps += 1
         self._regions = {}
+
+    def passed_over(self, steps: Mapping[int, int]) -> None:
+        """So many steps, by optimizer, that nobody has told of."""
+        for scheduler, known in self._schedulers.pairs():
+            state = self.optimizers.get(unwrapped(scheduler.optimizer))
+            known.at_step += 0 if state is None else steps.get(state.index, 0)
+        for state in self.optimizers.states():
+            state.begin_anew()
+            state.steps += steps.get(state.index, 0)
+        self.conduct.steps += sum(steps.values())
+        self._regions, self._running, self._probed = {}, [], []
 
     # Scalers
 

@@ -8,18 +8,18 @@ import os
 import threading
 import time
 import traceback
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, MutableMapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import FunctionType, TracebackType
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
 from torch.amp.grad_scaler import GradScaler, OptState
 from torch.optim import Optimizer
+from torch.utils.weak import WeakIdKeyDictionary
 
 from ampwise.evidence.conduct import Died, Event, OptimizerStep, ScalerStep, Site
 from ampwise.evidence.health import BadStep, Health
@@ -27,24 +27,26 @@ from ampwise.evidence.settings import suggested_settings
 from ampwise.evidence.timing import TimeUse
 from ampwise.finding import Finding
 from ampwise.record.rows import Seen, StepRow
-from ampwise.record.writer import Writer
+from ampwise.record.writer import Writer, described
 from ampwise.watch.activations import Activations, Ranges
 from ampwise.watch.advice import is_cause, point_to_cause
-from ampwise.watch.asking import precisions_of, stage_of, unwrapped
+from ampwise.watch.asking import on_host, precisions_of, stage_of, unwrapped
 from ampwise.watch.bad_steps import BadSteps
-from ampwise.watch.calls import Calls
+from ampwise.watch.calls import Autocast, Calls, Passed
 from ampwise.watch.engines import Engines
 from ampwise.watch.entry_points import EntryPoints
 from ampwise.watch.findings import Findings
 from ampwise.watch.fine import what_was_fine
 from ampwise.watch.fixes import add_diffs
 from ampwise.watch.flow import Flow
+from ampwise.watch.forks import follow_forks
 from ampwise.watch.gradients import Gradients, Known
 from ampwise.watch.memory import Memory
 from ampwise.watch.models import Models, calling_here, names_of
 from ampwise.watch.outcomes import is_ours, outcome_of
 from ampwise.watch.patches import Patches
 from ampwise.watch.replaying import BadOne
+from ampwise.watch.rest import Rest
 from ampwise.watch.state import OptimizerState
 from ampwise.watch.timing import Timing
 from ampwise.watch.tracker import Tracker
@@ -90,13 +92,18 @@ class Watch:
         self._pid = os.getpid()
         self._began, self._folder = time.time(), _folder_here()
         self._tracker = Tracker(self._tell)
+        self._rest = Rest(allowed=every is None and not activations)
+        self._passed: tuple[Any, ...] | None = (
+            None  # as in ``Passed``: the last call of a model, in steps that are passed over
+        )
+        self._passing: nn.Module | None = None  # while it runs
         self._gradients = Gradients(self._known, every)
         self._activations = Activations(self.failed)
         self._flow = Flow(self.failed)
         self._calls = Calls()
         self._bad_steps = BadSteps(self._calls, self._tracker.follows, self.failed, capsules=capsules, weights=weights)
         self._engines = Engines(self.explained, self._tracker.follows.paused, capsules, weights=weights)
-        self._looked_around: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
+        self._looked_around: MutableMapping[nn.Module, int] = WeakIdKeyDictionary()
         self._stepped_by: dict[int, Any] = {}  # optimizers whose gradients are ready: the scaler, if there is one
         self._ran: set[tuple[int, int]] = set()  # steps, by optimizer, that may have changed weights
         self._replayed: set[tuple[int, int]] = set()  # steps, before they were taken
@@ -126,18 +133,28 @@ class Watch:
         """Begin to watch."""
         if self._patches is None:
             self._patches = Patches()
-            self._models = Models(self._patches, self._model_begins, self._model_ends, self.failed, self._flow.stop)
-            self._entry_points = EntryPoints(self._patches, self._tracker, self)
+            self._models = Models(
+                self._patches,
+                self._model_begins,
+                self._model_ends,
+                self.failed,
+                self._rest,
+                (self._model_begins_at_rest, self._model_ends_at_rest),
+                self._compiles,
+            )
+            self._entry_points = EntryPoints(self._patches, self._tracker, self, self._rest)
             to_come = [step for step in PROFILED if step > self.steps]
             self._timing = Timing(self._patches, profile_at=to_come) if self._with_timing else None
             for optimizer, _ in self._tracker.optimizers.pairs():  # of an earlier time
                 self.optimizer_made(optimizer)
             self._engines.listen()
+            follow_forks(self)
         return self
 
     def remove(self) -> None:
         """Leave torch as it was."""
         if self._patches is not None:
+            self.follow_again()
             if self._timing is not None:
                 self._timing.abandon()
                 self.time_use = self._timing.use(self._autocast())
@@ -150,6 +167,25 @@ class Watch:
             self._entry_points.remove()
             self._patches.undo()
             self._patches = None
+
+    def about_to_fork(self) -> None:
+        if self._timing is not None:
+            self._timing.about_to_fork()
+
+    def forked(self) -> None:
+        """In a forked child, which is not watched: the record is its parent's, and so is the training."""
+        timing, patches, self._timing, self._patches = self._timing, self._patches, None, None
+        if patches is None:
+            return
+        self._tracker.follows.stop()
+        self._record = None
+        if timing is not None:
+            timing.forked()
+        self._engines.leave()
+        self._activations.end()
+        self._flow.remove()
+        self._models.forget()
+        patches.undo()  # the optimizers' hooks stay, which one of them may be running through; they do nothing
 
     def adopt(self, things: Iterable[Any]) -> None:
         """Models, optimizers and scalers that were made before."""
@@ -194,7 +230,8 @@ class Watch:
         """The script ended with an exception."""
         frames = [each for each in traceback.extract_tb(error.__traceback__) if _is_own(each.filename)]
         site = Site(file=frames[-1].filename, line=frames[-1].lineno) if frames else Site()
-        self._tell(Died(site=site, error=type(error).__name__, message=str(error)), self._tracker.steps + 1)
+        told = described(error)
+        self._tell(Died(site=site, error=told["type"], message=told["message"]), self._tracker.steps + 1)
 
     # What entry points tell
 
@@ -219,6 +256,65 @@ class Watch:
         if self._tracker.model_ends(model):
             self._calls.ends(output)
 
+    # Steps that are passed over
+
+    def step_over(self, optimizer: Any) -> None:
+        """Whether to pass over some: only where none has gradients that wait, so that all begins anew afterwards."""
+        steps = self._rest.step_followed()
+        if not steps or not self._may_rest():
+            return
+        indices = {id(each): state.index for each, state in self._tracker.optimizers.pairs()}
+        self._calls.forget()
+        if self._timing is not None:
+            self._timing.rests(True)
+        self._rest.begin(unwrapped(optimizer), indices, steps)
+
+    def _compiles(self) -> None:
+        """Something is to be compiled, which must have nothing of ours in it that comes and goes."""
+        self._rest.never_again()
+        self.follow_again()
+        self._flow.stop()
+
+    def _may_rest(self) -> bool:
+        states = self._tracker.optimizers.states()
+        busy = self._armed or self._flow.on or self._gradients.waiting or any(state.pending for state in states)
+        measuring = self._timing is not None and self._timing.measuring
+        compiled = self._models.has_compiled_functions or self._models.has_compiled
+        return not (busy or measuring or compiled) and all(
+            on_host(each) for each, _ in self._tracker.optimizers.pairs()
+        )
+
+    def follow_again(self) -> None:
+        if not self._rest.on:
+            return
+        steps = self._rest.end()
+        self.steps += sum(steps.values())
+        self._tracker.passed_over(steps)
+        self._unread |= steps.keys() - self._poisoned  # nobody has looked at the gradients that they took
+        if self._timing is not None:
+            self._timing.rests(False)
+        passed, self._passed, self._passing = self._passed, None, None
+        known = None if passed is None else self._tracker.last_pass_of(passed[0])
+        if passed is not None and known is not None:
+            self._calls.take_up(Passed(*passed), known[1], known[0])
+
+    def _model_begins_at_rest(self, model: nn.Module, args: Any = (), kwargs: Any = None) -> None:
+        """What a replay needs is kept, should the loss turn out not to be finite."""
+        if not torch.is_grad_enabled():
+            if self._rest.looks():
+                self._model_begins(model, args, kwargs)
+        elif self._passing is None and threading.get_ident() == self._rest.thread:
+            autocast = Autocast.here("cpu") if torch.is_autocast_enabled("cpu") else None
+            draws = type(model) in self._calls.draws_from_torch
+            random = torch.default_generator.get_state() if draws else None
+            self._passed, self._passing = (model, args, kwargs or {}, autocast, random), model
+
+    def _model_ends_at_rest(self, model: nn.Module, args: Any = (), output: Any = None) -> None:
+        if self._passing is model:
+            self._passing = None
+        else:
+            self._model_ends(model, args, output)
+
     def optimizer_made(self, optimizer: Any) -> None:
         self._watch_models_of(optimizer)
 
@@ -226,7 +322,7 @@ class Watch:
         state = self._tracker.state_of(optimizer)
         models = self._models.of(optimizer)
         for model in models:
-            for each in {model, self._models.around(model)}:
+            for each in (model, self._models.around(model)):  # which may be the same
                 self._models.watch(each)
                 self._tracker.trains(each, state)
             if self._always_looks:
@@ -556,14 +652,14 @@ class Watch:
             for name, value in self.facts().items():
                 self._record.fact(name, value)
             self._record.findings(self.seen())
-            told = None if error is None else {"type": type(error).__name__, "message": str(error)}
-            self._record.close(status, exit_code, told)
+            self._record.close(status, exit_code, error)
 
 
 def _scale_of(optimizer: Any, state: OptimizerState, scaler: Any | None) -> Any:
     """What gradients in memory are multiplied by."""
     if state.scaled is not None:
-        scaler = state.scaler or scaler
+        known = state.scaler
+        scaler = scaler if known is None else known
         return None if scaler is None else scaler._scale
     # An optimizer that was not known when the pass was made: a scaler that is asked to step it takes them for scaled.
     if scaler is None or state.pending or stage_of(scaler, optimizer) is OptState.UNSCALED:
