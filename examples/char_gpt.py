@@ -260,9 +260,11 @@ def verdict(rows: Rows, present: int) -> Iterator[tuple[str, str]]:
 def show(training: Training, batch: Batch, out: Console) -> None:
     rows, present = training.rows, training.scale_exponent
     out.print(
-        f"\n[bold]{training}[/]\n\nWhat would be lost if these gradients were stored in another format: the share "
-        "flushed to zero, in % of a\nlayer's non-zero gradients over all steps, without a loss scale, at the one "
-        "there is now, and at the best.\nOne scale for the whole model; [magenta]over[/]: a value would overflow.\n"
+        Text(f"\n{training}\n", "bold"),
+        "What would be lost if these gradients were stored in another format: the share flushed to zero, in % of a\n"
+        "layer's non-zero gradients over all steps, without a loss scale, at the one there is now, and at the best.\n"
+        "One scale for the whole model; over: a value would overflow.\n",
+        sep="\n",
     )
     for formats in (FORMATS,) if out.width >= COLUMNS else (FORMATS[:2], FORMATS[2:]):
         out.print(table(rows, present, formats), "", sep="\n")

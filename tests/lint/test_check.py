@@ -283,6 +283,6 @@ def test_a_pipe_or_a_huge_file_beside_a_training_script_is_passed_over(folder, t
         huge.truncate(2**40)
     report = run("train.py", "pipe.py", "huge.py")
     assert [str(each) for each in report.unreadable] == [
-        "huge.py: larger than 10 MB, which is no code",
+        "huge.py: larger than 5 MB, which is no code",
         "pipe.py: not a file",
     ]

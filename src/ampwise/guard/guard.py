@@ -218,8 +218,7 @@ class Guard:
         if self._lock.stale:
             holder = self._lock.holder_before
             self._telling.tell(LockTakenOver(pid=holder.pid, host=holder.host, since=holder.since), 0)
-        self._agreement.each(self._changes.begin)
-        self._agreement.each(self._position.begin)
+        self._agreement.each(lambda: (self._changes.begin(), self._position.begin()))
         self._position.passed_over = self._agreement.first_says(self._position.passed_over)
         resumed = self._resuming.newest() if self._resumes else None
         checkpoint, plain = resumed if resumed is not None else (None, {})

@@ -133,8 +133,9 @@ def _exit_code(code: Any) -> int:
     words = ""
     with suppress(Exception):
         words = str(code)
-    with suppress(Exception):  # stderr may be closed, or gone
-        sys.stderr.write(f"{words}\n")
+    stream = sys.stderr
+    with suppress(Exception):  # it may be closed, or None
+        stream.write(f"{words}\n")
     return 1
 
 
