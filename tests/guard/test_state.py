@@ -580,6 +580,7 @@ class Keeps:
         self.state = state
 
 
+@pytest.mark.half_by_day
 @pytest.mark.parametrize("dtype", [each for each in DTYPES if each not in QUANTISED], ids=str)
 def test_tensors_of_every_dtype_that_torch_has_are_saved(dtype, tmp_path):
     for number, tensor in enumerate(of_dtype(dtype)):

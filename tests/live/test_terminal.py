@@ -396,7 +396,7 @@ def test_a_record_that_comes_late(tmp_path):
     (tmp_path / "run").mkdir()  # as torchrun does, long before the first rank writes
     time.sleep(0.7)
     with growing(tmp_path / "run"):
-        assert process.stdout.readline().startswith("step 120 ")
+        assert any(line.startswith("step 120 ") for line in process.stdout)  # it may have looked while it came to be
     output, errors = process.communicate(timeout=60)
     assert (process.returncode, errors) == (0, "")
     assert "1 error in 120 steps" in output

@@ -118,6 +118,7 @@ def test_what_is_planted_is_found(shape, watch):
     assert (run.returncode != 0) == (script.stem in DIE), last_words(run)
 
 
+@pytest.mark.half_by_day
 @pytest.mark.parametrize("shape", SHAPES)
 def test_a_clean_script_leaves_nothing_to_say(shape, watch):
     needs_library(shape)

@@ -15,7 +15,7 @@ from ampwise.source.precision import dtypes_of, keyword
 from ampwise.source.project import Code
 from ampwise.source.spots import spot
 from ampwise.source.vocabulary import BF16, FP16, FP32, OPTIMIZER
-from ampwise.source.walk import MOST_FOLLOWED, Room, Site, Trace, trace
+from ampwise.source.walk import MOST_FOLLOWED, Budget, Site, Trace, trace
 
 __all__ = ["HalfModel", "TrainedHalfModel", "half_models", "only_named_main", "trained_half_models"]
 
@@ -122,8 +122,8 @@ def _sites(code: Code) -> list[Site]:
     """The statements of this file; also of constructors that no trace goes into, since nobody is seen to call them."""
     reached = {function for one in code.traces for function in (one.frame.function, *one.followed)}
     makers = [function for function in code.outline.functions if function.name == "__init__" and function.owner]
-    room = Room(MOST_FOLLOWED)
-    apart = [trace(code.frame(function), room) for function in makers if function not in reached]
+    budget = Budget(MOST_FOLLOWED)
+    apart = [trace(code.frame(function), budget) for function in makers if function not in reached]
     return [*code.statements, *(site for one in apart for site in one.statements)]
 
 

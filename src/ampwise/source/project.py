@@ -28,7 +28,7 @@ from ampwise.source.relevance import (
 from ampwise.source.script import Script, Unreadable, read_bytes, read_script, script_from_text
 from ampwise.source.steps import MOST_ON_PATHS, Region, regions_of
 from ampwise.source.vocabulary import FRAMEWORKS
-from ampwise.source.walk import FOLLOWED_PER_LINE, MOST_FOLLOWED, Room, Site, Trace, trace
+from ampwise.source.walk import FOLLOWED_PER_LINE, MOST_FOLLOWED, Budget, Site, Trace, trace
 
 TYPE_CHECKING = False  # as in typing, which takes milliseconds to import
 if TYPE_CHECKING:
@@ -266,7 +266,7 @@ class Code:
         self.script = script
         self.outline = outline
         self.given_up: list[Region] = []  # the training steps with too many paths, once for each rule that asked
-        self._room = Room(MOST_ON_PATHS)
+        self._budget = Budget(MOST_ON_PATHS)
 
     @property
     def path(self) -> str:
@@ -316,19 +316,19 @@ class Code:
         """What happens from each function on that nobody in this file calls, the module itself first."""
         if not trains(self.script.text) or (self.uses_framework and not BY_HAND.search(self.script.text)):
             return []
-        room = Room(MOST_FOLLOWED + FOLLOWED_PER_LINE * len(self.script.lines))
-        found = [trace(self.frame(self.outline.module), room)]
+        budget = Budget(MOST_FOLLOWED + FOLLOWED_PER_LINE * len(self.script.lines))
+        found = [trace(self.frame(self.outline.module), budget)]
         functions = [function for function in self.outline.functions[1:] if not _in_framework_class(function)]
         matters = takes_part if trains_in_half(self.script.text) else steps
         around = [function for function in functions if matters(function)]
-        found += [trace(self.project.frame(method, owner), room) for method, owner in self._inherited(around)]
+        found += [trace(self.project.frame(method, owner), budget) for method, owner in self._inherited(around)]
         pending = around + _callers_of(around, functions)
         # First those that no call names: the others are likely to be met on the way.
         pending.sort(key=lambda function: self._is_called(function))
         followed = {function for one in found for function in one.followed}
         for function in dict.fromkeys(pending):
             if function not in followed:
-                found.append(trace(self.frame(function), room))
+                found.append(trace(self.frame(function), budget))
                 followed |= found[-1].followed
         return [one for one in found if one.frame.function not in followed]
 
@@ -366,7 +366,7 @@ class Code:
     @functools.cached_property
     def regions(self) -> list[Region]:
         """The training steps."""
-        found = [region for one in self.traces for region in regions_of(one, self._room)]
+        found = [region for one in self.traces for region in regions_of(one, self._budget)]
         for region in found:
             region.given_up = self.given_up
         return found

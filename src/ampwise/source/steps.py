@@ -16,7 +16,7 @@ from ampwise.source.calls import ANYTHING
 from ampwise.source.events import Block, Event, Guard, Kind, Loop
 from ampwise.source.paths import Path, paths_through
 from ampwise.source.precision import Autocast
-from ampwise.source.walk import Room, Trace, events_in
+from ampwise.source.walk import Budget, Trace, events_in
 
 __all__ = ["STEPS", "Moment", "Region", "regions_of"]
 
@@ -69,10 +69,10 @@ class Moment:
 class Region:
     """One training step, with all the ways through it."""
 
-    def __init__(self, trace: Trace, loop: Loop | None, room: Room | None = None) -> None:
+    def __init__(self, trace: Trace, loop: Loop | None, budget: Budget | None = None) -> None:
         self.trace = trace
         self.loop = loop
-        self.room = room or Room(MOST_ON_PATHS)
+        self.budget = budget or Budget(MOST_ON_PATHS)
         self.given_up: list[Region] = []  # where the regions are noted whose paths were asked for in vain
 
     @property
@@ -100,9 +100,9 @@ class Region:
     def _paths(self) -> list[Path] | None:
         found = paths_through(self.block)
         events = sum(len(path.events) for path in found or ())
-        if events > self.room.left:
+        if events > self.budget.left:
             return None
-        self.room.left -= events
+        self.budget.left -= events
         return found
 
     @functools.cached_property
@@ -167,14 +167,14 @@ class Region:
         return len(shared)
 
 
-def regions_of(trace: Trace, room: Room | None = None) -> list[Region]:
-    """The training steps a trace goes through, in order; ``room`` is what is left for events on paths."""
+def regions_of(trace: Trace, budget: Budget | None = None) -> list[Region]:
+    """The training steps a trace goes through, in order; ``budget`` is what is left for events on paths."""
     whole: dict[Loop, bool] = {}
     found: dict[Loop | None, None] = {}
     for event in trace.events():
         if event.kind in STEPS or event.kind in BACKWARDS or event.kind == Kind.UPDATE:
             found.setdefault(_home(event, whole))
-    return [Region(trace, loop, room) for loop in found]
+    return [Region(trace, loop, budget) for loop in found]
 
 
 def _home(event: Event, whole: dict[Loop, bool]) -> Loop | None:

@@ -18,7 +18,7 @@ from ampwise.source.names import dotted_text
 from ampwise.source.outline import Class, Function
 from ampwise.source.precision import autocast_of
 
-__all__ = ["FOLLOWED_PER_LINE", "MOST_FOLLOWED", "MOST_STATEMENTS", "Room", "Site", "Trace", "trace"]
+__all__ = ["FOLLOWED_PER_LINE", "MOST_FOLLOWED", "MOST_STATEMENTS", "Budget", "Site", "Trace", "trace"]
 
 DEEPEST = 5  # calls followed into calls
 MOST_STATEMENTS = 1_500  # in one trace, inlined ones counted each time
@@ -32,7 +32,7 @@ NO_GRAD = ("torch.no_grad", "torch.inference_mode", "torch.autograd.no_grad")
 JUMPS = {ast.Continue: "continue", ast.Break: "break", ast.Return: "return", ast.Raise: "raise"}
 
 
-class Room:
+class Budget:
     """How much may still be done for one file."""
 
     __slots__ = ("left",)
@@ -95,17 +95,17 @@ def events_in(block: Block) -> Iterator[Event]:
             yield from events_in(node.block)
 
 
-def trace(frame: Frame, room: Room | None = None) -> Trace:
-    """Follow one function as if the program started there; ``room`` is what is left for called functions."""
+def trace(frame: Frame, budget: Budget | None = None) -> Trace:
+    """Follow one function as if the program started there; ``budget`` is what is left for called functions."""
     result = Trace(frame)
-    walker = _Walker(result, room or Room(MOST_FOLLOWED))
+    walker = _Walker(result, budget or Budget(MOST_FOLLOWED))
     walker.statements(frame.function.body, _entry_context(frame, Context(frame)), result.block)
     return result
 
 
 class _Walker:
-    def __init__(self, result: Trace, room: Room) -> None:
-        self.result, self.room = result, room
+    def __init__(self, result: Trace, budget: Budget) -> None:
+        self.result, self.budget = result, budget
         self.recogniser = Recogniser()
         self.left = MOST_STATEMENTS
 
@@ -116,8 +116,8 @@ class _Walker:
             if isinstance(node, DEFINITIONS):
                 continue
             self.left -= 1
-            self.room.left -= context.frame.caller is not None
-            if self.left < 0 or self.room.left < 0 or len(context.guards) > MOST_GUARDS:
+            self.budget.left -= context.frame.caller is not None
+            if self.left < 0 or self.budget.left < 0 or len(context.guards) > MOST_GUARDS:
                 self.end(node, context)
                 return
             self.statement(node, context, block)

@@ -120,6 +120,7 @@ def run():
     runner.stdout.close()
 
 
+@pytest.mark.half_by_day
 @pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize("tf32", [True, False])
 def test_inside_it_is_as_wanted_and_afterwards_as_it_was(run, setting, tf32):
