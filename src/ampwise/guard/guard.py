@@ -214,11 +214,16 @@ class Guard:
             self._lock.acquire()
             clear_leftovers(self.directory)  # now, as a run that has come to its end saves nothing any more
 
+    def _take_note(self) -> None:
+        """Note what the script gave, and where its data begins."""
+        self._changes.begin()
+        self._position.begin()
+
     def _start(self) -> None:
         if self._lock.stale:
             holder = self._lock.holder_before
             self._telling.tell(LockTakenOver(pid=holder.pid, host=holder.host, since=holder.since), 0)
-        self._agreement.each(lambda: (self._changes.begin(), self._position.begin()))
+        self._agreement.each(self._take_note)
         self._position.passed_over = self._agreement.first_says(self._position.passed_over)
         resumed = self._resuming.newest() if self._resumes else None
         checkpoint, plain = resumed if resumed is not None else (None, {})
