@@ -50,6 +50,7 @@ def test_which_formats_there_is_a_kernel_for():
 
 
 @pytest.mark.half_by_day
+@pytest.mark.half_by_day
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("name", FUSED)
 def test_to_nearest_as_the_reference(name, dtype):
@@ -116,6 +117,7 @@ def _around(exact: Tensor) -> Tensor:
     return torch.stack([nearest, nearest.nextafter(torch.zeros(())), nearest.nextafter(torch.tensor(math.inf))])
 
 
+@pytest.mark.half_by_day
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("dim", [0, 1])
 def test_blocks_that_are_not_finite_are_nan_and_leave_the_others_alone(dtype, dim):
@@ -132,6 +134,7 @@ def test_blocks_that_are_not_finite_are_nan_and_leave_the_others_alone(dtype, di
     assert launch_cast(values[broken], NVFP4).isnan().all()
 
 
+@pytest.mark.half_by_day
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("shape", [(5, 2100), (300, 33), (2, 20, 140)], ids=str)
 def test_blocks_of_many_tiles_keep_their_own_scales(shape, dtype):
@@ -140,6 +143,7 @@ def test_blocks_of_many_tiles_keep_their_own_scales(shape, dtype):
         assert_same_bits(launch_cast(values, NVFP4, dim=dim), cast(values, "nvfp4", dim=dim))
 
 
+@pytest.mark.half_by_day
 @pytest.mark.half_by_day
 @pytest.mark.parametrize("name", ["e4m3fn", "mxfp8_e5m2", "nvfp4"])
 @pytest.mark.parametrize("shape", [shape for shape in SHAPES if len(shape) < 4], ids=str)

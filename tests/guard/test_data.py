@@ -261,6 +261,7 @@ HOLDERS = {
 }
 
 
+@pytest.mark.half_by_day
 @pytest.mark.parametrize("at", [0, 2, 6, 8])
 @pytest.mark.parametrize("holder", sorted(HOLDERS))
 @pytest.mark.parametrize("kind", sorted(OWN))
