@@ -27,6 +27,7 @@ from ampwise.record.files import opened, write_aside
 from ampwise.strict_json import loads
 
 __all__ = [
+    "WHOLE_NUMBERS",
     "Entry",
     "OnDisk",
     "entries",
@@ -69,6 +70,7 @@ NAMES = {
 }
 DTYPES: dict[str, torch.dtype] = {code: getattr(torch, name) for code, name in NAMES.items() if hasattr(torch, name)}
 CODES = {dtype: code for code, dtype in DTYPES.items()}
+WHOLE_NUMBERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes: bits as they are
 
 
 class OnDisk(NamedTuple):

@@ -6,10 +6,9 @@ import torch
 from torch import Tensor
 
 from ampwise.census.launcher import has_kernels
+from ampwise.tensors_on_disk import WHOLE_NUMBERS
 
 __all__ = ["Conditional", "Pair", "are_alike", "as_numbers", "room_for"]
-
-WHOLE_NUMBERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
 
 Pair = tuple[Tensor, Tensor]  # target, source
 

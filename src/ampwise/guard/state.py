@@ -124,8 +124,6 @@ class Whole:
         ]
         if missing := [name for name in (*plain["others"], *modules) if name not in self._others]:
             raise BadInput(f"the state has {missing[0][:80]!r}, and Guard(state=...) does not name it.")
-        if not all(isinstance(each, kind) for each, kind in ((plain["dtypes"], dict), (plain["buffers"], dict))):
-            raise ValueError("what it says about buffers makes no sense")
 
     def put_back(self, values: Mapping[str, Tensor], plain: Plain, *, other_precision: bool = False) -> None:
         """The state as it was: ``values`` has this rank's part of each tensor, on any device."""

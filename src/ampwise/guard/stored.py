@@ -10,11 +10,9 @@ from torch.nn import Parameter
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ampwise.errors import BadInput, UnsupportedTensor
-from ampwise.tensors_on_disk import CODES, refuse_unwritable
+from ampwise.tensors_on_disk import CODES, WHOLE_NUMBERS, refuse_unwritable
 
 __all__ = ["as_stored", "dtype_called", "form_of_stored", "from_stored", "is_writable", "name_if_viewed"]
-
-BY_BYTES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def as_stored(tensor: Tensor, name: str) -> Tensor:
@@ -45,13 +43,13 @@ def form_of_stored(dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[torch.dt
         return dtype, shape
     if dtype.is_complex:
         return dtype.to_real(), (*shape, 2)
-    return BY_BYTES[dtype.itemsize], shape
+    return WHOLE_NUMBERS[dtype.itemsize], shape
 
 
 def _viewed(tensor: Tensor) -> Tensor:
     if tensor.is_complex():
         return torch.view_as_real(tensor)
-    return tensor.view(BY_BYTES[tensor.itemsize])
+    return tensor.view(WHOLE_NUMBERS[tensor.itemsize])
 
 
 def from_stored(stored: Tensor, dtype: torch.dtype | None) -> Tensor:

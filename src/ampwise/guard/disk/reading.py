@@ -32,12 +32,11 @@ from ampwise.guard.disk.manifest import Manifest, Piece, StoredTensor
 from ampwise.guard.disk.ranks import checked_together, explained
 from ampwise.record.files import opened
 from ampwise.strict_json import loads
-from ampwise.tensors_on_disk import DTYPES, Entry, entries, filled, memory_here
+from ampwise.tensors_on_disk import DTYPES, WHOLE_NUMBERS, Entry, entries, filled, memory_here
 
 __all__ = ["Stored", "read_into", "read_plain", "stored_tensors"]
 
 SLAB = 64_000_000  # bytes that are read at a time, or one row
-WHOLE_NUMBERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes: bits as they are
 
 
 class Stored(NamedTuple):
