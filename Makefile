@@ -18,13 +18,13 @@ demo: $(STAMP) ## watch a training script with four mistakes in it, and see what
 layers: $(STAMP) ## train a small GPT in FP16 and show what each layer would lose in other formats
 	@$(BIN)/python examples/char_gpt.py $(ARGS)
 
-test: $(STAMP) ## all tests
+test: $(STAMP) ## the tests of the day: each behaviour, with fewer of its near copies than `make nightly`
 	@$(BIN)/python -m pytest -n 2 --dist worksteal $(ARGS)
 
 nightly: $(STAMP) ## all tests at their full length: more examples, more steps, the attacks in full, each program in a Python of its own
 	@AMPWISE_NIGHTLY=1 AMPWISE_COLD=1 AMPWISE_FUZZ=10000 AMPWISE_ATTACK=1 $(BIN)/python -m pytest -n 2 --dist worksteal $(ARGS)
 
-fuzz: $(STAMP) ## 10,000 mangled scripts through `ampwise check` (for the night; `make test` has 200)
+fuzz: $(STAMP) ## 10,000 mangled scripts through `ampwise check` (for the night; `make test` has 80)
 	@AMPWISE_FUZZ=10000 $(BIN)/python -m pytest -n 2 tests/lint/test_fuzz.py $(ARGS)
 
 attack: $(STAMP) ## hostile files, names, scripts, kills and call orders, at most 10 minutes (`make test` has a few of each)
@@ -75,7 +75,7 @@ gpu-bench: ## the benchmarks on a GPU, in the Python you have
 release: $(STAMP) ## wheel and sdist in build/dist, installed and tried
 	@rm -rf build/dist && mkdir -p build/dist
 	@$(BIN)/python -m build --no-isolation --outdir build/dist . >build/release.log 2>&1 || { cat build/release.log >&2; exit 1; }
-	@AMPWISE_DIST=build/dist $(BIN)/python -m pytest -n 0 tests/release tests/test_api.py $(ARGS)
+	@AMPWISE_NIGHTLY=1 AMPWISE_DIST=build/dist $(BIN)/python -m pytest -n 0 tests/release tests/test_api.py $(ARGS)
 	@ls build/dist
 
 $(STAMP): $(NEEDS)

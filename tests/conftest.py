@@ -11,7 +11,7 @@ import pytest
 from hypothesis import settings
 
 from .night import NIGHTLY, is_left_to_the_night
-from .warm import Cold, Warm
+from .warm import Cold, Warm, force_nothing_to_disk
 
 # Time never decides a test. In CI the cases are the same in every run; elsewhere each run looks for new ones, and many
 # at night, when what takes long is done in full.
@@ -19,9 +19,11 @@ settings.register_profile(
     "ampwise",
     deadline=None,
     derandomize="CI" in os.environ,
-    max_examples=500 if NIGHTLY else 30,
+    max_examples=500 if NIGHTLY else 20,
 )
 settings.load_profile("ampwise")
+
+force_nothing_to_disk()
 
 # A shell starts what it runs in the background with Ctrl-C switched off, and tests press it.
 signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -137,11 +137,13 @@ def test_importing_ampwise_leaves_torch_out():
     assert not loads_torch("import ampwise; ampwise.Finding, ampwise.Census, ampwise.find_format('half')")
 
 
+@pytest.mark.half_by_day
 @pytest.mark.parametrize("verb", [["rules"], ["formats"], ["explain", "AMP701"], ["gpu", "h200"]], ids=" ".join)
 def test_verbs_that_read_leave_torch_out(verb):
     assert not loads_torch(f"from ampwise.cli import main; main({verb!r})")
 
 
+@pytest.mark.nightly
 def test_the_torch_test_can_fail():
     assert loads_torch("import ampwise; ampwise.cast")
 

@@ -100,7 +100,7 @@ class Agent:
 
     def close(self):
         self.process.stdin.close()
-        self.process.wait(60)
+        self.process.wait(120)
         for thread in self.threads:
             thread.join()
         self.process.stdout.close()
@@ -161,6 +161,7 @@ TOOLS = {
 CHEAP = [tool for tool in TOOLS if tool not in ("gpu", "memory")]  # which may import torch, for seconds
 
 
+@pytest.mark.nightly
 def test_no_name_gets_more_than_the_folder(agent, project):
     chance = random.Random(7)
     tries = [(tool, name) for tool in CHEAP + rounds([], ["gpu", "memory"]) for name in NAMES]
@@ -289,6 +290,7 @@ def test_huge_files_and_pipes_are_passed_over(agent):
     assert any("huge.py: cannot check: larger than" in note for note in answer["notes"])
 
 
+@pytest.mark.nightly
 def test_a_huge_folder_is_refused_before_it_is_taken_in(agent, project):
     many = project / "many"
     many.mkdir()

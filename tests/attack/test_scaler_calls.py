@@ -77,6 +77,7 @@ def iteration(rng):
     yield from ((name,) for name in ("set_scale", "save", "load") if rng.random() < 0.1)
 
 
+@pytest.mark.half_by_day
 @pytest.mark.parametrize("way", WAYS, ids=str)
 @pytest.mark.parametrize("maker", MAKERS)
 def test_any_loop_ends_as_with_torch(maker, way):

@@ -33,6 +33,7 @@ def little_memory(most=100_000_000):
         tracemalloc.stop()
 
 
+@pytest.mark.half_by_day
 @pytest.mark.parametrize("key", ["exp_avg", "step"])
 @pytest.mark.parametrize(
     "form",
@@ -84,6 +85,7 @@ def test_a_manifest_of_many_lists_or_ranks():
             Manifest.parse(few)
 
 
+@pytest.mark.nightly
 def test_a_record_of_many_lists(tmp_path, capsys):
     (tmp_path / "manifest.json").write_text('{"format": "ampwise-run", "version": 1}')
     (tmp_path / "findings.json").write_text(f'{{"findings": [{MANY}0], "rules": {{}}}}')

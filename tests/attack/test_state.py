@@ -183,6 +183,7 @@ def everything(run, *, resumed):
     }
 
 
+@pytest.mark.half_by_day
 @pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")
 @pytest.mark.parametrize("seed", range(rounds(3, 80)))
 def test_a_training_that_much_happens_to_ends_as_one_that_nothing_happened_to(seed, tmp_path, capsys):

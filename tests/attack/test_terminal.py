@@ -4,6 +4,8 @@ import json
 import random
 import shutil
 
+import pytest
+
 from ampwise.guard.disk.layout import MANIFEST
 
 from ..hostile import TRAIN, acting, capsule, checkpoints, leaves, record, resealed, shown
@@ -59,6 +61,7 @@ def changed(folder, file, number, chance):
     return other
 
 
+@pytest.mark.nightly
 def test_whatever_is_read(warm, tmp_path):
     chance = random.Random()
     seed = chance.randrange(2**32)

@@ -53,6 +53,7 @@ def many_threads(monkeypatch):
     torch.set_num_threads(before)
 
 
+@pytest.mark.few_by_day(4)
 @pytest.mark.usefixtures("either_way")
 @pytest.mark.parametrize("factor", [*FACTORS, -0.7, 0.0, 1e300])
 @pytest.mark.parametrize("name", FLATS)
@@ -94,6 +95,7 @@ def test_no_tensors_have_no_rows():
     assert sums.shape == (0,)
 
 
+@pytest.mark.half_by_day
 @pytest.mark.parametrize("count", [*range(1, 70), 4095, 4096, 4097, 131_071, 131_072, 131_073])
 def test_any_number_of_values(count):
     assert_counted([torch.randn(count)])

@@ -47,6 +47,7 @@ def test_an_unaligned_view_is_copied_and_an_unread_result_holds_no_gradients():
     assert not counted.batch.kept
 
 
+@pytest.mark.half_by_day
 @pytest.mark.parametrize("scale", [1.0, 65536.0, 1000.0, 2.0**120])
 def test_gradients_of_a_scaled_loss_are_counted_in_true_units(scale):
     factor = torch.tensor(scale).double().reciprocal().float()
@@ -55,6 +56,7 @@ def test_gradients_of_a_scaled_loss_are_counted_in_true_units(scale):
         assert found == census(tensor.float() * factor), name
 
 
+@pytest.mark.few_by_day(3)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_the_same_read_leaves_them_unscaled_in_memory(dtype):
     wild = torch.cat([CASES["wild bits"], torch.randn(30_000), torch.tensor([1e-40, 0.0])]).to(dtype)

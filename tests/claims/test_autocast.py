@@ -215,6 +215,7 @@ print(gradient(loss), gradient(torch.compile(loss, backend="aot_eager")))
 """
 
 
+@pytest.mark.nightly
 @claim(
     "A compiled model under autocast computes what the eager one does.",
     verdict="false",

@@ -78,6 +78,7 @@ def test_colour_changes_only_the_colour():
     assert re.sub(r"\x1b\[[\d;]*m", "", coloured) == page(RULE)
 
 
+@pytest.mark.few_by_day(4)
 @pytest.mark.parametrize("rule", all_rules(), ids=lambda rule: rule.code)
 def test_every_rule_is_explained_by_code_and_by_name(rule, capsys):
     assert main(["explain", rule.code.lower()]) == 0

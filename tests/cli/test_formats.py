@@ -80,6 +80,7 @@ def test_the_overview_has_the_block_formats(capsys):
     assert all(any(line.startswith(name) for line in lines) for name in BLOCK_FORMATS)
 
 
+@pytest.mark.half_by_day
 @pytest.mark.parametrize("names", [(), (*FORMATS, *BLOCK_FORMATS)], ids=["overview", "details"])
 @pytest.mark.parametrize("width", [80, 104, 105, 110, 200])
 def test_it_fits_the_terminal(monkeypatch, capsys, names, width):
@@ -203,6 +204,6 @@ def test_an_unknown_name_is_one_line(capsys, more):
 @pytest.mark.parametrize("words", [[], ["fp16", "nvfp4"], ["--json"]])
 def test_it_needs_no_torch(words):
     command = [sys.executable, "-c", WITHOUT_TORCH, "formats", *words]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
     assert (done.returncode, done.stderr) == (0, "")
     assert "fp16" in done.stdout

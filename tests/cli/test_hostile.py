@@ -188,6 +188,7 @@ def test_every_command_has_a_hostile_case():
     assert sorted(CASES) == verbs()
 
 
+@pytest.mark.half_by_day
 @pytest.mark.parametrize("verb", verbs(), ids="ampwise-{}".format)
 def test_nothing_acts_on_the_terminal(warm, tmp_path, verb):
     (tmp_path / "train.py").write_text(TRAIN, encoding="utf-8")

@@ -38,7 +38,7 @@ COMMAND = [sys.executable, "-m", "ampwise"]
 
 
 def ampwise(*words, **options):
-    return subprocess.run([*COMMAND, *words], capture_output=True, text=True, timeout=60, env=PLAIN, **options)
+    return subprocess.run([*COMMAND, *words], capture_output=True, text=True, timeout=120, env=PLAIN, **options)
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +51,7 @@ def with_test_verbs(tmp_path_factory):
 
 
 def run(command, *words):
-    return subprocess.run([*command, *words], capture_output=True, text=True, timeout=60, env=PLAIN)
+    return subprocess.run([*command, *words], capture_output=True, text=True, timeout=120, env=PLAIN)
 
 
 @pytest.fixture
@@ -146,7 +146,7 @@ def test_ctrl_c_is_a_line_and_130(with_test_verbs):
     signal.signal(signal.SIGINT, before)
     assert process.stdout.readline() == "ready\n"
     process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=30)
+    _, err = process.communicate(timeout=120)
     assert (process.returncode, err) == (130, "ampwise: interrupted\n")
 
 
@@ -156,11 +156,11 @@ def test_a_reader_who_leaves_is_met_quietly(with_test_verbs, verb):
     process = subprocess.Popen([*with_test_verbs, verb], stdout=writer, stderr=subprocess.PIPE, text=True, env=PLAIN)
     os.close(writer)
     os.close(reader)
-    _, err = process.communicate(timeout=30)
+    _, err = process.communicate(timeout=120)
     assert (process.returncode, err) == (141, "")
 
 
-@pytest.mark.half_by_day
+@pytest.mark.few_by_day(5)
 @pytest.mark.parametrize("environment", [PLAIN, {**PLAIN, "PYTHONUNBUFFERED": "1"}], ids=["buffered", "unbuffered"])
 @pytest.mark.parametrize(
     "words",
@@ -186,6 +186,7 @@ def test_a_full_disk_is_one_line_and_exit_2(words, environment):
     assert (done.returncode, done.stderr) == (2, line)
 
 
+@pytest.mark.half_by_day
 @pytest.mark.parametrize("words", [["formats"], ["rules", "--json"], ["gpu", "h200"], ["--help"], ["--version"]])
 def test_a_closed_stdout_is_nobody_listening(words):
     done = subprocess.run(in_a_shell(">&-", *words), stderr=subprocess.PIPE, text=True, env=PLAIN)

@@ -76,7 +76,8 @@ def test_a_report_is_the_same_with_and_without_them(two, tmp_path, capsys, with_
 
 
 @pytest.mark.parametrize("words", [["--once"], []], ids=["once", "to the end"])
-def test_a_live_view_is_the_same_with_and_without_them(two, capsys, with_all, words):
+def test_a_live_view_is_the_same_with_and_without_them(two, capsys, with_all, words, monkeypatch):
+    monkeypatch.setattr("ampwise.live.terminal.LATE_S", 0.0)  # nothing is added to it any more
     without = told(["watch", two[0], *words], capsys, None)
     with_all()
     assert told(["watch", two[0], *words], capsys, None) == without

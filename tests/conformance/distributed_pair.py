@@ -34,7 +34,7 @@ class Ranks:
 
     def close(self):
         self.process.stdin.close()
-        self.process.wait(timeout=10)
+        self.process.wait(timeout=120)
         self.process.stdout.close()
         self.log.close()
 

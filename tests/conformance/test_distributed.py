@@ -5,6 +5,7 @@ The same processes serve all tests here (under xdist, those of each of its worke
 
 import pytest
 
+from ..night import by_night
 from . import distributed_peers
 from .distributed_pair import judge, the_ranks, wrong_norms
 from .registry import Case
@@ -45,14 +46,14 @@ def collectives(answers):
     return {count for answer in answers for count in answer["collectives"]}
 
 
-@pytest.mark.half_by_day
+@pytest.mark.few_by_day(4)
 @every_overflow
 @pytest.mark.parametrize("optimizer", [*OPTIMIZERS, "sgd-fused"])
 def test_ddp_needs_no_collective(train, optimizer, overflow):
     assert collectives(train("ddp", optimizer, overflow, path="clip")) == {0}
 
 
-@pytest.mark.half_by_day
+@pytest.mark.few_by_day(4)
 @every_overflow
 @pytest.mark.parametrize("optimizer", [*OPTIMIZERS, "sgd-foreach"])  # torch has no fused SGD for DTensors
 def test_fsdp2_agrees_with_one_collective(train, optimizer, overflow):
@@ -61,6 +62,7 @@ def test_fsdp2_agrees_with_one_collective(train, optimizer, overflow):
     assert {answer["norm_kind"] for answer in answers} == {"Tensor torch.float32 []"}
 
 
+@pytest.mark.half_by_day
 @pytest.mark.parametrize("path", ["step", "clip"])
 def test_the_collective_is_small(train, path):
     answers = train("fsdp2", "adamw-fused", [1], path=path, sizes=True)
@@ -88,47 +90,51 @@ def test_fsdp2_uneven_shards(train, overflow, path):
     assert collectives(train("fsdp2-uneven", "adamw-fused", overflow, path=path)) == {1}
 
 
+@pytest.mark.few_by_day(3)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_fsdp2_a_rank_that_holds_nothing(train, optimizer):
     assert collectives(train("fsdp2-empty", optimizer, [0], path="clip")) == {1}
 
 
+@pytest.mark.half_by_day
 @pytest.mark.parametrize(("job", "most"), list({"hsdp-1x2": 1, "hsdp-2x1": 1}.items()))
 @pytest.mark.parametrize("overflow", [[0], [1]])
 def test_hsdp_of_a_single_row_or_column(train, job, most, overflow):
     assert max(collectives(train(job, "adamw-fused", overflow, path="clip"))) <= most
 
 
-@pytest.mark.parametrize("overflow", [[0], [3]])
+@pytest.mark.parametrize("overflow", [*by_night([0]), [3]])
 def test_hsdp(train, overflow):
     assert collectives(train("hsdp-2x2", "adamw-fused", overflow, path="clip", ranks=4)) == {1}
 
 
-@pytest.mark.parametrize("overflow", [[], [0], [3]])
+@pytest.mark.parametrize("overflow", [*by_night([], [0]), [3]])
 def test_tensor_parallel_shards_of_shards(train, overflow):
     assert collectives(train("fsdp2-tensor-parallel", "adamw-fused", overflow, path="clip", ranks=4)) == {1}
 
 
-@pytest.mark.half_by_day
+@pytest.mark.few_by_day(3)
 @pytest.mark.parametrize("hit", [0, 1, 2])
 @pytest.mark.parametrize("kinds", [KINDS, KINDS[::-1]], ids="+".join)
 def test_mixed_kinds_in_one_optimizer(train, kinds, hit):
     assert collectives(train("+".join(kinds), OPTIMIZERS[hit], [1], path="clip", hit=hit)) == {1}
 
 
-@pytest.mark.half_by_day
+@pytest.mark.few_by_day(3)
 @pytest.mark.parametrize("job", ["replicated+sharded", "sharded+plain", "uneven+plain+sharded"])
 @pytest.mark.parametrize(("path", "most"), list({"step": 1, "unscale": 1, "unscale, clip": 2}.items()))
 def test_mixed_kinds_on_other_paths(train, job, path, most):
     assert max(collectives(train(job, "adamw-fused", [1], path=path, hit=job.split("+").index("sharded")))) <= most
 
 
+@pytest.mark.half_by_day
 @pytest.mark.parametrize("job", ["grid+sharded", "sharded+grid+plain"])
 @pytest.mark.parametrize("hit", [0, 1])
 def test_two_meshes_in_one_optimizer(train, job, hit):
     train(job, "adamw-fused", [1], path="clip", hit=hit)
 
 
+@pytest.mark.half_by_day
 @pytest.mark.parametrize("path", ["step", "clip"])
 @pytest.mark.parametrize("hit", [0, 1])
 def test_gradients_still_to_be_summed(train, path, hit):
@@ -136,14 +142,14 @@ def test_gradients_still_to_be_summed(train, path, hit):
     train("partial+sharded", "adamw-foreach", [1], path=path, hit=hit)
 
 
-@pytest.mark.half_by_day
+@pytest.mark.few_by_day(4)
 @pytest.mark.parametrize(("path", "overflow"), [("step", [0]), ("step", [1]), ("step", [0, 1]), ("unscale", [0, 1])])
 @pytest.mark.parametrize("optimizer", ["adamw-foreach", "adamw-fused", "sgd-fused"])
 def test_process_group_agrees_on_sharding_by_hand(train, optimizer, overflow, path):
     assert collectives(train("half+half", optimizer, overflow, path=path, agree=True)) == {1}
 
 
-@pytest.mark.parametrize("optimizer", ["adamw-foreach", "adamw-fused"])
+@pytest.mark.parametrize("optimizer", [*by_night("adamw-foreach"), "adamw-fused"])
 def test_process_group_with_fsdp1(train, optimizer):
     assert collectives(train("fsdp1", optimizer, [1], agree=True)) == {1}
 
@@ -163,7 +169,7 @@ def test_the_guard_without_scaling(train, job, optimizer):
     assert collectives(train(job, optimizer, [1], enabled=False)) == {0 if "ddp" in job else 1}
 
 
-@pytest.mark.half_by_day
+@pytest.mark.few_by_day(3)
 @pytest.mark.parametrize("path", ["step", "clip"])
 @every_overflow
 def test_two_optimizers_one_of_them_sharded(ranks, overflow, path):
@@ -191,6 +197,7 @@ def test_one_rank_may_ask_alone(ranks):
     assert not list(wrong_norms("rank 0", answers[0]))
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("case", [case for case in CASES if case not in TORCH_IS_RIGHT], ids=lambda case: case.name)
 def test_the_tests_can_fail(case):
     """If torch's scaler passes one of these, it has been mended: say so on the page about peers."""

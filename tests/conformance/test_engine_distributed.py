@@ -76,6 +76,7 @@ def small_reductions(answers):
 # Gradients are exchanged once a window
 
 
+@pytest.mark.half_by_day
 @every_wrapper
 @pytest.mark.parametrize("style", ["step", "pieces", "batches"])
 def test_gradients_are_exchanged_once_a_window(train, wrapper, style):
@@ -92,7 +93,7 @@ def test_without_accumulation_every_batch_is_exchanged(train, wrapper):
     assert exchanges(train(wrapper, accumulate=1, micro_batches=3)) == [0, 1, 2]
 
 
-@pytest.mark.half_by_day
+@pytest.mark.few_by_day(3)
 @pytest.mark.parametrize("precision", ["fp32", "fp16", "bf16"])
 @pytest.mark.parametrize(("style", "micro_batches"), [("step", 6), ("pieces", 6), ("batches", 8)])
 def test_the_weights_are_those_of_ddp_by_hand(train, precision, style, micro_batches):
@@ -109,6 +110,7 @@ def test_ddp_needs_no_collective_besides_gradients(train, optimizer):
     assert [answer["elements"] for answer in answers] == [[[], [], [354]] * 3] * 2
 
 
+@pytest.mark.half_by_day
 @needs_fsdp2
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("clip", [False, True], ids=["", "clipped"])
@@ -120,7 +122,7 @@ def test_fsdp2_needs_one_small_reduction_a_step(train, optimizer, clip):
 # Whichever rank overflows, in whichever place of a window
 
 
-@pytest.mark.half_by_day
+@pytest.mark.few_by_day(4)
 @every_wrapper
 @every_overflow
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
@@ -137,7 +139,7 @@ def test_ranks_skip_together(train, wrapper, optimizer, precision, overflow):
         assert exchanges(answers) == [2, 5, 8, 11, 14]
 
 
-@pytest.mark.half_by_day
+@pytest.mark.few_by_day(4)
 @pytest.mark.parametrize("wrapper", [FSDP2, MIXED])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("precision", ["fp16", "bf16"])
@@ -150,6 +152,7 @@ def test_one_shard_overflows(train, wrapper, optimizer, precision, overflow):
     assert small_reductions(answers) == [0, 0, 1] * 3
 
 
+@pytest.mark.half_by_day
 @pytest.mark.parametrize("wrapper", [MIXED])
 @pytest.mark.parametrize("style", ["step", "pieces", "batches"])
 def test_shards_and_plain_parameters_in_one_optimizer(train, wrapper, style):
@@ -158,6 +161,7 @@ def test_shards_and_plain_parameters_in_one_optimizer(train, wrapper, style):
     assert small_reductions(answers) == [0, 0, 1] * 2
 
 
+@pytest.mark.half_by_day
 @every_wrapper
 @pytest.mark.parametrize("bad_on", [[0], [1], [0, 1]], ids=["rank 0", "rank 1", "both"])
 def test_bad_batches_of_some_ranks_leave_the_loss_scale_alone_on_all(ask, wrapper, bad_on):
@@ -169,7 +173,7 @@ def test_bad_batches_of_some_ranks_leave_the_loss_scale_alone_on_all(ask, wrappe
 # Tokens
 
 
-@pytest.mark.half_by_day
+@pytest.mark.few_by_day(3)
 @pytest.mark.parametrize(("wrapper", "of_the_step"), [("ddp", 0), pytest.param("fsdp2", 1, marks=needs_fsdp2)])
 @pytest.mark.parametrize("style", ["step", "pieces", "batches"])
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
@@ -226,6 +230,7 @@ def test_ranks_that_choose_differently_are_refused(ask):
 # What must not stay
 
 
+@pytest.mark.half_by_day
 @pytest.mark.parametrize("overflow", [[0], [1], [0, 1]], ids=["rank 0", "rank 1", "both"])
 def test_batchnorm_forgets_a_skipped_window_on_all_ranks(ask, overflow):
     """DDP has each rank's own statistics after a step, and those of rank 0 when the next is exchanged."""
@@ -247,6 +252,7 @@ def test_a_window_whose_backward_pass_failed_leaves_nothing(ask, wrapper):
         assert answer["away"] <= AWAY["fp32"]
 
 
+@pytest.mark.half_by_day
 @pytest.mark.parametrize(
     "options",
     [
@@ -265,6 +271,7 @@ def test_options_of_ddp_change_nothing(ask, options):
 # Resuming
 
 
+@pytest.mark.half_by_day
 @every_wrapper
 @pytest.mark.parametrize("precision", ["fp16", "bf16"])
 def test_resumed_between_windows(ask, wrapper, precision):
@@ -273,7 +280,7 @@ def test_resumed_between_windows(ask, wrapper, precision):
         assert answer["lrs"][0] == answer["lrs"][1]
 
 
-@pytest.mark.half_by_day
+@pytest.mark.few_by_day(3)
 @pytest.mark.parametrize("precision", ["fp16", "bf16"])
 @pytest.mark.parametrize("after", [4, 5])
 @pytest.mark.parametrize("weighed", [False, True], ids=["", "tokens"])
@@ -296,7 +303,7 @@ def test_fsdp2_in_the_middle_of_a_window_is_not_saved():
 # A bad step is explained by all ranks together, and told by the first
 
 
-@pytest.mark.half_by_day
+@pytest.mark.few_by_day(4)
 @every_wrapper
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
 @pytest.mark.parametrize("fault", ["bad batch", "infinite derivative"])
@@ -314,6 +321,7 @@ def test_a_bad_step_is_explained_with_the_rank_it_arose_on(ask, wrapper, precisi
         assert answer["weights"][0] == answer["weights"][1], "as if nobody had looked"
 
 
+@pytest.mark.half_by_day
 @every_wrapper
 @pytest.mark.parametrize("fault", ["bad batch", "infinite derivative"])
 def test_the_micro_batch_that_went_bad_is_found_together(ask, wrapper, fault):

@@ -32,7 +32,11 @@ def folder(tmp_path, monkeypatch):
         sys.modules.pop(path.stem, None)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+@pytest.mark.parametrize(
+    "page",
+    [pytest.param(page, marks=[pytest.mark.nightly] * (page.stem == "distributed")) for page in PAGES],
+    ids=lambda page: page.stem,
+)
 def test_a_page_does_what_it_shows(page, folder, warm):
     Reading(page, folder, warm).go()
 

@@ -23,6 +23,7 @@ def run(model, x, recipes):
     return y.detach(), x.grad, [parameter.grad for parameter in model.parameters()]
 
 
+@pytest.mark.half_by_day
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("shape", [(48,), (5, 48), (2, 3, 48)])

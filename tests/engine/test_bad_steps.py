@@ -72,6 +72,7 @@ def assert_equal(one, other):
         assert torch.equal(torch.as_tensor(left), torch.as_tensor(right))
 
 
+@pytest.mark.few_by_day(3)
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("accumulate", [1, 2])

@@ -42,6 +42,7 @@ def kept_modules(model):
 # It goes on
 
 
+@pytest.mark.half_by_day
 @pytest.mark.parametrize("norm", [False, True])
 def test_each_stretch_is_that_of_an_engine_made_in_its_precision(norm):
     run = training(WAY[0], norm=norm, schedule=decaying, clip_norm=1.0, scaling=LOW)

@@ -71,6 +71,7 @@ def by_hand(precision, *batches, model=None, recipes=None):
     return weights(model)
 
 
+@pytest.mark.half_by_day
 @pytest.mark.parametrize("precision", FORMATS)
 def test_a_step_is_that_of_the_products_on_rounded_values(precision):
     model, engine, loss_fn = training(f"emulate:{precision}")
@@ -168,6 +169,7 @@ def test_stochastic_rounding_is_repeatable_differs_and_is_for_gradients_alone():
     assert first[0] == other[0] == gradients(1, "emulate:mxfp4")[0]
 
 
+@pytest.mark.nightly
 def test_stochastic_rounding_keeps_the_mean_where_nearest_does_not():
     torch.manual_seed(0)
     layer, x = nn.Linear(32, 16, bias=False), torch.randn(64, 32)
@@ -243,6 +245,7 @@ def test_micro_batches_pieces_and_the_step_by_hand():
     torch.testing.assert_close(weights(model), expected)
 
 
+@pytest.mark.half_by_day
 @pytest.mark.parametrize("again", ["not reentrant", "reentrant"])
 @pytest.mark.parametrize("precision", ["e4m3", "mxfp4"])
 def test_what_is_computed_again_is_emulated_again(again, precision):
@@ -294,6 +297,7 @@ class Checkpointed(nn.Module):
         return self.head(checkpoint(self.attend, x, use_reentrant=self.again))
 
 
+@pytest.mark.half_by_day
 @pytest.mark.parametrize("ends_in_layer", [True, False])
 @pytest.mark.parametrize("kept", ["head", "layer"])
 @pytest.mark.parametrize("reentrant", [True, False])
@@ -326,6 +330,7 @@ class Nested(Checkpointed):
         )
 
 
+@pytest.mark.half_by_day
 @pytest.mark.parametrize("kept", ["head", "layer"])
 @pytest.mark.parametrize("reentrant", [(True, True), (True, False), (False, True), (False, False)])
 def test_of_checkpoints_in_checkpoints_all_is_emulated_again(reentrant, kept):
@@ -536,6 +541,7 @@ def test_a_product_of_nested_tensors_is_told(off):
     torch.testing.assert_close(found.unbind()[0], layer(x.unbind()[0]))
 
 
+@pytest.mark.half_by_day
 @pytest.mark.parametrize("precision", ["emulate:mxfp8", "emulate:nvfp4,stochastic", "emulate:fp16"])
 def test_a_checkpoint_goes_on_as_if_nothing_had_been(precision):
     model, engine, loss_fn = training(precision)

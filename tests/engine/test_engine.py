@@ -41,6 +41,7 @@ def by_hand(precision, numbers, *, clip=None, window=1):
     return model
 
 
+@pytest.mark.half_by_day
 @pytest.mark.parametrize("window", [1, 3])
 @pytest.mark.parametrize("clip", [None, 0.2])
 @pytest.mark.parametrize("precision", PRECISIONS)
@@ -114,6 +115,7 @@ def without_gradients(run):
     return {key: value for key, value in everything(run).items() if key not in ("scaler", "counts", "gradients", "rng")}
 
 
+@pytest.mark.half_by_day
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("bad", [(None,), (None, 7), (7, None), (None, None)], ids=str)
 def test_a_skipped_step_leaves_no_trace(bad, precision):

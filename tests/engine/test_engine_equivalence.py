@@ -55,6 +55,7 @@ BOTH = (in_one_call, in_pieces)
 WAYS = {each: BOTH if NIGHTLY else BOTH[(turn + turn // 2) % 2 :][:1] for turn, each in enumerate(EVERY)}
 
 
+@pytest.mark.few_by_day(3)
 @pytest.mark.parametrize("arrangement", EVERY, ids=str)
 def test_a_run_is_that_of_the_loop_by_hand_bit_for_bit(arrangement):
     by_torch = by_hand(arrangement)
@@ -62,6 +63,7 @@ def test_a_run_is_that_of_the_loop_by_hand_bit_for_bit(arrangement):
         assert_same(by_engine(arrangement, way), by_torch)
 
 
+@pytest.mark.few_by_day(3)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("accumulate", [1, 3])
 @pytest.mark.parametrize("precision", DTYPES)

@@ -195,7 +195,7 @@ BAD_LOSSES = sorted(bad_losses(None))
 RUNNING = {"none": False, "apply": False, "flush": False, "state_dict": False, "step": False}  # of the model's forward
 
 
-@pytest.mark.half_by_day
+@pytest.mark.few_by_day(4)
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("before", [(), (1, 2), (1, 2, 3)], ids=["at first", "between windows", "within a window"])
 @pytest.mark.parametrize("kind", BAD_LOSSES)

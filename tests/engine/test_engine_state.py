@@ -85,6 +85,7 @@ def resumed_like_unbroken(make, stop, end=11, order=("model", "optimizer", "engi
     return one
 
 
+@pytest.mark.half_by_day
 @pytest.mark.parametrize("stop", [2, 6, 7], ids=lambda stop: f"at {stop}")
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_a_resumed_run_is_the_unbroken_one(precision, stop):
@@ -102,6 +103,7 @@ def test_model_optimizer_and_engine_are_loaded_in_whatever_order(order):
     )
 
 
+@pytest.mark.half_by_day
 @pytest.mark.parametrize("stop", [1, 5])
 @pytest.mark.parametrize("schedule", [*SCHEDULES, "sequential"])
 @pytest.mark.filterwarnings("ignore:The epoch parameter in `scheduler.step:UserWarning")  # SequentialLR's own

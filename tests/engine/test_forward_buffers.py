@@ -184,6 +184,7 @@ def train(make, factors, device="cpu", **options):
     return after, engine
 
 
+@pytest.mark.few_by_day(3)
 @every_kind
 @pytest.mark.parametrize("trace", [False, True])
 def test_a_skipped_step_changes_no_buffer_and_another_does(make, trace, decided_by, capsys):
@@ -197,6 +198,7 @@ def test_a_skipped_step_changes_no_buffer_and_another_does(make, trace, decided_
         assert after[1] != before or after[2] != before
 
 
+@pytest.mark.half_by_day
 @every_kind
 def test_in_a_window_of_micro_batches_too(make, decided_by):
     before = buffers_of(started(make)[0])
@@ -206,6 +208,7 @@ def test_in_a_window_of_micro_batches_too(make, decided_by):
     assert after[2] == after[3]
 
 
+@pytest.mark.half_by_day
 @every_kind
 def test_a_step_that_is_applied_leaves_what_the_model_made_of_it(make, decided_by):
     """To the bit what a loop without an engine has."""

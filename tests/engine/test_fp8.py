@@ -94,6 +94,7 @@ def fitted(model):
     return [name for name, module in model.named_modules() if is_fitted(module)]
 
 
+@pytest.mark.half_by_day
 @pytest.mark.parametrize("recipe", ["current", "delayed"])
 def test_it_trains_as_bf16_does(recipe):
     narrow, wide = training(Fp8(recipe, narrow=BLOCKS)), training(precision="bf16")
@@ -106,6 +107,7 @@ def test_it_trains_as_bf16_does(recipe):
     assert wide.engine.fp8_layers == []
 
 
+@pytest.mark.half_by_day
 @pytest.mark.parametrize("recipe", ["current", "delayed"])
 def test_checkpointed_it_is_the_same(recipe):
     runs = [training(Fp8(recipe, narrow=BLOCKS), checkpointed=each) for each in (False, True)]
@@ -265,6 +267,7 @@ def test_describe_says_what_runs_how():
 # Measured
 
 
+@pytest.mark.nightly
 def test_measured_layers_are_those_that_win(monkeypatch):
     asked = []
 
@@ -392,6 +395,7 @@ def one_rank(tmp_path):
     dist.destroy_process_group()
 
 
+@pytest.mark.half_by_day
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view")  # as a linear layer does
 @pytest.mark.parametrize("recipe", ["current", "delayed"])
 @pytest.mark.parametrize("wrapper", ["ddp", "fsdp2"])

@@ -595,6 +595,7 @@ def test_checkpointed_activations(precision, use_reentrant):
         assert_same_bits((model, by_torch))
 
 
+@pytest.mark.half_by_day
 @pytest.mark.parametrize("what", ["model", "loss"])
 def test_compiled(what):
     def compiled(model):

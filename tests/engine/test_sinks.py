@@ -5,7 +5,6 @@ import json
 import os
 import sys
 import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -138,46 +137,43 @@ def test_an_engine_that_is_gone_has_closed_its_sinks():
     del run
     gc.collect()
     for thread in set(threading.enumerate()) - before:
-        thread.join(10)
+        thread.join(120)
         assert not thread.is_alive()
     assert len(rows) == 2
 
 
 def test_whoever_finds_an_engine_gone_does_not_wait_for_its_sinks(monkeypatch):
-    monkeypatch.setenv("AMPWISE_SINK_WAIT", "60")
+    monkeypatch.setenv("AMPWISE_SINK_WAIT", "3600")
     rows, taking, may_go = [], threading.Event(), threading.Event()
 
     def slow(row):
         taking.set()
-        may_go.wait(60)
+        may_go.wait(120)
         rows.append(row)
 
     before = set(threading.enumerate())
     run = training("fp32", sinks=[slow])
     train(run, 1, 2)
-    assert taking.wait(10)
+    assert taking.wait(120)
     threads = set(threading.enumerate()) - before
-    started = time.monotonic()
     del run
     gc.collect()
-    assert time.monotonic() - started < 30
+    assert not rows, "the sink has not gone on, and nobody waits for it"
     may_go.set()
     for thread in threads:
-        thread.join(20)
+        thread.join(120)
     assert len(rows) == 2
 
 
 def test_an_engine_that_is_found_gone_by_its_own_sink_waits_for_nobody(monkeypatch):
-    monkeypatch.setenv("AMPWISE_SINK_WAIT", "60")
-    rows, held, began = [], threading.Event(), []
+    monkeypatch.setenv("AMPWISE_SINK_WAIT", "3600")
+    rows, held = [], threading.Event()
 
     def collect(row):
         rows.append(row)
-        held.wait(10)
+        held.wait(120)
         if len(rows) == 1:
-            began.append(time.monotonic())
             gc.collect()
-            began.append(time.monotonic())
 
     before = set(threading.enumerate())
     run = training("fp32", sinks=[collect])
@@ -188,22 +184,21 @@ def test_an_engine_that_is_found_gone_by_its_own_sink_waits_for_nobody(monkeypat
         del run
         held.set()
         for thread in set(threading.enumerate()) - before:
-            thread.join(20)
+            thread.join(120)
+            assert not thread.is_alive(), "it waits for itself"
     finally:
         gc.enable()
     assert len(rows) == 3
-    assert began[1] - began[0] < 30
 
 
 def test_a_sink_may_close_its_own_engine(monkeypatch):
-    monkeypatch.setenv("AMPWISE_SINK_WAIT", "60")
+    monkeypatch.setenv("AMPWISE_SINK_WAIT", "3600")
     before = set(threading.enumerate())
     run = training("fp32", sinks=[lambda row: run.engine.close()])
-    started = time.monotonic()
     train(run, 1)
     for thread in set(threading.enumerate()) - before:
-        thread.join(60)
-    assert time.monotonic() - started < 30
+        thread.join(120)
+        assert not thread.is_alive(), "it waits for itself"
 
 
 def test_engines_made_in_the_same_second_have_files_of_their_own(tmp_path, monkeypatch):
@@ -313,18 +308,16 @@ sys.exit(6)
 
 
 def test_the_end_of_the_program_is_the_end_of_sinks(warm, tmp_path):
-    done = warm.run("-c", AT_EXIT, cwd=tmp_path, timeout=60)
+    done = warm.run("-c", AT_EXIT, cwd=tmp_path, timeout=120)
     assert (done.returncode, done.stdout, done.stderr) == (6, "", "")
     said = (tmp_path / "log").read_text().splitlines()
     assert said == ["row 1 False", "row 2 False", "row 3 False", "row 3 False", "package ended"]
 
 
 def test_a_hanging_sink_delays_the_end_by_seconds_only(warm, tmp_path):
-    code = AT_EXIT.replace('say("row", row.step, self.package.ended)', "import time; time.sleep(60)")
+    code = AT_EXIT.replace('say("row", row.step, self.package.ended)', "import time; time.sleep(600)")
     code = "\n".join(line for line in code.splitlines() if "while not" not in line and line != "    pass")
-    started = time.monotonic()
-    done = warm.run("-c", code, cwd=tmp_path, timeout=55)
-    assert time.monotonic() - started < 50
+    done = warm.run("-c", code, cwd=tmp_path, env={**os.environ, "AMPWISE_SINK_WAIT": "1"})
     assert done.returncode == 6
     assert "was still busy when the run was over" in done.stderr
     assert json.dumps(done.stdout) == '""'

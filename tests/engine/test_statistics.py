@@ -13,6 +13,8 @@ from ampwise.engine.conditional import Conditional
 from ampwise.engine.statistics import Statistics
 from ampwise.errors import BadInput
 
+from ..night import NIGHTLY
+
 YES, NO = torch.tensor(1.0), torch.tensor(0.0)
 
 LAYERS = {
@@ -395,7 +397,7 @@ def test_the_kernel_copies_every_bit_or_none():
     pytest.importorskip("triton")
     torch.manual_seed(0)
     check_copies(by_torch, pairs_of((0, 3)))
-    check_copies(by_kernel, pairs_of((0, 1, 3, 1030, 5000)))
+    check_copies(by_kernel, pairs_of((0, 1, 3, 1030, 5000) if NIGHTLY else (0, 3, 1030)))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU the kernel is compiled, not interpreted")

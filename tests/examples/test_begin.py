@@ -113,6 +113,7 @@ def test_accumulation_by_tokens_is_the_large_batch(run):
     assert right > 70  # by chance: 8
 
 
+@pytest.mark.nightly
 def test_a_generator_finds_its_scale_while_the_discriminator_keeps_its_own(run):
     said = run("gan.py", "--steps", 120)
     before, after = numbers(said.out, r"points were ([\d.]+) off the ring, and are ([\d.]+) off it now")
@@ -122,6 +123,7 @@ def test_a_generator_finds_its_scale_while_the_discriminator_keeps_its_own(run):
     assert "gives" not in said.err  # an overflow of scaled gradients is nothing to tell of
 
 
+@pytest.mark.nightly
 def test_a_contrastive_loss_fails_in_fp16_and_not_in_fp32(run):
     said = run("contrastive.py", "--steps", 60)
     skipped, found = numbers(said.out, r"^wrong +(\d+) +([\d.]+)% +inf$")
@@ -152,6 +154,7 @@ def test_a_custom_function_stops_loses_or_is_right(run):
     assert right > half + 5
 
 
+@pytest.mark.nightly
 def test_two_heads_that_cancel_are_kept_in_fp32(run):
     said = run("relevance.py", "--steps", 40)
     wide, narrow, kept = (
@@ -164,6 +167,7 @@ def test_two_heads_that_cancel_are_kept_in_fp32(run):
     assert kept[2] < 0.1 < 1 < narrow[2]
 
 
+@pytest.mark.nightly
 @pytest.mark.skipif(torch.cuda.is_available(), reason="about a device without FP8")
 def test_fp8_is_emulated_where_there_is_none_and_learns_all_the_same(run):
     said = run("fp8.py", "--steps", 20)

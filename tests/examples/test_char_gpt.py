@@ -140,6 +140,7 @@ def test_a_skipped_step_moves_nothing(small):
     assert all(torch.equal(before[name], value) for name, value in training.model.state_dict().items())
 
 
+@pytest.mark.nightly
 def test_the_schedule_follows_the_steps_that_counted(small):
     training = train(small, 20, scale_exponent=30)
     applied = len(training.losses) - training.skipped
@@ -198,6 +199,7 @@ def test_without_autocast_nothing_is_rounded(demo):
     assert torch.equal(product, torch.nn.functional.linear(x, weight))
 
 
+@pytest.mark.nightly
 def test_it_learns(small):
     losses = train(small, 40).losses
     assert losses[0] == pytest.approx(math.log(46), abs=0.1)  # all 46 letters alike

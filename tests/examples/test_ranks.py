@@ -29,6 +29,7 @@ def test_ddp_ranks_skip_alike_and_exchange_once_a_window(warm, tmp_path):
     assert "on rank 1" in said.stderr
 
 
+@pytest.mark.nightly
 def test_fsdp2_ranks_skip_what_one_of_them_has_not_seen(warm, tmp_path):
     environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
     said = warm.run(

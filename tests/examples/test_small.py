@@ -4,6 +4,8 @@ import runpy
 import sys
 from pathlib import Path
 
+import pytest
+
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
@@ -19,6 +21,7 @@ def run(capfd, monkeypatch, name, *arguments):
     return capfd.readouterr()
 
 
+@pytest.mark.nightly
 def test_a_guarded_training_passes_over_what_is_broken_and_can_be_started_again(capfd, monkeypatch, tmp_path):
     first = run(capfd, monkeypatch, "guarded.py", "--directory", tmp_path, "--epochs", 1)
     assert "passed over: 3 batches" in first.out
@@ -34,6 +37,7 @@ def test_a_nan_is_hunted_down_to_its_line(capfd, monkeypatch):
     assert "division-by-zero" in said.out + said.err
 
 
+@pytest.mark.nightly
 def test_would_it_train_in_formats_that_are_not_here(capfd, monkeypatch):
     said = run(capfd, monkeypatch, "would_it_train.py", "--steps", 2, "--keep", "head")
     names = [line.split()[0] for line in said.out.splitlines()]

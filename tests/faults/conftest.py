@@ -16,7 +16,7 @@ import torch
 from .programs import Outcome, cheap
 
 PROGRAM = Path(__file__).with_name("programs.py")
-LIMIT_S = 60
+LIMIT_S = 120
 LOADED = [
     *("ampwise.guard.guard", "ampwise.guard.disk.reading", "ampwise.guard.disk.writing", "ampwise.trace.explaining"),
     *("torch.distributed.fsdp", "torch.nn.parallel", "torch.utils.data"),

@@ -11,11 +11,10 @@ from torch.nn import functional as F
 from ampwise import Engine, Guard
 from ampwise.guard.disk.catalog import checkpoints
 
-from ..night import NIGHTLY
+from ..night import by_night
 from .programs import BATCHES, SAMPLES, times_trained, train
 
 EPOCHS = 4
-KINDS = ["nan", "inf", "huge"]
 IN_A_ROW = (20, 21, 22)  # of the second epoch: batches 8, 9 and 10
 PLACES = [[1, 8], [1, 9], [1, 10]]
 
@@ -25,7 +24,7 @@ def unbroken(tmp_path_factory):
     return train(tmp_path_factory.mktemp("unbroken"))
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["inf", *by_night("nan", "huge")])
 def test_once_is_skipped(tmp_path, unbroken, kind):
     outcome = train(tmp_path, fault=kind, at=(20,))
     assert outcome.told == ["step-skipped"]
@@ -36,7 +35,7 @@ def test_once_is_skipped(tmp_path, unbroken, kind):
     assert outcome.loss == pytest.approx(unbroken.loss, rel=0.25)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["nan", *by_night("inf", "huge")])
 def test_several_in_a_row_are_gone_around(tmp_path, unbroken, kind):
     outcome = train(tmp_path / "run", fault=kind, at=IN_A_ROW)
     assert outcome.told == ["step-skipped", "step-skipped", "rolled-back"]
@@ -55,7 +54,7 @@ def test_several_in_a_row_are_gone_around(tmp_path, unbroken, kind):
     assert outcome.lineage == knows.lineage
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["nan", "huge", *by_night("inf")])
 def test_without_end_it_is_given_up(tmp_path, capsys, kind):
     outcome = train(tmp_path, fault=kind, at=tuple(range(20, 1000)))
     assert outcome.code == 70
@@ -114,19 +113,15 @@ def test_weights_that_turn_to_nan_never_reach_the_disk(tmp_path):
     assert "rolled-back" in outcome.told
     assert outcome.code == 0
     assert outcome.told.count("weights-not-finite") <= 3
+    back = [message for message in outcome.messages if message.startswith("went back")]
+    assert len(back) == 1, "good means good: the snapshot of the very step that spoilt the weights is no way back"
+    assert outcome.lineage[48 - 3]
     again = train(tmp_path)
     assert again.steps == []
     assert again.weights == outcome.weights
 
 
-def test_snapshots_with_nan_in_them_are_not_gone_back_to(tmp_path):
-    """Good means good: the snapshot of the very step after which the weights were spoilt is no way back."""
-    outcome = train(tmp_path, fault="nan weights", at=(20,), guard={"every": "1 step", "snapshot_every": 1})
-    back = [message for message in outcome.messages if message.startswith("went back")]
-    assert len(back) == 1
-    assert outcome.lineage[48 - 3]
-
-
+@pytest.mark.nightly
 def test_passed_over_batches_are_passed_over_after_a_restart(children, tmp_path):
     """Killed between the rollback and the next checkpoint, a run resumes before the bad batches, and knows of them."""
     unbroken = train(tmp_path / "whole", fault="nan", at=IN_A_ROW)
@@ -139,6 +134,7 @@ def test_passed_over_batches_are_passed_over_after_a_restart(children, tmp_path)
     assert resumed.weights == unbroken.weights
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("precision", ["fp16", "bf16"])
 def test_rare_bad_batches_that_come_again_for_ever_are_skipped_and_nothing_more(tmp_path, precision):
     """One in a hundred, in each epoch, with the ladder as it is by default: what is between is healthy, and counts."""
@@ -147,7 +143,7 @@ def test_rare_bad_batches_that_come_again_for_ever_are_skipped_and_nothing_more(
     engine = Engine(model, torch.optim.SGD(model.parameters(), 0.01), precision, scaling={"init_scale": 2.0**8})
     batches = [torch.randn(4, 4) for _ in range(100)]
     batches[37] *= math.nan
-    epochs = 20 if NIGHTLY else 6
+    epochs = 20
     with Guard(engine, tmp_path, every="1h") as guard:
         for batch in guard.batches(batches, epochs=epochs):
             guard.step(lambda x: F.mse_loss(model(x).float(), x.sum(1, keepdim=True)), batch)

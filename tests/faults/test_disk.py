@@ -4,7 +4,7 @@ import errno
 import os
 import shutil
 import subprocess
-import time
+import threading
 
 import pytest
 
@@ -182,30 +182,35 @@ def test_a_disk_that_errs(tmp_path, monkeypatch):
 
 
 def test_a_slow_disk_makes_no_step_wait(tmp_path, monkeypatch):
-    """Written beside the training: one checkpoint at a time, and a finding where it cannot keep up."""
-    real, stalls_s = os.fsync, 0.3
+    """Written beside the training: one checkpoint at a time, and a finding where it cannot keep up.
+
+    The disk does not answer before thirty more steps are done: a step that waited for a checkpoint would never end.
+    The mark of a good checkpoint is a small file that the step itself writes; that one goes through.
+    """
+    real, answers, stalled, training = os.fsync, threading.Event(), [], threading.current_thread()
 
     def fsync(descriptor):
-        time.sleep(stalls_s)
+        if threading.current_thread() is not training and not answers.is_set():
+            stalled.append(descriptor)
+            assert answers.wait(120), "a step waits for the checkpoint"
         real(descriptor)
 
-    monkeypatch.setattr("os.fsync", fsync)
-    longest = 0.0
-    write_down, before = Run.write_down, time.monotonic()
+    write_down = Run.write_down
 
-    def timed(self, number, samples):
-        nonlocal longest, before
+    def slow(self, number, samples):
         write_down(self, number, samples)
-        now = time.monotonic()
-        longest, before = max(longest, now - before) if number > 1 else 0.0, now
-        if number > 15:
-            time.sleep(0.04)  # a checkpoint takes a second or two, and so do these steps
+        if number == 5:
+            self.be_written()
+            monkeypatch.setattr("os.fsync", fsync)
+        if number == 35:
+            answers.set()
 
-    monkeypatch.setattr(Run, "write_down", timed)
+    monkeypatch.setattr(Run, "write_down", slow)
+    monkeypatch.setattr("ampwise.guard.checkpointing.LATE_S", 0.0)
     outcome = train(tmp_path, guard={"every": "2 steps"})
     assert outcome.told == []
     assert outcome.late
-    assert longest < stalls_s
+    assert len(stalled) == 1, "one checkpoint is written at a time"
     assert whole(tmp_path)[0] == LAST
 
 
@@ -234,6 +239,7 @@ def half(tmp_path_factory):
     return folder / "run", train(folder / "whole")
 
 
+@pytest.mark.few_by_day(3)
 @pytest.mark.parametrize("file", FILES)
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_a_damaged_checkpoint_is_told_of_and_the_one_before_is_used(half, tmp_path, damage, file):
@@ -290,6 +296,7 @@ def test_weights_in_a_checkpoint_that_are_not_finite_are_not_gone_on_from(half, 
 # --- two runs ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.nightly
 def test_a_second_run_in_the_directory_is_refused(children, tmp_path):
     first = Run(Plan(directory=str(tmp_path / "run")))
     with first.guard:
@@ -302,6 +309,7 @@ def test_a_second_run_in_the_directory_is_refused(children, tmp_path):
     assert whole(tmp_path / "run")[0] == LAST
 
 
+@pytest.mark.nightly
 def test_the_lock_of_a_run_that_is_no_more_is_taken_over(children, tmp_path):
     killed = children.train(tmp_path / "run", kill_at_batch=20)
     assert killed.code == -9

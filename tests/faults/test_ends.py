@@ -7,6 +7,7 @@ import pytest
 
 from ampwise.guard.disk.catalog import checkpoints
 
+from ..night import by_night
 from .programs import train
 
 
@@ -19,7 +20,7 @@ def _untouched():
         signal.signal(each, handler)
 
 
-@pytest.mark.parametrize("code", [0, 75])
+@pytest.mark.parametrize("code", [*by_night(0), 75])
 def test_sigterm_finishes_the_step_saves_and_ends(tmp_path, code):
     outcome = train(tmp_path, fault="SIGTERM", at=(20,), guard={"exit_code": code, "every": "1h"})
     assert outcome.code == code
@@ -75,7 +76,8 @@ def test_the_process_itself_ends_with_that_code(children, tmp_path):
     assert checkpoints(tmp_path / "run")[0].step == 21
 
 
-@pytest.mark.parametrize("everyone", [False, True], ids=["the agent", "every process"])
+@pytest.mark.nightly
+@pytest.mark.parametrize("everyone", [*by_night(False), True], ids=["the agent", "every process"])
 def test_a_job_under_torchrun_that_is_preempted_saves_and_goes_on_to_the_bit(children, tmp_path, everyone):
     """Where a scheduler signals every process, a rank gets it twice: torchrun's agent forwards its own."""
     unbroken = children.train(tmp_path / "whole", ranks=2, epochs=2)[0].outcome

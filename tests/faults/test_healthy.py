@@ -6,12 +6,15 @@ import torch
 from ampwise import Engine, Guard
 from ampwise.guard.disk.catalog import checkpoints
 
+from ..night import by_night
 from .programs import BATCHES, Plan, Run, train
 
 DAY_S = 86_400
 
 
-@pytest.mark.parametrize(("model", "precision"), [("mlp", "fp32"), ("mlp", "bf16"), ("mlp", "fp16"), ("gpt", "bf16")])
+@pytest.mark.parametrize(
+    ("model", "precision"), [("mlp", "fp16"), *by_night(("mlp", "fp32"), ("mlp", "bf16"), ("gpt", "bf16"))]
+)
 def test_a_guard_changes_no_bit_and_says_nothing(tmp_path, model, precision):
     guarded = train(tmp_path / "run", model=model, precision=precision)
     plain = train(tmp_path / "none", model=model, precision=precision, guarded=False)
@@ -49,7 +52,7 @@ def test_the_initial_search_for_a_loss_scale_is_no_fault(tmp_path):
     assert outcome.passed_over == []
 
 
-@pytest.mark.parametrize("days", [-400, 400])
+@pytest.mark.parametrize("days", [-400, *by_night(400)])
 def test_a_clock_that_is_moved_changes_nothing(tmp_path, monkeypatch, days):
     """It decides neither when a checkpoint is due nor which is the newest."""
     expected = train(tmp_path / "whole", epochs=3)

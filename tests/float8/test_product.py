@@ -145,6 +145,7 @@ def test_the_slot_gets_what_was_seen():
     assert slot.grad[0, 1] > 0
 
 
+@pytest.mark.half_by_day
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated")  # what dynamo does itself
 @pytest.mark.parametrize("delayed", [True, False])
 def test_compiled_it_is_the_same(delayed):

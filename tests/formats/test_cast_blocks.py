@@ -128,12 +128,14 @@ def tensors(draw, dtype=np.float32):
     return flat.reshape(shape)
 
 
+@pytest.mark.half_by_day
 @each_format
 @given(data=st.data())
 def test_any_tensor_as_the_reference(name, data):
     assert_as_reference(data.draw(tensors()), name)
 
 
+@pytest.mark.half_by_day
 @each_format
 @given(data=st.data())
 def test_any_fp64_tensor_as_the_reference(name, data):
@@ -225,6 +227,7 @@ def test_nvfp4_has_two_levels_of_scale():
     assert (cast(tiny, "nvfp4")[16:] == 0).all(), "beside a large one it is below the smallest element"
 
 
+@pytest.mark.half_by_day
 @each_format
 def test_stochastic_rounding_keeps_the_mean_of_a_block(name):
     fmt = BLOCK_FORMATS[name]

@@ -11,6 +11,7 @@ each_format = pytest.mark.parametrize("name", [*FORMATS, *BLOCK_FORMATS])
 each_rounding = pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
 
 
+@pytest.mark.few_by_day(3)
 @each_format
 @each_rounding
 @pytest.mark.parametrize("shape", [(), (0,), (0, 5), (3, 0), (1,), (2, 3, 5)])

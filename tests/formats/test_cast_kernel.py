@@ -49,8 +49,7 @@ def test_which_formats_there_is_a_kernel_for():
     assert not can_round(torch.ones(1), eight_exponent_bits), "neither FP32's exponents nor well inside"
 
 
-@pytest.mark.half_by_day
-@pytest.mark.half_by_day
+@pytest.mark.few_by_day(3)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("name", FUSED)
 def test_to_nearest_as_the_reference(name, dtype):
@@ -134,7 +133,7 @@ def test_blocks_that_are_not_finite_are_nan_and_leave_the_others_alone(dtype, di
     assert launch_cast(values[broken], NVFP4).isnan().all()
 
 
-@pytest.mark.half_by_day
+@pytest.mark.few_by_day(3)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("shape", [(5, 2100), (300, 33), (2, 20, 140)], ids=str)
 def test_blocks_of_many_tiles_keep_their_own_scales(shape, dtype):
@@ -143,8 +142,7 @@ def test_blocks_of_many_tiles_keep_their_own_scales(shape, dtype):
         assert_same_bits(launch_cast(values, NVFP4, dim=dim), cast(values, "nvfp4", dim=dim))
 
 
-@pytest.mark.half_by_day
-@pytest.mark.half_by_day
+@pytest.mark.few_by_day(3)
 @pytest.mark.parametrize("name", ["e4m3fn", "mxfp8_e5m2", "nvfp4"])
 @pytest.mark.parametrize("shape", [shape for shape in SHAPES if len(shape) < 4], ids=str)
 def test_along_any_dimension_of_any_layout(name, shape):
@@ -155,6 +153,7 @@ def test_along_any_dimension_of_any_layout(name, shape):
             assert_same_bits(ours, rounded(values, fmt, dim, scaled=False))
 
 
+@pytest.mark.half_by_day
 @pytest.mark.parametrize("name", ["e4m3fn", "e5m2", "e5m2fnuz", "e2m1", "fp16", "bf16"])
 def test_scaled_by_the_largest(name):
     for label, values in hard_values(torch.float32, 1100).items():
@@ -166,7 +165,7 @@ def test_scaled_by_the_largest(name):
             assert_same_bits(launch_cast(narrow, FUSED[name], scaled=True, dtype=torch.float32), expected)
 
 
-@pytest.mark.half_by_day
+@pytest.mark.few_by_day(4)
 @pytest.mark.parametrize("name", FUSED)
 def test_by_chance_the_mean_is_kept_and_values_of_the_format_stay(name):
     fmt, samples = FUSED[name], 2**13

@@ -34,6 +34,7 @@ def places(name: str) -> dict[str, tuple[float, float, float]]:
     }
 
 
+@pytest.mark.half_by_day
 @pytest.mark.parametrize("name", NARROW)
 @pytest.mark.parametrize("sign", [1, -1])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)

@@ -43,6 +43,7 @@ def bits(state):
 BAD = {"one": {3}, "a rollback": {5, 6}, "two rollbacks and a skip": {2, 5, 6, 10, 11}, "the last": {12, 13}}
 
 
+@pytest.mark.half_by_day
 @pytest.mark.parametrize("bad", list(BAD.values()), ids=list(BAD))
 @pytest.mark.parametrize("example", [0, 1])
 def test_the_examples_of_the_page_are_as_if_bad_batches_had_not_been(example, bad, tmp_path, monkeypatch, capsys):

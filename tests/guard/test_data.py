@@ -2,8 +2,6 @@
 
 import json
 import random
-import subprocess
-import sys
 from functools import partial
 
 import numpy as np
@@ -28,6 +26,8 @@ from ampwise.guard.data import Data
 from ampwise.guard.generators import states_of
 from ampwise.guard.plain import from_json, to_json
 from ampwise.randomness import captured, restore_random
+
+from ..night import NIGHTLY
 
 StatefulDataLoader = pytest.importorskip("torchdata.stateful_dataloader").StatefulDataLoader
 CPU = torch.device("cpu")
@@ -174,6 +174,7 @@ def test_a_loader_goes_on_as_an_unbroken_one(sampler, owns_numbers, epochs, batc
     check_law(make, epochs, choice.draw(st.integers(0, total - 1)))
 
 
+@pytest.mark.half_by_day
 @pytest.mark.parametrize("persistent", [False, True])
 def test_workers_begin_again_with_their_random_numbers(persistent):
     def make():
@@ -185,8 +186,9 @@ def test_workers_begin_again_with_their_random_numbers(persistent):
 
 
 def test_a_stateful_loader_with_workers():
-    check_law(lambda: StatefulDataLoader(range(11), batch_size=2, shuffle=True, num_workers=2), epochs=2, at=8)
     check_law(lambda: StatefulDataLoader(range(4), batch_size=2, shuffle=True, num_workers=2), epochs=2, at=2)
+    if NIGHTLY:
+        check_law(lambda: StatefulDataLoader(range(11), batch_size=2, shuffle=True, num_workers=2), epochs=2, at=8)
 
 
 OWN = {
@@ -261,7 +263,7 @@ HOLDERS = {
 }
 
 
-@pytest.mark.half_by_day
+@pytest.mark.few_by_day(6)
 @pytest.mark.parametrize("at", [0, 2, 6, 8])
 @pytest.mark.parametrize("holder", sorted(HOLDERS))
 @pytest.mark.parametrize("kind", sorted(OWN))
@@ -361,8 +363,8 @@ def test_at_the_end_more_epochs_go_on(kind):
     assert rest(more) == expected[10:]
 
 
-def test_in_another_process(tmp_path):
-    """A real one, of which nothing is left but the JSON."""
+def test_in_another_process(warm, tmp_path):
+    """Of which nothing is left but the JSON."""
     script = (
         "import sys, json\n"
         f"sys.path.insert(0, {str(tmp_path)!r})\n"
@@ -383,9 +385,8 @@ def test_in_another_process(tmp_path):
         next(batches)
     (tmp_path / "position.json").write_text(json.dumps(to_json(data.position(), "it")))
     expected = [batch.tolist() for batch in batches if data.epoch == 0]
-    command = [sys.executable, "-c", script, str(tmp_path / "position.json")]
-    said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    assert str(expected)[1:-1] in said
+    done = warm.run("-c", script, str(tmp_path / "position.json"), cwd=tmp_path)
+    assert str(expected)[1:-1] in done.stdout, done.stderr
 
 
 # --- the loop ------------------------------------------------------------------------------------------------------

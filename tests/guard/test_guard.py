@@ -296,6 +296,7 @@ def test_save_in_the_middle_of_a_window_is_refused(tmp_path):
     run.guard.close()
 
 
+@pytest.mark.half_by_day
 @pytest.mark.parametrize("accumulate", [1, 3])
 @pytest.mark.parametrize("stop", [1, 7, 14])
 def test_a_run_that_ends_and_goes_on_is_an_unbroken_one(tmp_path, stop, accumulate, capsys):
@@ -426,6 +427,7 @@ def test_a_bad_batch_is_skipped_and_told(tmp_path, lag, capsys):
     capsys.readouterr()
 
 
+@pytest.mark.half_by_day
 @pytest.mark.parametrize("bad", [(10, 11), (18, 19)], ids=["in the middle", "at the end"])
 def test_batches_that_fail_are_passed_over_and_nothing_else_is_lost(tmp_path, lag, bad, capsys):
     """Also when it is the last ones that fail, which is known after the data has ended."""
@@ -493,6 +495,7 @@ def test_a_sampler_with_random_numbers_of_its_own_goes_on_as_in_an_unbroken_run(
     assert "differs" not in capsys.readouterr().err
 
 
+@pytest.mark.half_by_day
 def test_in_a_loop_of_the_users_own_the_state_goes_back_and_the_data_goes_on(tmp_path, lag, capsys):
     run = lagging(training(tmp_path), lag)
     with run.guard:
@@ -513,6 +516,7 @@ def test_with_micro_batches_all_of_the_window_are_passed_over(tmp_path, capsys):
     capsys.readouterr()
 
 
+@pytest.mark.half_by_day
 def test_where_nothing_helps_it_stops_with_code_70_a_capsule_and_the_last_good_state(tmp_path, lag, capsys):
     run = lagging(training(tmp_path, every="5 steps"), lag)
     with pytest.raises(Stopped) as stopped:
@@ -585,6 +589,7 @@ class Cramped:
         return self.run.loss(x)
 
 
+@pytest.mark.half_by_day
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError, MemoryError])
 def test_a_batch_that_has_no_room_is_cut_in_halves_and_in_halves_again(tmp_path, error, capsys):
     run = training(tmp_path, split=True)
@@ -788,6 +793,7 @@ def test_alone_a_signal_during_an_evaluation_ends_before_another_batch_is_fetche
     capsys.readouterr()
 
 
+@pytest.mark.half_by_day
 @pytest.mark.parametrize(("accumulate", "fails_at", "saves"), [(1, 5, True), (1, 0, True), (3, 6, True), (3, 7, False)])
 def test_a_signal_that_ends_the_workers_of_a_loader_ends_the_run_in_order(
     tmp_path, came_through, accumulate, fails_at, saves, capsys
@@ -871,6 +877,7 @@ def test_a_damaged_checkpoint_is_told_and_the_one_before_is_gone_on_from(tmp_pat
 # Where it goes back to
 
 
+@pytest.mark.half_by_day
 def test_before_the_first_snapshot_it_goes_back_to_the_beginning_of_the_data(tmp_path, lag, capsys):
     seen = []
     run = train(lagging(training(tmp_path / "run"), lag), data(10, bad=[2, 3]), seen=seen)
@@ -937,6 +944,7 @@ def test_a_spike_is_told_and_gone_back_from_if_asked(tmp_path, on_spike, capsys)
     capsys.readouterr()
 
 
+@pytest.mark.nightly
 def test_a_model_that_fp16_cannot_hold_ends_in_a_wider_precision(tmp_path, capsys):
     run = training(tmp_path / "run", precision="fp16", engine={"scaling": {"init_scale": 4.0}}, every="5 steps")
     with torch.no_grad():
@@ -954,6 +962,7 @@ def test_a_model_that_fp16_cannot_hold_ends_in_a_wider_precision(tmp_path, capsy
     capsys.readouterr()
 
 
+@pytest.mark.nightly
 def test_after_a_healthy_stretch_the_precision_before_is_tried_again_if_asked(tmp_path, capsys):
     run = training(tmp_path, precision="fp16", ladder=Ladder(skips=2, healthy=3, climb_after=10, rollbacks=0))
     wild = [True]

@@ -243,6 +243,7 @@ def test_no_optimizer_of_torch_is_left_out():
     assert known <= tested
 
 
+@pytest.mark.half_by_day
 @every_optimizer
 @pytest.mark.parametrize("begun", [True, False], ids=["", "before the first step"])
 def test_put_back_it_goes_on_as_it_went_and_more_than_once(make, begun):
@@ -260,7 +261,7 @@ def test_put_back_it_goes_on_as_it_went_and_more_than_once(make, begun):
         assert same(everything(run), ended)
 
 
-@pytest.mark.half_by_day
+@pytest.mark.few_by_day(4)
 @every_optimizer
 @pytest.mark.parametrize("begun", [True, False], ids=["", "before the first step"])
 def test_read_from_disk_into_a_new_training_it_goes_on_as_it_went(make, begun, tmp_path):
@@ -341,6 +342,7 @@ SCHEDULES = {
 }
 
 
+@pytest.mark.half_by_day
 @pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")  # SequentialLR's own
 @pytest.mark.parametrize("make", ["momentum", "adam-lr-tensor"])
 @pytest.mark.parametrize("schedule", list(SCHEDULES.values()), ids=list(SCHEDULES))
@@ -580,7 +582,7 @@ class Keeps:
         self.state = state
 
 
-@pytest.mark.half_by_day
+@pytest.mark.few_by_day(4)
 @pytest.mark.parametrize("dtype", [each for each in DTYPES if each not in QUANTISED], ids=str)
 def test_tensors_of_every_dtype_that_torch_has_are_saved(dtype, tmp_path):
     for number, tensor in enumerate(of_dtype(dtype)):

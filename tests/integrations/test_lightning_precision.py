@@ -99,12 +99,14 @@ def pairs(cases):
     return [(contender, name) for contender, names in cases.items() for name in names]
 
 
+@pytest.mark.half_by_day
 @pytest.mark.parametrize(("contender", "name"), pairs(MENDED) + pairs(KEPT))
 def test_the_peers_case_is_right_with_it(contender, name, plugged):
     outcome = CASES[name].outcome(contender)
     assert outcome.right, outcome.seen
 
 
+@pytest.mark.half_by_day
 @pytest.mark.parametrize(("contender", "name"), pairs(MENDED))
 def test_without_it_the_case_is_wrong(contender, name):
     assert not CASES[name].outcome(contender).right

@@ -2,7 +2,6 @@
 
 import importlib.metadata
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -45,15 +44,14 @@ def test_a_missing_one_gets_a_line():
         require(nothing, "no_such_module")
 
 
-def test_importing_without_a_framework_is_told_in_our_words():
-    pytest.importorskip("torch")
+def test_importing_without_a_framework_is_told_in_our_words(warm, tmp_path):
     barred = "'pytorch_lightning', 'lightning', 'transformers', 'accelerate'"
     code = (
         f"import sys\nfor name in ({barred}): sys.modules[name] = None\n"
         "import ampwise\nfor name in ampwise._FRAMEWORKS:\n"
         "    try: getattr(ampwise, name)\n    except ampwise.MissingDependency as error: print(error)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    done = warm.run("-c", code, cwd=tmp_path)
     said = done.stdout.splitlines()
     assert [line.partition(" Get it")[0] for line in said] == [
         f"{each.ours} needs {each.package}, which is not installed." for each in EVERY

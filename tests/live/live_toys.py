@@ -8,10 +8,12 @@ import os
 import pty
 import re
 import select
+import socket
 import struct
 import subprocess
 import sys
 import termios
+import threading
 import time
 
 from ampwise.census.algebra import Census
@@ -61,6 +63,17 @@ def growing(folder, steps=120, **options):
         writer.close("finished", 0)
 
 
+def stop(server):
+    """Stop a server at once: it notices by itself, but only a few times a second, and whenever somebody comes."""
+    ending = threading.Thread(target=server.shutdown)
+    ending.start()
+    while ending.is_alive():
+        with contextlib.suppress(OSError):
+            socket.create_connection(("127.0.0.1", server.server_port), timeout=60).close()
+        ending.join(0.02)
+    server.server_close()
+
+
 class Screen:
     """Enough of a terminal for what rich writes: lines, returns, the way home, a second screen, colours."""
 
@@ -71,6 +84,7 @@ class Screen:
         self.width, self.height = width, height
         self.lines, self.row, self.column = [""], 0, 0
         self.scrolled, self.unread = 0, ""
+        self.pictures = 0  # that were begun
         self.cursor_shown = True
         self.below = None  # what the second screen covers
 
@@ -102,6 +116,7 @@ class Screen:
     def _sequence(self, parts, letter):
         if (parts, letter) == ("", "H"):
             self.row = self.column = 0
+            self.pictures += 1
         elif (parts, letter) == ("?1049", "h"):
             assert not self.is_second
             self.below = self.lines, self.row, self.column
@@ -159,16 +174,28 @@ class Terminal:
         fcntl.ioctl(self.descriptor, termios.TIOCSWINSZ, struct.pack("HHHH", height, width, 0, 0))
         self.screen.resize(width, height)
 
-    def until(self, wanted, seconds=60.0):
-        """Read until a whole picture has what is wanted, or the process has ended; the screen."""
+    def until(self, wanted, seconds=120.0):
+        """Read until a whole picture has what is wanted, or the process has ended; the screen.
+
+        A picture is whole when the next one is begun; until then, more of it may come at any time.
+        """
+        if self._until(wanted, seconds) and self.screen.is_second:
+            self.see_pictures(1, seconds)
+        return self.screen
+
+    def see_pictures(self, count, seconds=120.0):
+        """Read until so many more are begun."""
+        last = self.screen.pictures + count
+        self._until(lambda screen: screen.pictures >= last, seconds)
+
+    def _until(self, wanted, seconds):
+        """Whether the process goes on."""
         end = time.monotonic() + seconds
         is_open = True
         while is_open and not wanted(self.screen):
             assert time.monotonic() < end, self.screen.text
             is_open = self._read(0.2)
-            while is_open and select.select([self.descriptor], [], [], 0.05)[0]:  # the rest of the picture
-                is_open = self._read(0.0)
-        return self.screen
+        return is_open
 
     def _read(self, seconds):
         """Whether more may come."""
@@ -181,9 +208,9 @@ class Terminal:
         self.screen.feed(self.decode(data))
         return bool(data)
 
-    def end(self, seconds=60.0):
+    def end(self, seconds=120.0):
         """Read all that comes, and the exit code."""
-        self.until(lambda _: False, seconds)
+        self._until(lambda _: False, seconds)
         return self.process.wait(timeout=seconds)
 
     def __enter__(self):

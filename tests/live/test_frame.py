@@ -178,6 +178,7 @@ def test_times_in_words_are_never_longer_than_they_were(seconds):
     assert (seconds < 60) == (words[1] == "s")
 
 
+@pytest.mark.nightly
 def test_a_frame_of_a_long_run_is_cheap():
     """A watcher beside a training, of 50,000 rows and 500 samples of 300 layers: as much as a record ever has."""
     rows = [Bucket.of(step(number)) for number in range(1, 50_001)]

@@ -69,6 +69,7 @@ def test_an_engine_makes_one_by_its_name():
     train(engine, 1)
 
 
+@pytest.mark.few_by_day(3)
 @pytest.mark.parametrize("name", CODED)
 @pytest.mark.parametrize("precision", ["fp32", "bf16-pure", "bf16-pure,kahan"])
 def test_it_trains_skips_and_is_saved(name, precision):

@@ -31,7 +31,7 @@ def kept(precision, optimizer, layers):
     return memory(layers=layers, **sizes, **options).at(precision).most
 
 
-@pytest.mark.half_by_day
+@pytest.mark.few_by_day(4)
 @pytest.mark.parametrize("row", ROWS, ids=named)
 def test_a_row_is_what_is_counted(row):
     one, two = (kept(row["precision"], row["optimizer"], layers) for layers in (1, 2))

@@ -53,6 +53,7 @@ def chunk(request, monkeypatch):
     monkeypatch.setattr(update, "CHUNK", request.param)
 
 
+@pytest.mark.half_by_day
 @pytest.mark.usefixtures("chunk")
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_with_the_rest_kept_it_is_training_with_fp32_weights(name):

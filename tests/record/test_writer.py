@@ -23,7 +23,7 @@ from ampwise.record.rows import LayerSample
 from ampwise.record.thinning import Limits
 from ampwise.record.writer import Writer
 
-from ..night import NIGHTLY
+from ..night import NIGHTLY, by_night
 from .record_toys import manifest_of, row, sample, seen
 
 SMALL = Limits(rows=400, samples=16, buffer_bytes=2000)
@@ -364,7 +364,7 @@ ENDLESS = """
 """
 
 
-@pytest.mark.parametrize("after", [1, 1999, 20_000])
+@pytest.mark.parametrize("after", [1, *by_night(1999), 20_000])
 def test_what_a_kill_leaves(tmp_path, after):
     folder = tmp_path / "run"
     child = subprocess.Popen(
@@ -462,6 +462,7 @@ def test_many_optimizers_do_not_make_it_thin_at_every_step(make, monkeypatch):
     assert {bucket.optimizer for bucket in run.steps} == set(range(200))
 
 
+@pytest.mark.nightly
 def test_a_week_of_steps_stays_small(make, record_property):
     """Steps as they are, and the samples of 300 tensors as large as these get: under 200 MB together.
 

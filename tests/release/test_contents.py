@@ -66,6 +66,7 @@ def test_one_wheel_serves_every_python_of_a_platform(wheel, contents, project):
     assert wheel.name == f"ampwise-{project['version']}-cp311-abi3-{platform}.whl"
 
 
+@pytest.mark.nightly
 def test_without_a_compiler_only_the_c_loop_is_missing(contents, bare_wheel):
     """Built from the tree, too, and the other from the sdist: that has all that the tree has."""
     package, about = in_the_wheel(bare_wheel)

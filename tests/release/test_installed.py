@@ -10,6 +10,7 @@ import torch
 
 from .conftest import clean, site_packages
 
+pytestmark = pytest.mark.nightly  # `make release` has these, too
 SCRIPT = """
 import torch
 

@@ -2,7 +2,6 @@
 
 import math
 import threading
-import time
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -30,13 +29,15 @@ def all_sinks(*openings, **options):
 
 
 class Toy:
-    """A sink that keeps its rows, and may be told to fail or to take its time."""
+    """A sink that keeps its rows, and may be told to fail, or held with the first of them until it may go."""
 
-    def __init__(self, name="toy", fails="", slow=0.0, error=None):
-        self.name, self.fails, self.slow = name, fails, slow
+    def __init__(self, name="toy", fails="", held=False, error=None):
+        self.name, self.fails = name, fails
         self.error = error or ValueError("the disk is full\nand more")
         self.rows, self.calls = [], []
-        self.gate = threading.Event()  # open once it was reached
+        self.gate, self.may_go = threading.Event(), threading.Event()  # the gate is open once it was reached
+        if not held:
+            self.may_go.set()
         self.opening = Opening(name, self.open_sink, About(base=Path("run").absolute()))
 
     def _do(self, what):
@@ -51,7 +52,7 @@ class Toy:
         def send(rows):
             self._do("send")
             self.gate.set()
-            time.sleep(self.slow)
+            assert self.may_go.wait(120)
             self.rows += rows
 
         yield send

@@ -1,6 +1,5 @@
 """Rows arrive, in order; and whatever a sink does, neither the training nor the other sinks notice."""
 
-import gc
 import os
 import signal
 import subprocess
@@ -120,28 +119,28 @@ def test_nobody_to_tell_is_no_trouble_either():
 
 
 def test_a_sink_that_hangs_holds_up_neither_training_nor_end_nor_other_sinks():
-    hanging, good = Toy("hanging", slow=60.0), Toy()
+    hanging, good = Toy("hanging", held=True), Toy()
     sinks, found = all_sinks(hanging.opening, good.opening)
     send(sinks, 1)
-    assert hanging.gate.wait(30)
-    started = time.monotonic()
+    assert hanging.gate.wait(120)
     send(sinks, 100)
-    sinks.close(0.3)
-    assert time.monotonic() - started < 40  # of the sixty that it hangs
+    _until(lambda: len(good.rows) == 101)
+    sinks.close(0.1)
     assert said(found) == (
         "the sink `hanging` was still busy when the run was over, and was not waited for: 0 rows sent, 101 not"
     )
-    assert len(good.rows) == 101
+    hanging.may_go.set()
 
 
 def test_a_full_queue_drops_the_oldest_and_says_so_at_the_end(monkeypatch):
     monkeypatch.setattr(delivery, "MOST_WAITING", 10)
-    toy = Toy(slow=0.2)
+    toy = Toy(held=True)
     sinks, found = all_sinks(toy.opening)
     send(sinks, 1)
-    assert toy.gate.wait(30)
+    assert toy.gate.wait(120)
     send(sinks, 50)  # of which ten find room
     assert not found
+    toy.may_go.set()
     sinks.close(60)
     assert [each.step for each in toy.rows] == [1, *range(41, 51)]
     assert said(found) == "the sink `toy` is slower than the training: 40 rows were left out, 11 rows sent"
@@ -149,11 +148,12 @@ def test_a_full_queue_drops_the_oldest_and_says_so_at_the_end(monkeypatch):
 
 def test_of_several_troubles_the_first_is_told(monkeypatch):
     monkeypatch.setattr(delivery, "MOST_WAITING", 10)
-    toy = Toy(slow=0.2, fails="close")
+    toy = Toy(held=True, fails="close")
     sinks, found = all_sinks(toy.opening)
     send(sinks, 1)
-    assert toy.gate.wait(30)
+    assert toy.gate.wait(120)
     send(sinks, 50)
+    toy.may_go.set()
     sinks.close(60)
     assert said(found).startswith("the sink `toy` got 11 rows, and failed when it was closed")
 
@@ -171,17 +171,14 @@ def test_without_threads_there_is_a_finding(monkeypatch):
 
 
 def test_a_second_interrupt_ends_the_waiting():
-    toy = Toy(slow=60.0)
+    toy = Toy(held=True)
     sinks, found = all_sinks(toy.opening)
     send(sinks, 1)
-    assert toy.gate.wait(30)
-    timer = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT))
-    timer.start()
-    started = time.monotonic()
-    sinks.close(50)
-    timer.join()
-    assert time.monotonic() - started < 20
+    assert toy.gate.wait(120)
+    sinks._deliveries[0]._done.wait = lambda seconds: os.kill(os.getpid(), signal.SIGINT)
+    sinks.close(3600)
     assert "not waited for" in said(found)
+    toy.may_go.set()
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
@@ -191,15 +188,15 @@ def test_a_forked_process_sends_nothing(sent_before):
     toy = Toy()
     sinks, found = all_sinks(toy.opening)
     send(sinks, sent_before)
-    assert not sent_before or toy.gate.wait(30)
+    assert not sent_before or toy.gate.wait(120)
     child = os.fork()
     if child == 0:
         before = list(toy.calls)
         send(sinks, 5)
         time.sleep(0.2)
-        started = time.monotonic()
-        sinks.close(60)
-        os._exit(toy.calls != before or time.monotonic() - started > 30)
+        signal.alarm(120)  # it would wait for ever
+        sinks.close(3600)
+        os._exit(toy.calls != before)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     send(sinks, 1)
     sinks.close(60)
@@ -216,34 +213,32 @@ from ampwise.sinks.together import Sinks
 from ampwise.record.rows import StepRow
 
 def hang(row):
-    time.sleep(60)
+    time.sleep(600)
 
 sinks = Sinks(openings([hang], base=Path("run")), print)
 sinks.tell(StepRow(step=1))
 time.sleep(0.2)
 sys.exit(5)  # and nobody has closed them
 """
-    started = time.monotonic()
-    done = subprocess.run([sys.executable, "-c", code], timeout=50, check=False, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", code], timeout=120, check=False, capture_output=True, text=True)
     assert (done.returncode, done.stdout, done.stderr) == (5, "", "")
-    assert time.monotonic() - started < 40
 
 
-def test_handing_over_costs_microseconds():
-    toy = Toy(slow=0.5)
-    sinks, _ = all_sinks(toy.opening)
+def test_handing_over_waits_for_nobody():
+    toy = Toy(held=True)
+    sinks, found = all_sinks(toy.opening)
     sinks.tell(*steps([1.0]))
-    assert toy.gate.wait(30)
-    rows, put = [Fact(1e9, step) for step in steps([1.0] * 500)], sinks._deliveries[0].put
-    gc.collect()
-    started = time.perf_counter()
-    for each in rows:
-        put(each)
-    assert (time.perf_counter() - started) / len(rows) < 1e-3  # a thousand times what it takes; a wait would be more
+    assert toy.gate.wait(120)
+    (one,) = sinks._deliveries
+    for each in steps([1.0] * 500):
+        one.put(Fact(1e9, each))
+    assert (one.sent, one._facts.qsize()) == (0, 500), "all that while the sink had the first in hand"
+    toy.may_go.set()
     sinks.close(60)
+    assert (len(toy.rows), found) == (501, [])
 
 
-def _until(holds, seconds=30.0):
+def _until(holds, seconds=120.0):
     end = time.monotonic() + seconds
     while not holds():
         assert time.monotonic() < end, "it never came"
@@ -257,7 +252,7 @@ def test_a_function_that_fails_has_got_what_it_got():
     rows, gate = [], threading.Event()
 
     def eight(row):
-        gate.wait(30)
+        gate.wait(120)
         if row.step == 8:
             raise OSError("full")
         rows.append(row)
@@ -272,12 +267,13 @@ def test_a_function_that_fails_has_got_what_it_got():
 
 
 def test_of_rows_in_hand_nobody_knows():
-    toy = Toy(slow=0.2)
+    toy = Toy(held=True)
     sinks, found = all_sinks(toy.opening)
     send(sinks, 1)
-    assert toy.gate.wait(30)
+    assert toy.gate.wait(120)
     toy.fails = "send"
     send(sinks, 20)
+    toy.may_go.set()
     sinks.close(60)
     assert said(found).startswith("the sink `toy` failed after at least 1 row, and got no more")
     assert (found[0].evidence["sent"], found[0].evidence["lost"]) == (1, 20)
@@ -288,16 +284,17 @@ def sample(step):
 
 
 def test_few_samples_wait_and_the_steps_stay():
-    toy = Toy(slow=0.3)
+    toy = Toy(held=True)
     sinks, found = all_sinks(toy.opening)
     send(sinks, 1)
-    assert toy.gate.wait(30)
+    assert toy.gate.wait(120)
     for step in range(2, 102):
         sinks.tell(StepRow(step=step, loss=1.0))
         sinks.tell(sample(step))
     (delivery_,) = sinks._deliveries
     assert len(delivery_._samples) == MOST_SAMPLES
     assert delivery_._facts.qsize() == 100 + MOST_SAMPLES
+    toy.may_go.set()
     sinks.close(60)
     assert not delivery_._samples
     assert [each.step for each in toy.rows] == list(range(1, 102))
@@ -306,24 +303,26 @@ def test_few_samples_wait_and_the_steps_stay():
 
 def test_samples_that_are_dropped_with_the_oldest_make_room(monkeypatch):
     monkeypatch.setattr(delivery, "MOST_WAITING", 4)
-    toy = Toy(slow=0.3)
+    toy = Toy(held=True)
     sinks, _ = all_sinks(toy.opening)
     send(sinks, 1)
-    assert toy.gate.wait(30)
+    assert toy.gate.wait(120)
     for step in range(2, 102):
         sinks.tell(sample(step))
     assert len(sinks._deliveries[0]._samples) == 4
+    toy.may_go.set()
     sinks.close(60)
 
 
 def test_the_rate_of_skips_counts_what_was_left_out(monkeypatch):
     monkeypatch.setattr(delivery, "MOST_WAITING", 10)
-    toy = Toy(slow=0.2)
+    toy = Toy(held=True)
     sinks, _ = all_sinks(toy.opening)
     send(sinks, 1)
-    assert toy.gate.wait(30)
+    assert toy.gate.wait(120)
     for step in range(2, 301):
         sinks.tell(StepRow(step=step, skipped=step <= 250))
+    toy.may_go.set()
     sinks.close(60)
     assert toy.rows[-1].metrics["ampwise/skip_rate"] == 0.5  # 201 to 250 of 201 to 300
     assert toy.rows[1].metrics["ampwise/skip_rate"] == 0.59
@@ -346,8 +345,8 @@ def slowly(number, seconds):
 
 
 def test_a_sink_that_gets_on_is_waited_for():
-    sinks, found, rows = slowly(10, 0.1)
-    sinks._patience = Patience(still=20.0, in_all=60.0)
+    sinks, found, rows = slowly(10, 0.02)
+    sinks._patience = Patience(still=60.0, in_all=120.0)
     sinks.close()
     assert len(rows) == 10
     assert not found
@@ -355,7 +354,7 @@ def test_a_sink_that_gets_on_is_waited_for():
 
 def test_but_not_for_ever():
     sinks, found, rows = slowly(300, 0.1)
-    sinks._patience = Patience(still=20.0, in_all=1.0)
+    sinks._patience = Patience(still=20.0, in_all=0.3)
     sinks.close()
     assert len(rows) < 300
     assert "was still busy when the run was over" in said(found)
@@ -370,11 +369,12 @@ def test_the_user_may_have_more_patience_or_less(monkeypatch):
 
 
 def test_what_was_given_up_is_closed_when_it_can_be():
-    toy = Toy(slow=0.5)
+    toy = Toy(held=True)
     sinks, _ = all_sinks(toy.opening)
     send(sinks, 1)
-    assert toy.gate.wait(30)
+    assert toy.gate.wait(120)
     sinks.close(0.0)
+    toy.may_go.set()
     _until(lambda: toy.calls[-1] == "close")
 
 
@@ -403,7 +403,7 @@ child = os.fork()
 if child == 0:
     import takes_long
     os._exit(0)
-for _ in range(100):
+for _ in range(600):
     done, status = os.waitpid(child, os.WNOHANG)
     if done:
         break
@@ -418,14 +418,14 @@ sys.exit(os.waitstatus_to_exitcode(status))
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
 def test_a_process_forked_while_a_sink_imports_can_import_too(tmp_path):
-    (tmp_path / "takes_long.py").write_text("import time\ntime.sleep(1.0)\n")
+    (tmp_path / "takes_long.py").write_text("import time\ntime.sleep(0.7)\n")
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", FORKING],
         cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": str(ROOT / "src")},
         capture_output=True,
         text=True,
-        timeout=50,
+        timeout=120,
         check=False,
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
@@ -435,10 +435,10 @@ def test_a_process_forked_while_a_sink_imports_can_import_too(tmp_path):
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 def test_forks_wait_for_a_hanging_sink_once(monkeypatch):
     monkeypatch.setattr(delivery, "LONGEST_BEFORE_FORKS", 0.5)
-    toy = Toy(slow=20.0)
+    toy = Toy(held=True)
     sinks, _ = all_sinks(toy.opening)
     send(sinks, 1)
-    assert toy.gate.wait(30)
+    assert toy.gate.wait(120)
     (one,) = sinks._deliveries
     waits, wait = [], one._settled.wait
     one._settled.wait = lambda seconds: waits.append(seconds) or wait(seconds)
@@ -450,3 +450,4 @@ def test_forks_wait_for_a_hanging_sink_once(monkeypatch):
     assert 1 <= len(waits) <= 2
     assert sum(waits) < 1.0  # and not half a second for each fork
     sinks.close(0.0)
+    toy.may_go.set()

@@ -16,6 +16,7 @@ from ampwise.sinks import openings
 from ampwise.sinks.about import About
 from ampwise.strict_json import dumps
 
+from ..night import by_night
 from .sink_toys import LOSSES, all_sinks, steps
 
 ROOT = Path(__file__).parents[2]
@@ -217,6 +218,7 @@ def test_wandb_alone(tmp_path):
         assert [row["ampwise/step"] for row in one["rows"]] == [1, 2, 3, 4, 5]
 
 
+@pytest.mark.nightly
 def test_wandb_in_a_script_with_a_run_of_its_own(tmp_path):
     """Its rows, steps and summary are those it would have without us, and ours are in them."""
     code = """
@@ -249,6 +251,7 @@ def test_wandb_in_a_script_with_a_run_of_its_own(tmp_path):
     assert read["runs"]["theirs"]["axes"]["ampwise/*"] == "ampwise/step"
 
 
+@pytest.mark.nightly
 def test_wandb_in_a_script_that_begins_its_run_later_or_ends_it_early(tmp_path):
     code = """
     import time
@@ -286,10 +289,12 @@ def test_wandb_in_a_script_that_begins_its_run_later_or_ends_it_early(tmp_path):
     ("environment", "netrc", "mode"),
     [
         ({}, "", "offline"),
-        ({"WANDB_MODE": "disabled"}, "", None),
+        *by_night(({"WANDB_MODE": "disabled"}, "", None)),
         # Not silent, it would ask its server for the user's name, to greet; where there is no network, for long.
         ({"WANDB_SILENT": "true"}, f"machine api.wandb.ai login user password {'a' * 40}", None),
-        ({"WANDB_BASE_URL": "https://wandb.example.org"}, f"machine api.wandb.ai password {'a' * 40}", "offline"),
+        *by_night(
+            ({"WANDB_BASE_URL": "https://wandb.example.org"}, f"machine api.wandb.ai password {'a' * 40}", "offline")
+        ),
     ],
     ids=["nobody", "mode", "netrc", "another host"],
 )
@@ -460,7 +465,7 @@ def same_after(sink):
 
 @pytest.mark.parametrize(
     ("kind", "target"),
-    [("tensorboard", "tb"), ("wandb", "p"), ("mlflow", "./store"), ("mlflow", "http"), ("trackio", "p")],
+    [("tensorboard", "tb"), ("mlflow", "http"), ("trackio", "p"), *by_night(("wandb", "p"), ("mlflow", "./store"))],
 )
 def test_a_sink_draws_nothing_from_the_scripts_generators(kind, target, warm, tmp_path):
     address = "http://127.0.0.1:{server.server_port}" if target == "http" else target
@@ -475,6 +480,7 @@ def test_a_sink_draws_nothing_from_the_scripts_generators(kind, target, warm, tm
     assert run(kind, DRAWN + textwrap.dedent(code), tmp_path, warm.run, **places, **retries) is True
 
 
+@pytest.mark.nightly
 def test_a_folder_needs_no_leave_of_mlflow_and_gives_none_to_the_script(tmp_path):
     code = """
     import os

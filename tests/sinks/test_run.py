@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 import textwrap
-import time
 from pathlib import Path
 
 import pytest
@@ -113,7 +112,7 @@ from contextlib import contextmanager
 @contextmanager
 def open_sink(about):
     def hang(rows):
-        time.sleep(60)
+        time.sleep(600)
     yield hang
 
 def broken(about):
@@ -136,9 +135,7 @@ def plugin(tmp_path):
 def test_sinks_that_fail_and_hang_are_findings_of_the_run_and_nothing_else(script, plugin, watched, tmp_path):
     path = os.pathsep.join([str(ROOT / "src"), str(plugin)])
     sinks = ("--sink", "broken", "--sink", "slow", "--sink", "jsonl:m.jsonl")
-    started = time.monotonic()
     done = watched("-o", "first", *sinks, script, PYTHONPATH=path)
-    assert time.monotonic() - started < 55
     assert (done.returncode, done.stdout) == (3, PRINTED)
     assert done.stderr.count("sink-failed: the sink `broken` could not be opened: OSError: no room") == 1
     assert done.stderr.count("sink-failed: the sink `slow` was still busy when the run was over") == 1
@@ -157,6 +154,7 @@ def test_who_wants_to_hear_nothing_hears_of_a_sink_that_failed(script, plugin, w
     assert done.stderr == said
 
 
+@pytest.mark.half_by_day
 @pytest.mark.parametrize(
     "launcher", [(), ("-m", "torch.distributed.run", "--nproc-per-node", "2")], ids=["", "torchrun"]
 )
@@ -184,9 +182,10 @@ def test_what_cannot_be_had_is_refused_before_the_script_starts(sink, said, laun
     assert not (tmp_path / "first").exists()
 
 
+@pytest.mark.nightly
 def test_of_several_ranks_the_first_sends(watched, tmp_path):
     (tmp_path / "train.py").write_text(TRAINING.replace("sys.exit(3)", ""))
-    launcher = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "29631")
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     done = watched("-q", "-o", "two", "--sink", "jsonl", *launcher, "train.py")
     assert done.returncode == 0, done.stderr
     rows = lines(tmp_path / "two.metrics.jsonl")
@@ -202,6 +201,7 @@ def test_os_exit_asks_nobody_and_the_rows_are_there(watched, tmp_path):
     assert len([row for row in lines(tmp_path / "first.metrics.jsonl") if "ampwise/skipped" in row]) == 12
 
 
+@pytest.mark.nightly
 @pytest.mark.skipif(importlib.util.find_spec("wandb") is None, reason="wandb is not installed")
 def test_a_script_with_wandb_of_its_own_under_the_watch(watched, tmp_path):
     """Nothing on stdout but the script's, one traceback, and no run but its own."""
@@ -221,6 +221,7 @@ def test_a_script_with_wandb_of_its_own_under_the_watch(watched, tmp_path):
     assert (run.manifest["status"], codes(run).count("AMP801")) == ("failed", 0)
 
 
+@pytest.mark.nightly
 @pytest.mark.skipif(importlib.util.find_spec("trackio") is None, reason="trackio is not installed")
 def test_a_package_is_loaded_once_the_script_has_begun_and_draws_nothing(tmp_path):
     """Not before: what a script sets in its environment for such packages must count. Nor in a thread of its own."""

@@ -27,6 +27,8 @@ from ampwise.guard.disk.layout import LARGEST_MANIFEST
 from ampwise.tune.memory.decoder import Decoder
 from ampwise.tune.memory.shapes import parse_count, shape_for
 
+from ..night import by_night
+
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
 LOADED = [
@@ -38,8 +40,9 @@ LOADED = [
 # --- ranks ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.nightly
 @pytest.mark.skipif(not dist.is_available() or not Path("/proc/self/fd").exists(), reason="needs gloo, fork and /proc")
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [2, *by_night(3)])
 def test_ranks_exchange_and_write_what_the_laws_say(warm, tmp_path, ranks):
     words = ("-m", "benchmarks.scale.ranks", str(ranks), str(tmp_path / "ranks"))
     done = warm.run(*words, cwd=ROOT, timeout=200, loaded=LOADED)
@@ -123,6 +126,7 @@ def test_rows_are_cut_as_torch_cuts_them(rows, ranks):
     assert list(piece_rows(rows, ranks)) == [(int(part[0]), len(part)) for part in parts]
 
 
+@pytest.mark.nightly
 @given(
     st.lists(st.lists(st.integers(1, 120), min_size=1, max_size=3).map(tuple), min_size=1, max_size=3),
     st.integers(1, 130),

@@ -12,6 +12,7 @@ from benchmarks.harness import Contender, Result, Times, alternate
 NANO = replace(GPT_ONE_LAYER, width=16, vocabulary=16, length=4, batch=2)
 
 
+@pytest.mark.half_by_day
 @pytest.mark.parametrize("precision", ["fp32", "fp16", "bf16"])
 @pytest.mark.parametrize("clip", [1.0, None])
 def test_the_engine_leaves_the_weights_that_the_loop_by_hand_leaves(precision, clip, monkeypatch):
@@ -58,6 +59,7 @@ def test_switches_are_put_back():
     assert (torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32) == before
 
 
+@pytest.mark.nightly
 def test_every_row_fits_its_columns(monkeypatch):
     monkeypatch.setattr(step, "ALL", step.OURS)
     monkeypatch.setattr(step, "has_gpu", lambda: False)

@@ -92,6 +92,7 @@ def fake(monkeypatch):
 # They train alike
 
 
+@pytest.mark.half_by_day
 @pytest.mark.parametrize("make", [watched, *watch.OTHERS], ids=lambda make: make.__name__)
 def test_whoever_looks_leaves_losses_and_weights_bit_equal(make, trained):
     assert trained(make) == trained(unwatched)
@@ -234,6 +235,7 @@ def test_nothing_is_published_where_ours_did_not_take_part():
         list(watch.pairs([Times(name=PLAIN, ms=[1.0]), Times(name=ENGINE, ms=[1.0])]))
 
 
+@pytest.mark.nightly
 def test_the_whole_is_printed_and_written(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(harness, "RESULTS", tmp_path)
     watch.whole(TURNS, NANO).publish()
@@ -247,6 +249,7 @@ def test_the_whole_is_printed_and_written(tmp_path, monkeypatch, capsys):
     assert {row[0]: row[4] for row in written["rows"] if row[4]} == {RUN: "1.10 at most", ENGINE_RUN: "1.10 at most"}
 
 
+@pytest.mark.nightly
 def test_rows_of_the_tiny_model_fit_their_columns(fake):
     result = watch.tiny(TURNS, NANO.shape)
     assert len(result.rows) == len(watch.OURS) + len(watch.OTHERS) + 1, result.notes

@@ -44,6 +44,7 @@ def train(way):
     return counter.frame_count, counter.op_count, losses
 
 
+@pytest.mark.half_by_day
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("way", ["a module", "in place", "a function"])
 def test_a_watched_run_has_as_many_graphs(way):

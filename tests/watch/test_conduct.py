@@ -825,6 +825,7 @@ def test_mistakes_are_found_where_they_are(watched, name):
     assert not watch.failures
 
 
+@pytest.mark.half_by_day
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", CASES)
 def test_watching_changes_nothing(watched, tmp_path, name):

@@ -18,6 +18,14 @@ from ampwise.watch.fixes import add_diffs
 from ampwise.watch.watch import Watch
 
 ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(autouse=True)
+def _all_the_time(monkeypatch):
+    """However slow the machine is."""
+    monkeypatch.setattr(fixes, "SECONDS", 600.0)
+
+
 HEAD = """import torch
 from torch import nn
 

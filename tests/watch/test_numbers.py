@@ -90,6 +90,7 @@ WAYS = {
 }
 
 
+@pytest.mark.half_by_day
 @pytest.mark.parametrize("kind", [torch.amp.GradScaler, ampwise.GradScaler], ids=["torch", "ours"])
 @pytest.mark.parametrize("way", WAYS)
 def test_rows_say_what_the_script_computes(way, kind):

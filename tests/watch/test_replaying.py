@@ -578,6 +578,7 @@ def test_the_watch_does_not_count_what_it_runs_itself():
     assert watch.steps == 8
 
 
+@pytest.mark.half_by_day
 @pytest.mark.parametrize("part", [False, True])
 def test_a_compiled_model_is_replayed_as_written_and_compiled_once(part):
     compiled = []

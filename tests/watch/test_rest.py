@@ -83,12 +83,12 @@ def rules_of(watch):
 
 
 def test_steps_that_are_passed_over_count(dear):
-    plain = Training().run(2500)
+    plain = Training().run(1300)
     with Watch(timing=False) as watch:
-        watched = Training().run(2500)
+        watched = Training().run(1300)
     assert torch.equal(plain.model.weight, watched.model.weight)
     assert watch.failures == []
-    assert watch.facts()["steps"] == 2500
+    assert watch.facts()["steps"] == 1300
     assert list(watch.findings) == []
 
 

@@ -14,6 +14,8 @@ import pytest
 from ampwise.record.reader import Run
 from ampwise.report.verdict import setup
 
+from ..night import by_night
+
 ROOT = Path(__file__).parents[2]
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "COLUMNS": "110"}
 TRAINING = """
@@ -101,6 +103,7 @@ def test_a_module_too(write, tmp_path, module):
     assert (run.returncode, run.stdout, run.stderr) == (0, plain.stdout, plain.stderr)
 
 
+@pytest.mark.half_by_day
 @pytest.mark.parametrize(
     "text",
     [
@@ -141,6 +144,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.half_by_day
 @pytest.mark.parametrize("kind", ["ThreadPoolExecutor", "ProcessPoolExecutor"])
 def test_a_pool_that_nobody_has_shut_down_does_not_keep_the_run_alive(write, watched, tmp_path, kind):
     write(IDLE_POOL.format(kind=kind) + textwrap.indent(TRAINING + "step()\n", "    "))
@@ -152,6 +156,7 @@ def test_a_pool_that_nobody_has_shut_down_does_not_keep_the_run_alive(write, wat
     assert not [sentence for sentence in record.facts["not_measured"] if "could not be followed" in sentence]
 
 
+@pytest.mark.nightly
 def test_children_of_a_fork_leave_the_record_alone(write, watched, tmp_path):
     write(
         TRAINING
@@ -170,6 +175,7 @@ step()
     assert not run.trouble
 
 
+@pytest.mark.nightly
 def test_variables_set_before_torch_is_imported_count(write, tmp_path):
     write("import os\nos.environ['OMP_NUM_THREADS'] = '1'\nimport torch\nprint(torch.get_num_threads())")
     assert ampwise("run", "-q", "-o", "run", "train.py", folder=tmp_path).stdout == "1\n"
@@ -194,6 +200,17 @@ def test_a_finding_and_the_record_of_it(write, warm, watched, tmp_path):
     assert finding["fix"]
 
 
+UNTIL_IT_IS_ON_DISK = """
+def is_on_disk():
+    with open("run/steps.jsonl") as steps, open("run/findings.json") as findings:
+        return len(steps.readlines()) > 10 and "AMP101" in findings.read()
+
+while not (os.path.exists("run/findings.json") and is_on_disk()):
+    step()
+    time.sleep(0.01)
+"""
+
+
 @pytest.mark.parametrize("how", ["an exception", "os._exit", "kill -9", "Ctrl-C"])
 def test_what_was_seen_before_the_end_is_kept(write, watched, tmp_path, how):
     endings = {
@@ -202,16 +219,15 @@ def test_what_was_seen_before_the_end_is_kept(write, watched, tmp_path, how):
         "kill -9": "os.kill(os.getpid(), signal.SIGKILL)",
         "Ctrl-C": "os.kill(os.getpid(), signal.SIGINT)\ntime.sleep(60)",
     }
-    pause = 0.1 if how == "kill -9" else 0.0  # so that something is on the disk by then
-    loop = f"for _ in range(40):\n    step()\n    time.sleep({pause})\n"
+    loop = UNTIL_IT_IS_ON_DISK if how == "kill -9" else "for _ in range(40):\n    step()\n"
     write(f"import os, signal, time\n{TRAINING}\n{loop}{endings[how]}\n")
     done = watched("-q", "-o", "run", "train.py")
     codes = {"an exception": 1, "os._exit": 9, "kill -9": -9, "Ctrl-C": 130}
     assert done.returncode == codes[how], done.stderr
     run = Run.read(tmp_path / "run")
     assert [seen.finding.rule.code for seen in run.findings] == ["AMP101"]
-    fewest = 10 if how == "kill -9" else 40
-    assert fewest <= sum(bucket.count for bucket in run.steps) <= 40
+    steps = sum(bucket.count for bucket in run.steps)
+    assert steps >= 10 if how == "kill -9" else steps == 40
     statuses = {"an exception": "failed", "os._exit": "failed", "kill -9": "running", "Ctrl-C": "interrupted"}
     assert run.manifest["status"] == statuses[how]
 
@@ -239,7 +255,7 @@ def test_without_o_each_run_has_a_folder_of_its_own(write, tmp_path):
     assert all(name.startswith("train-") for name in folders)
 
 
-@pytest.mark.parametrize("module", [True, False], ids=["-m", "torchrun"])
+@pytest.mark.parametrize("module", [*by_night(True), False], ids=["-m", "torchrun"])
 def test_ranks_each_write_a_part(write, watched, tmp_path, module):
     apart = TRAINING.replace("init_scale=1024.0", "init_scale=1024.0 * (1 + rank)")
     told = "for _ in range(3):\n    step()\nprint(f'rank {rank}\\n', end='')\n"
@@ -355,14 +371,14 @@ def test_a_record_says_what_runs_before_the_end(write, watched, tmp_path):
             assert (run.status, run.alive) == ("running or killed", True)
         finally:
             (tmp_path / "go-on").touch()
-        assert running.result(timeout=60).returncode == 0
+        assert running.result(timeout=120).returncode == 0
     end = Run.read(tmp_path / "run")
     assert run.facts["precision"] == end.facts["precision"] == "fp16"
     assert run.facts["optimizers"] == end.facts["optimizers"] == [{"index": 0, "name": "SGD", "model": "Linear"}]
     assert setup(run) == setup(end) == " (fp16, scaler)"
 
 
-def _read_until(folder, holds, seconds=60.0):
+def _read_until(folder, holds, seconds=120.0):
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         if (folder / "manifest.json").exists() and holds(run := Run.read(folder)):

@@ -174,6 +174,7 @@ def test_saving_makes_no_compiled_model_compile_again():
     same(script)
 
 
+@pytest.mark.half_by_day
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("what", ["clip", "step"])
 def test_what_is_compiled_has_nothing_of_ours(what):

@@ -18,6 +18,8 @@ from ampwise.errors import BadInput
 from ampwise.record.reader import Run
 from ampwise.report.as_json import as_json
 
+from ..night import by_night
+
 pytest.importorskip("torch")
 
 ROOT = Path(__file__).parents[2]
@@ -30,6 +32,8 @@ LIBRARIES = {
     "transformers": ["transformers", "transformers.trainer"],
 }
 ON_RANKS = {"ddp"}
+LARGE = ("lightning", "seq2seq", "transformers")  # take seconds each, and have tests of their own
+SMALL = [shape for shape in SHAPES if shape not in LARGE]
 DIE = {"finetune_broken", "nanogpt_broken"}  # of the mistakes planted in them: torch raises
 CONDUCT = re.compile(r"AMP[1-5]\d\d")
 
@@ -107,7 +111,7 @@ def needs_library(shape):
             pytest.skip(f"needs {name}")
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", [*SMALL, *by_night(*LARGE)])
 def test_what_is_planted_is_found(shape, watch):
     needs_library(shape)
     script = script_of(shape, "broken")
@@ -119,7 +123,7 @@ def test_what_is_planted_is_found(shape, watch):
 
 
 @pytest.mark.half_by_day
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", [*SMALL, *by_night(*LARGE)])
 def test_a_clean_script_leaves_nothing_to_say(shape, watch):
     needs_library(shape)
     script = script_of(shape, "clean")

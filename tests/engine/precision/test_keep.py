@@ -91,6 +91,7 @@ class Head(nn.Module):
         return self.linear(x) if extra is None else self.linear(x) + extra["bias"][0]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("extra", [None, {"bias": [torch.ones(4, dtype=BF16)]}])
 def test_compile_traces_it_whole(x, extra):
     head = Head()

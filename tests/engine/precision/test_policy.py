@@ -274,6 +274,7 @@ def test_a_copy_keeps_its_own_modules(model, x, copied):
     assert "forward" in model.head.__dict__
 
 
+@pytest.mark.half_by_day
 @pytest.mark.parametrize(("before", "precision"), [(True, "fp32"), (False, "fp16")])
 def test_compile_traces_it_whole(model, x, before, precision):
     torch._dynamo.reset()

@@ -120,7 +120,7 @@ def run():
     runner.stdout.close()
 
 
-@pytest.mark.half_by_day
+@pytest.mark.few_by_day(4)
 @pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize("tf32", [True, False])
 def test_inside_it_is_as_wanted_and_afterwards_as_it_was(run, setting, tf32):
@@ -131,6 +131,7 @@ def test_inside_it_is_as_wanted_and_afterwards_as_it_was(run, setting, tf32):
         assert {inside[f"torch.backends.{name}.fp32_precision"] == "tf32" for name in operations} == {tf32}
 
 
+@pytest.mark.half_by_day
 @pytest.mark.parametrize("setting", READABLE)
 @pytest.mark.parametrize("tf32", [True, False])
 def test_inside_the_old_names_can_be_read(run, setting, tf32):
@@ -142,7 +143,7 @@ def test_inside_the_old_names_can_be_read(run, setting, tf32):
     run(setting, block(tf32, "\n with torch.backends.cudnn.flags(enabled=False, allow_tf32=False): pass"))
 
 
-@pytest.mark.half_by_day
+@pytest.mark.few_by_day(6)
 @pytest.mark.parametrize("later", LATER)
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_what_is_set_afterwards_does_what_it_would_have_done(run, setting, later):

@@ -134,6 +134,7 @@ def dense_runs(runs):
     return runs
 
 
+@pytest.mark.few_by_day(3)
 def test_as_a_drop_in_it_is_torch_bit_for_bit(dense_runs):
     runs = dense_runs
     assert runs.ours.skipped == runs.truth.skipped == set(runs.planted)
@@ -145,11 +146,13 @@ def test_as_a_drop_in_it_is_torch_bit_for_bit(dense_runs):
         assert are_equal(runs.ours, runs.truth)
 
 
+@pytest.mark.few_by_day(3)
 def test_a_skipped_step_changes_neither_parameters_nor_state(dense_runs):
     assert not dense_runs.ours.spoiled
     assert not dense_runs.with_clip_.spoiled
 
 
+@pytest.mark.few_by_day(3)
 def test_clip_is_torchs_clipping_to_the_tolerance_and_none_at_all_bit_for_bit(dense_runs):
     runs = dense_runs
     assert runs.with_clip_.scales == runs.truth.scales
@@ -161,6 +164,7 @@ def test_clip_is_torchs_clipping_to_the_tolerance_and_none_at_all_bit_for_bit(de
         assert are_equal(runs.with_clip_, runs.truth)
 
 
+@pytest.mark.few_by_day(3)
 def test_it_ends_as_near_to_float64_as_torch_does(dense_runs):
     runs = dense_runs
     from_torch = distance(runs.truth, runs.float64)
@@ -197,6 +201,7 @@ def test_after_unscale_clip_is_torchs_clipping_too(arrangement):
     assert distance(run(GradScaler, arrangement, clip_in_memory), runs.truth) < CLIP_TOLERANCES["others"]
 
 
+@pytest.mark.few_by_day(4)
 @pytest.mark.parametrize("arrangement", parameters(lambda it: few(it) and it.micro_batches == 1))
 def test_a_scale_that_is_no_power_of_two_costs_a_rounding(arrangement):
     planted = faults(arrangement, first=False)
@@ -206,6 +211,7 @@ def test_a_scale_that_is_no_power_of_two_costs_a_rounding(arrangement):
     assert distance(ours, by_hand(arrangement, left_out=ours.skipped)) < OTHER_SCALE_TOLERANCE
 
 
+@pytest.mark.few_by_day(3)
 @pytest.mark.parametrize("precision", ["fp32", "bf16 autocast", "bf16 weights"])
 @pytest.mark.parametrize("arrangement", parameters(lambda it: few(it) and it.clipped and it.micro_batches == 1))
 def test_without_scaling_the_guard_leaves_out_the_bad_steps(arrangement, precision):
@@ -219,6 +225,7 @@ def test_without_scaling_the_guard_leaves_out_the_bad_steps(arrangement, precisi
     assert are_equal(guarded, by_hand(arrangement, left_out=guarded.skipped, dtype=dtype))
 
 
+@pytest.mark.few_by_day(3)
 @pytest.mark.parametrize("dtype", AUTOCAST_TOLERANCES, ids=str)
 @pytest.mark.parametrize(
     "arrangement", parameters(lambda it: it.optimizer == "AdamW" and it.clipped and it.micro_batches > 1)

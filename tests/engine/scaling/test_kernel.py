@@ -56,6 +56,7 @@ def totals_by_hand(tensors, scale, weights):
 BAD = [(), (math.inf,), (math.nan,), (math.inf, math.nan, -math.inf)]
 
 
+@pytest.mark.half_by_day
 @pytest.mark.parametrize("bad", BAD, ids=str)
 def test_totals_are_sums_over_tensors_each_with_its_weight(bad):
     tensors = gradients(bad)
@@ -80,7 +81,7 @@ def test_more_tensors_and_chunks_than_one_block_are_all_added_up(monkeypatch):
     assert launch_totals(found, weights).tolist() == [4.0 * finite, 2.0, 1.0]
 
 
-@pytest.mark.half_by_day
+@pytest.mark.few_by_day(4)
 @pytest.mark.parametrize("bad", BAD, ids=str)
 @pytest.mark.parametrize("max_norm", [math.inf, 1e9, 1.0, 1e-3, 1e-37])
 @pytest.mark.parametrize("scale", [None, 65536.0, 1000.0])
@@ -152,6 +153,7 @@ LIMITS = {
 LOSSES = {"unknown": [None], "of all kinds": [1.0, math.nan, None, math.inf, -2.0], "always NaN": [math.nan]}
 
 
+@pytest.mark.few_by_day(3)
 @pytest.mark.parametrize(
     ("name", "optimizers", "stepped", "move", "losses"),
     [(name, 3, 2, True, "unknown") for name in LIMITS]

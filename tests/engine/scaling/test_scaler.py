@@ -1082,6 +1082,7 @@ def test_a_device_is_a_name(wrong):
 # --- memory --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.half_by_day
 @pytest.mark.parametrize("scaler", [started(), disabled()], ids=["enabled", "disabled"])
 @pytest.mark.parametrize("fused", [True, False])
 def test_a_scaler_keeps_no_model_and_no_optimizer_alive(scaler, fused):

@@ -280,6 +280,7 @@ def test_fp16_duplicates_overflow_in_their_sum(scaler_type, device):
 # --- training equals the control -----------------------------------------------------------------------------------
 
 
+@pytest.mark.few_by_day(3)
 @pytest.mark.parametrize("enabled", [True, False])
 @pytest.mark.parametrize("every", [1, 2])
 @pytest.mark.parametrize("prepare", [None, clip_true, clip_scaled])
@@ -295,6 +296,7 @@ def test_training_equals_the_control(scaler_type, device, enabled, every, prepar
     assert alike(model, control, optimizer, plain, grads=True)
 
 
+@pytest.mark.few_by_day(3)
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("separate", [True, False], ids=["unscale_ first", "step alone"])
 @pytest.mark.parametrize("name", OPTIMIZERS)

@@ -109,18 +109,24 @@ def killed_at_any_moment(folder):
     save(folder, 1, 300_000)
     chance = random.Random()
     for _ in range(6):
+        hears, tells = os.pipe()
 
-        def work():
+        def work(tells=tells):
             for step in range(2, 10**6):
                 save(folder, step, 300_000)
+                os.write(tells, b".")
                 prune(folder, 3)
 
         child = os.fork()
         if not child:
             work()
-        time.sleep(chance.uniform(0.05, 0.4))
+        for _ in range(chance.randint(1, 4)):
+            os.read(hears, 1)
+        time.sleep(chance.uniform(0.0, 0.1))
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
+        os.close(hears)
+        os.close(tells)
         before = found(folder)
         prune(folder, 3)
         names = sorted(path.name for path in Path(folder).iterdir())

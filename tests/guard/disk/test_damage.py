@@ -276,7 +276,7 @@ def test_a_huge_sparse_file_is_refused_at_once(checkpoint):
     for reads in (stored_tensors, read_all):
         with pytest.raises(BadInput, match="this machine has memory for"):
             reads(checkpoint)
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 120  # to read it would take hours
 
 
 @pytest.mark.parametrize("name", [MANIFEST, SEAL, MARK])
@@ -340,7 +340,7 @@ def test_many_pieces_are_checked_in_time(checkpoint):
         forge(checkpoint, pieces(*boxes))
         assert sum(rows * columns for _, (rows, columns) in boxes) == size**2
         assert (checkpoints(checkpoint.path.parent)[0].trouble == "") == whole
-    assert time.monotonic() - began < 20
+    assert time.monotonic() - began < 120
 
 
 # --- marks ---------------------------------------------------------------------------------------------------------

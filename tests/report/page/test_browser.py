@@ -15,7 +15,7 @@ from ampwise.report.layers import layers_of
 from ampwise.report.page import comparison_page, page
 from ampwise.report.wording import percent
 
-from ...night import NIGHTLY
+from ...night import NIGHTLY, by_night
 from .conftest import Ears
 from .test_page import FACTS, HOSTILE, hostile_run
 
@@ -34,6 +34,7 @@ def spread(seed):
     return Census(binades=binades, zeros=chance.randint(0, 99), amax=amax, amin=amin, sum_squares=1.0)
 
 
+@pytest.mark.nightly
 def test_nothing_passes_unheard(one_page):
     ears = Ears()
     ears.listen(one_page)
@@ -54,6 +55,7 @@ def test_nothing_passes_unheard(one_page):
         assert part in told
 
 
+@pytest.mark.half_by_day
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [1100, 380])
 def test_it_is_drawn_without_a_word_on_the_console(make_run, shown, looked_at, scheme, width):
@@ -184,6 +186,7 @@ def test_all_curves_zoom_together(make_run, shown):
     assert view.inner_text("#range") == "steps 1 to 120"
 
 
+@pytest.mark.nightly
 def test_no_range_is_too_small_to_come_back_from(make_run, make_steps, shown):
     view = shown(page(make_run()))
     view.locator("figure.chart[data-metric=loss]").scroll_into_view_if_needed()
@@ -218,6 +221,7 @@ def test_the_keyboard_begins_with_what_is_in_sight(make_run, shown):
     assert figure.locator(".readout").inner_text().startswith("step 31: ")
 
 
+@pytest.mark.half_by_day
 @pytest.mark.parametrize("width", [1100, 700])
 def test_charts_fit_their_frames_also_when_drawn_again(make_run, shown, width):
     view = shown(page(make_run()), width=width)
@@ -396,15 +400,12 @@ def test_on_paper_it_is_light_and_unfolded(make_run, shown, tmp_path):
     assert len(view.pdf(path=tmp_path / "page.pdf")) > 10_000
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("scheme", ["light", *by_night("dark")])
 def test_it_has_no_barrier_that_a_program_can_find(make_run, shown, scheme):
     axe = pytest.importorskip("axe_playwright_python.sync_playwright")
-    options = dict(axe.DEFAULT_OPTIONS)
-    if scheme == "dark" and not NIGHTLY:
-        options["runOnly"] = ["color-contrast"]  # what else there is to find is there in the light too
     for text in (page(make_run(FACTS)), comparison_page(make_run(FACTS), make_run(findings=[]))):
         view = shown(text, scheme=scheme, bypass_csp=True)  # it has to bring its own script
-        found = axe.Axe().run(view, options=options).response["violations"]
+        found = axe.Axe().run(view).response["violations"]
         assert [(each["id"], each["nodes"][0]["html"]) for each in found] == []
 
 
@@ -419,6 +420,7 @@ def test_two_runs_are_drawn_over_each_other(make_run, make_steps, shown, looked_
     looked_at(view, "comparison")
 
 
+@pytest.mark.nightly
 def test_a_week_long_run_with_three_hundred_layers(make_run, make_sample, shown, looked_at):
     last, spike, samples = (100_000, 54_321, 200) if NIGHTLY else (20_000, 4_321, 50)
     steps = [

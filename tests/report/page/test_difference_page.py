@@ -8,6 +8,8 @@ from ampwise.evidence.compared import Compared, Measured
 from ampwise.evidence.difference import Differing, ModuleRow, ParameterRow, SideFacts, Spot
 from ampwise.tune.diff.result import Difference
 
+from ...night import by_night
+
 pytest.importorskip("torch")
 
 
@@ -54,7 +56,7 @@ def difference(**parts):
     return Difference(Differing(**given | parts))
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("scheme", ["light", *by_night("dark")])
 def test_errors_are_drawn_along_the_depth(shown, looked_at, scheme):
     view = shown(difference().page(), scheme=scheme)
     looked_at(view, f"difference-{scheme}")
@@ -104,6 +106,7 @@ def test_nothing_to_draw_is_still_a_page(shown):
     assert math.isfinite(view.locator("main").bounding_box()["height"])
 
 
+@pytest.mark.nightly
 def test_it_has_no_barrier_that_a_program_can_find(shown):
     axe = pytest.importorskip("axe_playwright_python.sync_playwright")
     view = shown(difference().page(), bypass_csp=True)

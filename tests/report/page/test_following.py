@@ -42,7 +42,7 @@ def desk(make_run):
             pass
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread = threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True)
     thread.start()
     desk.address = f"http://127.0.0.1:{server.server_address[1]}/t/"
     desk.server = server
@@ -55,6 +55,7 @@ def desk(make_run):
 @pytest.fixture
 def view(browser, desk):
     context = browser.new_context(reduced_motion="reduce")
+    context.set_default_timeout(120_000)
     page = context.new_page()
     heard = []
     page.on("pageerror", lambda error: heard.append(str(error)))

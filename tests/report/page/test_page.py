@@ -337,6 +337,7 @@ def test_other_runs(make_run, changed, told):
     assert bool(data_of(text)["curves"]) == (changed.get("steps") != [])
 
 
+@pytest.mark.nightly
 def test_a_week_long_run_is_a_small_page_with_its_extremes(make_run, make_sample):
     """A hundred thousand points at night, three hundred layers; a spike of one step is still there."""
     last, spike = (100_000, 54_321) if NIGHTLY else (20_000, 4_321)

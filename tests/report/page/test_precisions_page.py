@@ -12,6 +12,8 @@ from ampwise.report.page.precisions import precisions_page
 from ampwise.report.page.writing import check_paper
 from ampwise.rules.judging import judged
 
+from ...night import by_night
+
 GIB = 2**30
 EVIL = '<script>alert(1)</script>"><img src=x onerror=alert(2)>\u202e'
 VOID = {"meta", "br", "img", "input", "hr", "link"}
@@ -199,7 +201,7 @@ def test_papers_that_are_not_ours(tmp_path, speeds):
     check_paper(page, "--html", force=True)
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("scheme", ["light", *by_night("dark")])
 def test_a_browser_shows_it_without_a_word(speeds, shown, looked_at, scheme):
     page = shown(made(speeds), scheme=scheme, wait=False)
     looked_at(page, f"precisions-{scheme}")

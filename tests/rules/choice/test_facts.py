@@ -27,6 +27,7 @@ with FakeTensorMode(), torch.no_grad():
 """
 
 
+@pytest.mark.nightly
 def test_what_cuda_autocast_keeps_in_fp32(warm, tmp_path):
     done = warm.run("-c", ASK_CUDA, cwd=tmp_path)
     types = dict(line.split() for line in done.stdout.splitlines())

@@ -59,6 +59,7 @@ def train(model, steps, init_scale, every=5, lr=1e-2):
     return health
 
 
+@pytest.mark.half_by_day
 @pytest.mark.parametrize("init_scale", [2.0**16, 2.0**24])
 def test_a_real_run_is_clean(init_scale):
     torch.manual_seed(1)

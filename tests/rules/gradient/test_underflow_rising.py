@@ -75,6 +75,7 @@ def warm_up(seed):
     return lambda number: {"w": np.exp2(rng.normal(-15 + 6 * np.exp(-number / 7) + rng.normal(0, 0.3), 2, N))}
 
 
+@pytest.mark.few_by_day(3)
 @pytest.mark.parametrize("shape", [noise_of_batches, one_jump, warm_up])
 @pytest.mark.parametrize("seed", range(8))
 def test_noise_a_jump_and_warm_up_are_silent(shape, seed):

@@ -16,6 +16,7 @@ def lines_found(text, path):
     return {(found.rule.code, found.place.line) for module in rules_about("source") for found in module.check(code)}
 
 
+@pytest.mark.few_by_day(4)
 @pytest.mark.parametrize("fixture", FIXTURES, ids=lambda path: path.stem)
 def test_findings_are_the_same_under_another_name(fixture):
     text = fixture.read_text()

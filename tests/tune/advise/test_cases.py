@@ -749,6 +749,7 @@ def test_the_row(answered):
         assert re.search(pattern, text) or re.search(pattern, flat), f"{pattern}\n{text}"
 
 
+@pytest.mark.few_by_day(4)
 def test_nothing_of_what_guides_get_wrong(answered):
     _, advice, text = answered
     everything = " ".join([text, str(advice.as_dict())])
@@ -756,6 +757,7 @@ def test_nothing_of_what_guides_get_wrong(answered):
         assert not re.search(pattern, everything, re.IGNORECASE), pattern
 
 
+@pytest.mark.few_by_day(4)
 def test_a_no_comes_first(answered):
     _, advice, text = answered
     first, second = text.split("\n", 1)
@@ -775,6 +777,7 @@ def _listed(ideas):
     return [ideas] if isinstance(ideas, str) else list(ideas)
 
 
+@pytest.mark.half_by_day
 @pytest.mark.parametrize(("gpu", "fmt", "has"), HARDWARE, ids=str)
 def test_units(gpu, fmt, has):
     advice, text = answer_to({"gpu": gpu, "want": fmt, "params": "7B", "arch": "transformer"})

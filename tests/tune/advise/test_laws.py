@@ -166,6 +166,7 @@ def test_every_command_is_one():
         assert not unknown or words[0] == "run", command  # whose script takes the rest
 
 
+@pytest.mark.few_by_day(4)
 @pytest.mark.parametrize("gpu", gpus(), ids=lambda gpu: gpu.id)
 def test_larger_models_are_not_expected_to_gain_less(gpu):
     target = of_gpu(gpu)

@@ -84,6 +84,7 @@ def names(monkeypatch):
     torch.backends.cudnn.allow_tf32 = before[1]
 
 
+@pytest.mark.half_by_day
 @pytest.mark.parametrize("code", CODE, ids=range(len(CODE)))
 def test_it_trains(names, code, capsys):
     on_cpu = ['device = "cpu"' if line.startswith("device = ") else line for line in code.splitlines()]

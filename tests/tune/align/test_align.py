@@ -78,6 +78,7 @@ def test_a_vocabulary_is_found_tied_in_either_way(make, name, advice):
     assert result.products.tokens == 4096
 
 
+@pytest.mark.nightly
 def test_the_advice_does_what_it_says():
     model, (x, y), loss_fn = subjects.tied_by_code(1)
     before = loss_fn(x[:, :8], y[:, :8])

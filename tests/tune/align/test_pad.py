@@ -176,6 +176,7 @@ FOLLOWS = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 7)
 OLD = "torch before 2.7 cannot compile an embedding whose weight is a property"
 
 
+@pytest.mark.few_by_day(4)
 @pytest.mark.parametrize("kind", MODELS)
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_a_padded_model_compiles_in_one_graph(kind, backend):
@@ -286,6 +287,7 @@ class Product(CodeTied):
         return self.how(self.block(self.wte(tokens)), self.wte.weight)
 
 
+@pytest.mark.half_by_day
 @pytest.mark.parametrize(
     "how",
     [

@@ -15,6 +15,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")  # a CPU 
 NANO = replace(GPT_ONE_LAYER, width=16, vocabulary=16, length=4, batch=2)
 
 
+@pytest.mark.nightly
 def test_a_tiny_one_is_published(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(harness, "RESULTS", tmp_path)
     monkeypatch.setattr(measuring, "PROFILED", 1)

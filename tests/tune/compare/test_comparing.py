@@ -145,6 +145,7 @@ def test_compiled_rows_come_beside_eager_ones(monkeypatch):
     assert result.verdict.endswith("bf16 compiled, 6.00× as fast as eager fp32")
 
 
+@pytest.mark.nightly
 def test_what_torch_gives_up_compiling_is_not_called_compiled(monkeypatch):
     compile_ = torch.compile
     monkeypatch.setattr(torch, "compile", lambda function, **_: compile_(function, backend="eager", dynamic=False))

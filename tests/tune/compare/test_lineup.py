@@ -25,6 +25,7 @@ def lineup_of(make, *entries):
     return Lineup(made, CPU)
 
 
+@pytest.mark.half_by_day
 @pytest.mark.parametrize("error", [None, MemoryError(), CPU_ALLOCATOR])
 def test_out_of_memory_is_caught_and_the_others_go_on(error):
     lineup = lineup_of(runs_out_of_memory(error=error), "fp32", "bf16", "fp16")

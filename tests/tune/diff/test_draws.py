@@ -42,6 +42,7 @@ def _by_default(dtype):
         torch.set_default_dtype(before)
 
 
+@pytest.mark.half_by_day
 @pytest.mark.parametrize("what", DRAWS)
 @pytest.mark.parametrize("dtype", NARROW)
 def test_the_numbers_are_those_of_fp32(what, dtype):

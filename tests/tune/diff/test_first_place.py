@@ -72,6 +72,7 @@ FORMATS, OTHERS = ["bf16", "fp16", "e4m3"], ["mxfp8", "nvfp4", "tf32,emulated", 
 CASES = [*((name, b) for name in HEALTHY for b in FORMATS), *(("blocks", b) for b in OTHERS)]
 
 
+@pytest.mark.few_by_day(4)
 @pytest.mark.parametrize(("name", "b"), CASES)
 def test_a_healthy_model_is_explained(name, b):
     make, shape = HEALTHY[name]
@@ -94,6 +95,7 @@ def test_the_error_of_a_deep_chain_is_explained_though_it_grows():
     assert growth.largest_at.isdecimal()
 
 
+@pytest.mark.half_by_day
 @pytest.mark.parametrize("seed", [1, 2])
 def test_gradients_that_jump_at_a_kink_are_explained(seed):
     torch.manual_seed(seed)

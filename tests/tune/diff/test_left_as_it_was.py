@@ -65,6 +65,7 @@ def test_all_is_as_it_was(b):
     assert not torch.is_autocast_enabled("cpu")
 
 
+@pytest.mark.half_by_day
 @pytest.mark.parametrize("sides", [("fp32", "fp32,compiled=eager"), ("fp32,compiled=eager", "fp32")])
 def test_all_is_as_it_was_around_compiled_code(sides):
     model, batch = Net(), torch.randn(16, 4)

@@ -56,12 +56,14 @@ def test_it_reads_what_the_tests_try():
     assert set(FLOATS + WHOLES) == READ
 
 
+@pytest.mark.half_by_day
 @interpreted
 @pytest.mark.parametrize("dtypes", [*in_turn(FLOATS), (torch.float32, torch.float32)])
 def test_a_row_is_the_references(dtypes):
     check(*pair_of(*dtypes, 700), SCALED)
 
 
+@pytest.mark.half_by_day
 @interpreted
 @pytest.mark.parametrize("dtypes", in_turn(WHOLES))
 def test_a_row_of_whole_numbers_is_the_references(dtypes):

@@ -193,6 +193,7 @@ def test_attention_with_a_mask_keeps_the_mask_as_a_bias(dtype):
     assert kept - plain == 256 * 256 * (2 if dtype else 4)
 
 
+@pytest.mark.nightly
 def test_multihead_attention_takes_the_same_ways():
     module = lambda: nn.TransformerEncoderLayer(128, 4, 256, 0.1, batch_first=True, norm_first=True)  # noqa: E731
     assert activations(module, (4, 64, 128), dtype=BF16) < activations(module, (4, 64, 128))

@@ -29,6 +29,7 @@ def answer():
     return memory(make, batch=[8, 1024], gpu="h200")
 
 
+@pytest.mark.nightly
 def test_every_precision_and_size_is_answered(answer):
     assert [(each.precision, each.batch) for each in answer.estimates] == [
         (precision, batch) for batch in (8, 1024) for precision in ("fp32", "tf32", "fp16", "bf16")
@@ -52,6 +53,7 @@ def test_the_largest_batch_fits_and_a_little_more_does_not(answer):
     assert tried.largest_batch is None
 
 
+@pytest.mark.nightly
 def test_more_memory_never_means_a_smaller_batch():
     found = [
         memory(make, precisions=["bf16"], gpu=gpu).largest_batch["bf16"] for gpu in ("rtx4090", "a100-sxm-80", "h200")

@@ -16,6 +16,7 @@ from ampwise.tune.memory.scaling import affine, largest
 FP32, BF16 = PRECISIONS["fp32"], PRECISIONS["bf16"]
 
 
+@pytest.mark.nightly
 def test_two_sizes_tell_about_a_third(small):
     for precision in (FP32, BF16):
         line = affine(small.whole(precision, 4), small.whole(precision, 8), batches=(4, 8))
@@ -67,6 +68,7 @@ def test_a_fit_is_tight_where_cached_memory_has_to_go_back():
     assert fits == [Fit.NO, Fit.TIGHT, Fit.TIGHT, Fit.YES]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("rows", [1, 3])
 def test_the_largest_batch_is_the_one_found_by_trying_all(small, rows):
     room = small.step(BF16, 8).lowest + 2**20

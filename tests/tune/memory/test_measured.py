@@ -18,6 +18,7 @@ MEASURED = [
 ]
 
 
+@pytest.mark.few_by_day(3)
 @pytest.mark.parametrize(
     ("function", "batch", "precision", "peak", "reserved"), MEASURED, ids=lambda value: getattr(value, "__name__", None)
 )
@@ -41,6 +42,7 @@ def test_a_small_gpt_takes_what_was_predicted(precision):
     assert found.allocated == pytest.approx(measured["peak"], rel=0.05)
 
 
+@pytest.mark.nightly
 def test_without_a_gpu_the_benchmark_predicts_and_records(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(benchmark, "TASKS", (("small GPT", subjects.small_gpt, (1,)),))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
@@ -50,6 +52,7 @@ def test_without_a_gpu_the_benchmark_predicts_and_records(tmp_path, capsys, monk
     assert details.read_text().count('"peak"') == 1
 
 
+@pytest.mark.nightly
 def test_a_row_that_fails_is_recorded_too(tmp_path, capsys, monkeypatch):
     def broken(batch=1):
         raise RuntimeError("no such thing")

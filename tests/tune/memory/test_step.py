@@ -90,6 +90,7 @@ def test_checkpointing_is_undone_and_needs_blocks():
         pass
 
 
+@pytest.mark.half_by_day
 @pytest.mark.parametrize("precision", [FP32, BF16], ids=lambda precision: precision.name)
 def test_checkpointing_keeps_less_and_the_same_gradients(precision, small, case_of):
     plain, again = small.step(precision, 8), case_of(checkpointing=True).step(precision, 8)
@@ -99,6 +100,7 @@ def test_checkpointing_keeps_less_and_the_same_gradients(precision, small, case_
         assert again.peak.most[kind] == plain.peak.most[kind]
 
 
+@pytest.mark.half_by_day
 @pytest.mark.parametrize(
     ("name", "bytes_a_parameter"),
     [

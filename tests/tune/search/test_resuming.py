@@ -30,6 +30,7 @@ def searched(path, batches, function, **options):
     return search(function, batches, tolerance=0.05, formats=("bf16", "fp32"), resume=path, **options)
 
 
+@pytest.mark.half_by_day
 @pytest.mark.parametrize("after", [1, 4])
 def test_it_goes_on_from_the_trials_done(tmp_path, after):
     path = tmp_path / "search.part"

@@ -23,6 +23,7 @@ from .models import deep, net
 CPU = torch.device("cpu")
 
 
+@pytest.mark.few_by_day(3)
 @pytest.mark.parametrize(
     ("formats", "tolerance", "planted"),
     [(("e4m3", "bf16", "fp32"), 0.05, [31]), (("bf16", "fp32"), 1e-3, [4, 40]), (("bf16", "fp32"), 1e-3, [9, 20, 37])],
@@ -58,6 +59,7 @@ def all_errors(function, model, batches, formats):
     return units, found
 
 
+@pytest.mark.nightly
 def test_where_all_can_be_tried_it_finds_the_best_or_says_how_far_off_it_can_be():
     model, function, batches = deep(4, cancelling=[2], batches=1)
     formats = ("e4m3", "bf16", "fp32")
