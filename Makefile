@@ -1,31 +1,31 @@
-# Two commands on a fresh machine: `make demo` and `make test`. Each sets up .venv by itself, once.
+# On a fresh machine: `make demo` and `make test`. Each creates .venv on first use.
 PYTHON ?= python3
 VENV   ?= .venv
 ARGS   ?=
 NAME   ?= census
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
-NEEDS  := pyproject.toml constraints.txt setup.py src/ampwise/census/_native.c
+NEEDS  := pyproject.toml constraints.txt setup.py src/ampwise/numbers/census/_native.c
 
 .PHONY: help demo layers test nightly fuzz attack check lint types docs docs-check site format peers bench gpu-test gpu-bench release clean
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
-demo: $(STAMP) ## watch a training script with four mistakes in it, and see what is found
+demo: $(STAMP) ## watch a training script that has four mistakes
 	@$(BIN)/ampwise run --force --output build/demo examples/broken_gpt.py $(ARGS)
 
 layers: $(STAMP) ## train a small GPT in FP16 and show what each layer would lose in other formats
 	@$(BIN)/python examples/char_gpt.py $(ARGS)
 
-test: $(STAMP) ## the tests of the day: each behaviour, with fewer of its near copies than `make nightly`
+test: $(STAMP) ## the tests, with fewer variants of each than `make nightly`
 	@$(BIN)/python -m pytest -n 2 --dist worksteal $(ARGS)
 
-nightly: $(STAMP) ## all tests at their full length: more examples, more steps, the attacks in full, each program in a Python of its own
+nightly: $(STAMP) ## all tests at full length: more examples, more steps, all attacks, each program in its own Python
 	@AMPWISE_NIGHTLY=1 AMPWISE_COLD=1 AMPWISE_FUZZ=10000 AMPWISE_ATTACK=1 $(BIN)/python -m pytest -n 2 --dist worksteal $(ARGS)
 
-fuzz: $(STAMP) ## 10,000 mangled scripts through `ampwise check` (for the night; `make test` has 80)
-	@AMPWISE_FUZZ=10000 $(BIN)/python -m pytest -n 2 tests/lint/test_fuzz.py $(ARGS)
+fuzz: $(STAMP) ## 10,000 mangled scripts through `ampwise check` (slow; `make test` has 80)
+	@AMPWISE_FUZZ=10000 $(BIN)/python -m pytest -n 2 tests/check/test_fuzz.py $(ARGS)
 
 attack: $(STAMP) ## hostile files, names, scripts, kills and call orders, at most 10 minutes (`make test` has a few of each)
 	@AMPWISE_ATTACK=1 timeout 600 $(BIN)/python -m pytest -n 2 --dist worksteal tests/attack $(ARGS)
@@ -33,12 +33,12 @@ attack: $(STAMP) ## hostile files, names, scripts, kills and call orders, at mos
 check: lint ## formatter, linter, our own linter, strict types, generated docs current, the site, tests
 	@$(MAKE) --no-print-directory -j3 --output-sync=target test docs-check-beside types-beside site-beside
 
-# Tests wait now and then, for a browser or a clock: what runs beside them fills the gaps, and gives way to them.
+# Tests sometimes wait for a browser or a clock: these jobs use that time, at a lower priority.
 %-beside: $(STAMP)
 	@nice -n 5 $(MAKE) --no-print-directory $*
 
 lint: $(STAMP)
-	@$(BIN)/ruff format --check --quiet . || { echo "make: not in the house format; run: make format" >&2; exit 1; }
+	@$(BIN)/ruff format --check --quiet . || { echo "make: not formatted; run: make format" >&2; exit 1; }
 	@$(BIN)/ruff check --quiet .
 	@$(BIN)/ampwise check --select ALL --output-format concise .
 
@@ -48,18 +48,18 @@ types: $(STAMP)
 docs-check: $(STAMP)
 	@$(BIN)/python -m tools.generate_docs --check
 
-docs: $(STAMP) ## write the generated pages again
+docs: $(STAMP) ## write the generated pages
 	@$(BIN)/python -m tools.generate_docs
 
-site: $(STAMP) ## the documentation as a site, in build/site, with the lesson run; warnings are errors
+site: $(STAMP) ## build the documentation site in build/site, including the lesson; warnings are errors
 	@$(BIN)/python -m sphinx -b html -q -W --keep-going -j 2 -d build/site-parts docs build/site
 	@$(BIN)/python -m tools.site.check build/site
 
-format: $(STAMP) ## rewrite the source in the house format
+format: $(STAMP) ## format the source
 	@$(BIN)/ruff format --quiet .
 	@$(BIN)/ruff check --fix .
 
-peers: $(STAMP) ## run the conformance cases with others' software and record what it does (then `make docs`)
+peers: $(STAMP) ## run the conformance cases with other software and record the outcomes (then `make docs`)
 	@$(BIN)/python tools/observe_peers.py
 
 bench: $(STAMP) ## run one benchmark: make bench NAME=census
@@ -72,7 +72,7 @@ gpu-test: ## the tests that need CUDA, in the Python you have (torch, triton, py
 gpu-bench: ## the benchmarks on a GPU, in the Python you have
 	@PYTHONPATH=src:.$${PYTHONPATH:+:$$PYTHONPATH} $(PYTHON) -m benchmarks.$(NAME)
 
-release: $(STAMP) ## wheel and sdist in build/dist, installed and tried
+release: $(STAMP) ## build wheel and sdist in build/dist, install and test them
 	@rm -rf build/dist && mkdir -p build/dist
 	@$(BIN)/python -m build --no-isolation --outdir build/dist . >build/release.log 2>&1 || { cat build/release.log >&2; exit 1; }
 	@AMPWISE_NIGHTLY=1 AMPWISE_DIST=build/dist $(BIN)/python -m pytest -n 0 tests/release tests/test_api.py $(ARGS)
@@ -80,17 +80,17 @@ release: $(STAMP) ## wheel and sdist in build/dist, installed and tried
 
 $(STAMP): $(NEEDS)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
-	  echo "make: ampwise needs Python 3.11 or newer, and '$(PYTHON)' is $$($(PYTHON) --version 2>&1 | head -1). Say which: make PYTHON=python3.12 $(MAKECMDGOALS)" >&2; exit 1; }
+	  echo "make: ampwise needs Python 3.11 or newer, and '$(PYTHON)' is $$($(PYTHON) --version 2>&1 | head -1). Choose one: make PYTHON=python3.12 $(MAKECMDGOALS)" >&2; exit 1; }
 	@{ mkdir -p $(VENV) && touch $(VENV)/.writable; } 2>/dev/null || { \
-	  echo "make: cannot write to $(VENV). Name a folder you own: make VENV=/path/to/venv $(MAKECMDGOALS)" >&2; exit 1; }
+	  echo "make: cannot write to $(VENV). Choose a writable folder: make VENV=/path/to/venv $(MAKECMDGOALS)" >&2; exit 1; }
 	@echo "setting up $(VENV), once: about a minute"
 	@$(PYTHON) -m venv $(VENV)
-# A newer pip resolves in half the time; the one that came with Python does it as well.
+# A newer pip resolves in half the time; the one that came with Python works, too.
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --upgrade pip || true
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --constraint constraints.txt --editable '.[dev]'
-# Bytecode, as pip would make it, but on all cores. Some packages have files for other Pythons, which do not compile.
+# Compile bytecode on all cores. Some packages have files for other Python versions, which do not compile.
 	@$(BIN)/python -W ignore -m compileall -qq -j 0 src $(VENV)/lib || true
 	@touch $(STAMP)
 
-clean: ## remove what was built
-	@rm -rf $(VENV) build src/*.egg-info src/ampwise/census/*.so .mypy_cache .ruff_cache .pytest_cache .hypothesis
+clean: ## remove build products
+	@rm -rf $(VENV) build src/*.egg-info src/ampwise/numbers/census/*.so .mypy_cache .ruff_cache .pytest_cache .hypothesis

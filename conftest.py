@@ -4,4 +4,4 @@ import importlib.util
 
 collect_ignore = []
 if importlib.util.find_spec("triton") is None:
-    collect_ignore += ["src/ampwise/census/kernel.py", "src/ampwise/census/launch.py"]
+    collect_ignore += ["src/ampwise/numbers/census/kernel.py", "src/ampwise/numbers/census/launch.py"]

@@ -8,8 +8,8 @@ from setuptools import Extension, setup
 setup(
     ext_modules=[
         Extension(
-            "ampwise.census._native",
-            sources=["src/ampwise/census/_native.c"],
+            "ampwise.numbers.census._native",
+            sources=["src/ampwise/numbers/census/_native.c"],
             extra_compile_args=["-O3"],
             define_macros=[("Py_LIMITED_API", "0x030B0000")],
             py_limited_api=True,

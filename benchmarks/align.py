@@ -1,12 +1,12 @@
-"""What padding gains: whole training steps of models with odd sizes, as they are and after ``ampwise.pad_``.
+"""Gain from padding: whole training steps of models with odd sizes, before and after ``ampwise.pad_``.
 
-The parts, each of which has a result of its own, are all run, or one: ``python -m benchmarks.align --part mlp``.
+Runs all parts, each with its own result, or one: ``python -m benchmarks.align --part mlp``.
 
-vocabulary   GPT-2 124M with its 50,257 tokens, whose logits are a product with the embedding's weight.
+vocabulary   GPT-2 124M with its 50,257 tokens, whose logits are a matmul with the embedding's weight.
 mlp          layers of 1021 and 4093, 8,191 rows.
 
-What a padded model computes is compared with what it did before, first. Beside the gain stands what ``ampwise align``
-says that the products alone would save.
+The output of a padded model is first compared with that of the original. The table has the gain, and the saving that
+``ampwise align`` predicts for the matmuls alone.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ampwise.evidence.alignment import better
+from ampwise.rules.evidence.alignment import better_size
 from ampwise.tune.align.align import align
 from ampwise.tune.align.pad import pad_
 from ampwise.tune.align.result import Alignment
-from ampwise.tune.step import TrainingStep, make_optimizer
-from ampwise.tune.subject import Subject, maker_of
+from ampwise.tune.train_case import TrainCase, make_factory
+from ampwise.tune.training_step import TrainingStep, make_optimizer
 from benchmarks.gpt import GPT, GPT2_124M, Shape
 from benchmarks.harness import Contender, Result, Times, alternate, note, publish_parts
 from benchmarks.step import PAIRED, Turns, device, has_gpu
@@ -67,8 +67,8 @@ def mlp_of(wide: int, hidden: int, rows: int, depth: int = DEPTH) -> Callable[..
     return make
 
 
-def made(case: Case, pad: Pad | None, batch: int | None = None) -> Subject:
-    subject = maker_of(case.make, case.name).make(device(), batch)
+def made(case: Case, pad: Pad | None, batch: int | None = None) -> TrainCase:
+    subject = make_factory(case.make, case.name).make(device(), batch)
     if pad is not None:
         pad(subject.model)
     return subject
@@ -152,7 +152,7 @@ def vocabulary(shape: Shape | None = None, turns: Turns | None = None) -> Result
     )
     result = Result(
         name="align_vocabulary_gpu",
-        title=f"Padding a vocabulary of {shape.vocabulary} to {better(shape.vocabulary, 'bf16')}",
+        title=f"Padding a vocabulary of {shape.vocabulary} to {better_size(shape.vocabulary, 'bf16')}",
         claim=f"{shape.name}, {shape.batch}×{shape.length} tokens, BF16, fused AdamW, clipped to 1.0; logits by "
         "F.linear with the embedding's weight. Ratio of a whole step's time to that of the model as it is, in one run.",
         columns=COLUMNS,

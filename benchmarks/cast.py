@@ -1,4 +1,4 @@
-"""How fast a tensor is rounded to a format, against a copy of it.
+"""Speed of rounding a tensor to a format, relative to copying it.
 
 On a GPU: the fused kernels, as a share of the bandwidth of a copy in the same run, both counted as one read and one
 write. On a CPU, where there are only torch's operations: how many copies it costs.
@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from ampwise import Engine, cast
-from ampwise.emulation.recipe import rounded
-from ampwise.formats import find_format
+from ampwise.numbers.emulation.recipe import round_operand
+from ampwise.numbers.formats import find_format
 from benchmarks.harness import Result, gpu_ms, host_ms
 from benchmarks.subjects import gpt2, small_gpt
 
@@ -47,7 +47,7 @@ def on_gpu() -> Result:
         "Medians of 30 replays of a CUDA graph. Target: at least 0.5 to nearest. Copy: the faster of Tensor.clone "
         "and an elementwise kernel.",
         "scaled: as products are emulated, the largest magnitude found first, which is one read more; NVFP4 needs that "
-        "read always. Results are those of the reference, bit for bit (tests/formats/test_cast_cuda.py).",
+        "read always. Results are those of the reference, bit for bit (tests/numbers/formats/test_cast_cuda.py).",
         "without kernels: the same in torch's operations, to nearest.",
     ]
     return result
@@ -60,7 +60,7 @@ def _row(name: str, values: Tensor) -> list[str | float]:
     along = gpu_ms(partial(cast, values, fmt, dim=0))
     by_chance = gpu_ms(partial(cast, values, fmt, "stochastic"))
     same_dtype = values.dtype == torch.float32  # products read FP32, whatever the tensor is in
-    scaled = gpu_ms(partial(rounded, values, fmt, -1, scaled=True)) if same_dtype else None
+    scaled = gpu_ms(partial(round_operand, values, fmt, -1, scaled=True)) if same_dtype else None
     moved = 2 * values.numel() * values.element_size()
     return [
         name, str(values.dtype).removeprefix("torch."), "x".join(map(str, values.shape)), moved / copied / 1e9,
@@ -71,7 +71,7 @@ def _row(name: str, values: Tensor) -> list[str | float]:
 
 def _without_kernels(values: Tensor, name: str) -> float:
     """Of a sixteenth, as it needs many times the tensor's memory."""
-    from ampwise.formats import cast as module
+    from ampwise.numbers.formats import cast as module
 
     kernels_for, module.kernels_for = module.kernels_for, lambda *_: None
     try:

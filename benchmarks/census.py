@@ -1,4 +1,4 @@
-"""How fast tensors are counted, against the fastest way to read them at all.
+"""Speed of a census, relative to the fastest way to read the tensors.
 
 On a GPU: the whole census of all gradients, in one launch, as a share of the bandwidth a copy reaches.
 On a CPU: the time of a census over the time of ``torch.linalg.vector_norm``.
@@ -91,9 +91,9 @@ def _copy_ms(size: int) -> float:
 
 
 def _counting(tensors: list[Tensor], *, ptx: bool) -> Callable[[], None]:
-    from ampwise.census.launch import Batch, count_into_, new_buffer
+    from ampwise.numbers.census.launch import TensorBatch, count_into_, new_buffer
 
-    batch = Batch(tensors)
+    batch = TensorBatch(tensors)
     batch.has_ptx = ptx
     buffer = new_buffer(batch)
 

@@ -1,4 +1,4 @@
-"""`ampwise compare` on models that people train: every precision, eager and compiled, beside what guides promise.
+"""`ampwise compare` on popular models: every precision, eager and compiled, and what guides promise.
 
     python -m benchmarks.compare
     python -m benchmarks.compare --part gpt2
@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
-from ampwise.evidence.speed import Row, Speeds
-from ampwise.evidence.speed_words import headline
-from ampwise.tune.compare.comparing import compare
+from ampwise.rules.evidence.speed import PrecisionRow, SpeedComparison
+from ampwise.rules.evidence.speed_text import speed_headline
+from ampwise.tune.compare.compare import compare
 from ampwise.tune.compare.result import PrecisionComparison
 from benchmarks.harness import Result, note, publish_parts
 
@@ -32,7 +32,7 @@ CLAIM = (
 GUIDES = "Guides promise 2.8× for FP16 and 2.7× for BF16 on an A100, for GPT-2 124M: 15 k, 42 k and 40 k tokens/s."
 
 
-def _row(row: Row, speeds: Speeds) -> list[str | float]:
+def _row(row: PrecisionRow, speeds: SpeedComparison) -> list[str | float]:
     if row.step_s is None:
         return [row.label, *["-"] * 9, row.problem or "-"]
     ratio = row.ratio_to_eager
@@ -54,7 +54,7 @@ def _notes(result: PrecisionComparison) -> list[str]:
     speeds = result.speeds
     noise = "not measured" if speeds.noise is None else f"±{speeds.noise:.2%}, in {speeds.rounds} rounds"
     flops = "not counted" if speeds.flops is None else f"{speeds.flops / 1e12:.4g} TFLOP a step, as torch counts them"
-    notes = [f"{headline(speeds)}.", f"Noise: {noise}, FP32 against itself. Work: {flops}."]
+    notes = [f"{speed_headline(speeds)}.", f"Noise: {noise}, FP32 against itself. Work: {flops}."]
     if speeds.clocks is not None:
         held = " and ".join(speeds.clocks.held_back_by) or "nothing"
         notes.append(f"Clock: {speeds.clocks.lowest} to {speeds.clocks.top} MHz, held back by {held}.")

@@ -1,6 +1,6 @@
-"""Ways to take a training step: by hand, with ampwise.Engine, with Accelerate, with Lightning Fabric.
+"""Training steps with plain torch, ampwise.Engine, Accelerate and Lightning Fabric.
 
-Each has a model, an optimizer and a batch of its own, made alike, and is what its documentation shows.
+Each has its own model, optimizer and batch, equal to those of the others, and follows its documentation.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""How a small GPT trains on a real text in each precision: the final loss against that of FP32.
+"""A small GPT trained on a real text in each precision: the final loss relative to FP32.
 
 The text is Milton's "Paradise Lost" (1667), by letters; the last tenth is held back. Every run starts from the same
-weights and sees the same batches in the same order, so that what differs is rounding. FP32 from a second seed of
-batches shows how much another order alone does.
+weights and sees the same batches in the same order, so only rounding differs. FP32 with a second seed of
+batches shows the effect of another order alone.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ampwise.engine.engine import Engine
 from ampwise.errors import AmpwiseError
+from ampwise.train.engine import Engine
 from benchmarks.gpt import GPT, Shape
 from benchmarks.harness import Result, note
 
@@ -129,7 +129,7 @@ def _engine(way: str, model: GPT, optimizer: torch.optim.Optimizer, scheduler: o
 
 def _fp8(recipe: str) -> object:
     """All linear layers, small as they are: the first and the last, too."""
-    from ampwise.float8.recipe import Fp8
+    from ampwise.train.float8.recipe import Fp8
 
     return Fp8(recipe=recipe, narrow=("blocks.*",))
 

@@ -1,7 +1,7 @@
-"""Two ranks of DistributedDataParallel on a CPU: engine.step beside the loop written by hand.
+"""Two ranks of DistributedDataParallel on a CPU: engine.step and a plain torch loop.
 
-By hand, gradients are exchanged in the last micro-batch of a step only, with ``no_sync``, which is what the engine
-has to do by itself. Ranks are processes of one thread each, and talk through gloo.
+The torch loop reduces gradients only in the last micro-batch of a step, with ``no_sync``, as the engine does. Ranks are
+processes of one thread each that communicate through gloo.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""What it costs to hold a training step in one precision against another, module by module.
+"""Cost of comparing a training step in two precisions, module by module.
 
-GPT-2 124M on a GPU, a small GPT on a CPU: the time of a difference in plain FP32 steps, and the memory that it takes
-over such a step. Everything counts: side a forward, forward and backward, and all of that again for its noise; side b
-forward, forward and backward, twice where gradients have no room beside it; statistics of every module's output,
-input and gradient.
+GPT-2 124M on a GPU, a small GPT on a CPU: the time of a comparison in plain FP32 steps, and its memory beyond that of
+such a step. Everything is included: side a forward, forward and backward, and all of that again for its noise; side b
+forward, forward and backward, twice if the gradients do not fit in memory; statistics of every module's output, input
+and gradient.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from functools import partial
 
 import torch
 
-from ampwise.tune.diff.diffing import Options, difference_of
+from ampwise.tune.diff.diff import DiffOptions, compare_sides
 from ampwise.tune.diff.result import Difference
-from ampwise.tune.diff.side import side_of
-from ampwise.tune.step import TrainingStep, make_optimizer
-from ampwise.tune.subject import Subject, maker_of
+from ampwise.tune.diff.side import parse_side
+from ampwise.tune.train_case import TrainCase, make_factory
+from ampwise.tune.training_step import TrainingStep, make_optimizer
 from benchmarks.gpt import GPT2_124M, GPT_1M
 from benchmarks.harness import Result, note
 from benchmarks.step import Row, device, has_gpu, suffix
@@ -66,16 +66,16 @@ def _wait() -> None:
         torch.cuda.synchronize()
 
 
-def difference(subject: Subject, b: str, *, floor: bool = True) -> Difference:
+def difference(subject: TrainCase, b: str, *, floor: bool = True) -> Difference:
     """FP32 against another side."""
-    sides = side_of("fp32"), side_of(b)
-    options = Options(floor=floor)
-    return difference_of(
+    sides = parse_side("fp32"), parse_side(b)
+    options = DiffOptions(floor=floor)
+    return compare_sides(
         subject.loss_fn, subject.args, subject.kwargs, {"": subject.model}, *sides, options, subject=subject.name
     )
 
 
-def rows(subject: Subject, name: str) -> list[Row]:
+def rows(subject: TrainCase, name: str) -> list[Row]:
     """The cost of a plain step, then of each difference."""
     optimizer = make_optimizer("adamw", subject.parameters, fused=has_gpu())
     plain = Cost.of(TrainingStep(subject, "fp32", optimizer), PLAIN_STEPS)
@@ -104,7 +104,7 @@ def main() -> None:
         torch.set_num_threads(1)
     shape = GPT2_124M if has_gpu() else GPT_1M
     torch.manual_seed(0)
-    subject = maker_of(lambda: gpt(shape), "gpt").make(device())
+    subject = make_factory(lambda: gpt(shape), "gpt").make(device())
     result = Result(
         name=f"diff_{suffix()}",
         title=f"What a difference of two precisions costs on a {suffix().upper()}",

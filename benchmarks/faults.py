@@ -1,7 +1,7 @@
-"""What faults do to a training: one that is written by hand, and one with a guard.
+"""Effect of faults on training, in a plain torch loop and with a guard.
 
-Whatever ends before its time is started again, as a cluster would, a few times. Then it is counted how often each
-sample of each epoch is in the weights, and what the final loss is, beside that of runs in which nothing went wrong.
+A run that ends early is restarted a few times, as a cluster would do. Then the benchmark counts how often each sample
+of each epoch is in the weights, and compares the final loss with that of runs without faults.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import torch
 
 import ampwise.guard.disk.reading
 import ampwise.guard.disk.writing
-import ampwise.trace.explaining  # noqa: F401  (all three once, and not in every fork)
+import ampwise.trace.diagnosis  # noqa: F401  (all three once, and not in every fork)
 from ampwise.guard.disk.catalog import checkpoints
 from benchmarks.faults_contenders import (
     BATCH,

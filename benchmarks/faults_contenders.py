@@ -1,4 +1,4 @@
-"""The same small training twice: by hand, as it is usually written, and with a guard. Faults are planted in both."""
+"""The same small training run twice: a plain torch loop, and with a guard. Faults are injected into both."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class Mlp(nn.Module):
 
 
 class Loud(nn.Module):
-    """Its inner activations have no room in FP16, whatever the loss scale."""
+    """Inner activations that do not fit FP16, whatever the loss scale."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -93,7 +93,7 @@ class Loud(nn.Module):
 
 
 class Steep(Mlp):
-    """Its gradients have no room in FP16, whatever the loss scale."""
+    """Gradients that do not fit FP16, whatever the loss scale."""
 
     def forward(self, x: Tensor) -> Tensor:
         out = super().forward(x)
@@ -139,7 +139,7 @@ class Training:
 
     def loss(self, x: Tensor, y: Tensor) -> Tensor:
         if len(x) > self.largest:
-            raise torch.OutOfMemoryError(f"no room for {len(x)} samples")
+            raise torch.OutOfMemoryError(f"no memory for {len(x)} samples")
         return F.mse_loss(self.model(x).float(), y)
 
     def note(self, **facts: Any) -> None:

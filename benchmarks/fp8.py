@@ -1,4 +1,4 @@
-"""What FP8 gains over BF16: whole training steps, compiled, of models by ampwise's recipes and by torchao's own.
+"""Gain of FP8 over BF16: whole compiled training steps, with ampwise's recipes and torchao's.
 
     python -m benchmarks.fp8
     python -m benchmarks.fp8 --part d4096
@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from ampwise import Engine, Fp8
-from ampwise.tune.subject import Subject, maker_of
+from ampwise.tune.train_case import TrainCase, make_factory
 from benchmarks import subjects
 from benchmarks.gpt import GPT, Shape
 from benchmarks.harness import Contender, Result, Times, alternate, note, publish_parts
@@ -59,7 +59,7 @@ class Trained:
     ) -> None:
         torch.manual_seed(0)
         self.name = name
-        self.subject: Subject = maker_of(make, name).make(torch.device("cuda"))
+        self.subject: TrainCase = make_factory(make, name).make(torch.device("cuda"))
         if converted:
             _convert(self.subject.model, converted)
         optimizer = torch.optim.AdamW(self.subject.parameters, lr=1e-5, fused=True)

@@ -1,4 +1,4 @@
-"""A GPT that is trained in benchmarks: GPT-2's layers, and a forward pass that ends in the loss."""
+"""GPT for the benchmarks: GPT-2's layers, and a forward pass that ends in the loss."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a guard costs: snapshots in memory, checkpoints beside the training, and the way back.
+"""Cost of a guard: snapshots in memory, checkpoints in the background, and restoring.
 
 Plain and guarded engines take turns in one process, so many steps each. A guarded turn has its snapshots, and every
 fourth has a checkpoint at its beginning, which makes one in a minute of training GPT-2 on a fast GPU. On a CPU a small
@@ -21,7 +21,7 @@ import torch
 
 import ampwise
 from ampwise.guard.disk.catalog import checkpoints
-from ampwise.guard.state import Whole
+from ampwise.guard.state import TrainingState
 from benchmarks.contenders import Task
 from benchmarks.gpt import GPT2_124M, GPT_4M
 from benchmarks.harness import Result, note, publish_parts
@@ -157,12 +157,12 @@ def _tell_run(result: Result, turns: list[tuple[Turn, Turn]]) -> None:
 def _tell_state(result: Result, guarded: Guarded, directory: Path) -> None:
     guarded.guard.save()
     newest = checkpoints(directory)[0]
-    whole = Whole(guarded.engine, {})
+    whole = TrainingState(guarded.engine, {})
     state = sum(tensor.nbytes for tensor in whole.live().tensors.values())
     result.rows.append(["bytes written, over the state's", newest.bytes / state, "", f"{state / 1e6:,.0f} MB of state"])
     good = guarded.keeping.snapshots.good
     assert good is not None
-    times = [_timed(lambda: whole.put_back(good.values, good.plain, other_precision=True)) for _ in range(RESTORES)]
+    times = [_timed(lambda: whole.restore(good.values, good.plain, other_precision=True)) for _ in range(RESTORES)]
     result.rows.append(["back to a snapshot, ms", statistics.median(times), "", "median"])
     times = [_timed(lambda: guarded.guard._resuming.read(newest, resumes=False)) for _ in range(3)]
     result.rows.append(["back to a checkpoint, ms", statistics.median(times), "", "median; the file is in memory"])

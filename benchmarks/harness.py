@@ -1,4 +1,4 @@
-"""What every benchmark shares: timing, the table on the terminal, the file in ``results/``.
+"""Shared by all benchmarks: timing, the table on the terminal, the file in ``results/``.
 
 A claim is a ratio of two things measured in the same run. Times are medians, and are never tested.
 """

@@ -1,4 +1,4 @@
-"""How fast ``ampwise check`` is: beside TorchFix, beside ruff, and from a cold start.
+"""Speed of ``ampwise check``, compared with TorchFix and ruff, and from a cold start.
 
 Each pair reads the same files on the same core in the same run; a figure is CPU time, starting Python included.
 The sources and TorchFix are fetched once, with pip, into ``.cache/lint``.

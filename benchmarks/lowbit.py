@@ -1,4 +1,4 @@
-"""Training in less memory: BF16 weights and coded moments against FP32 weights and AdamW, in time and in bytes.
+"""Training in less memory: BF16 weights and 8-bit moments versus FP32 weights and AdamW, in time and bytes.
 
 ``python -m benchmarks.lowbit`` trains GPT-2 124M on a GPU, and a small GPT on a CPU. ``--part 7b`` counts a model of
 7 B parameters, on any machine: docs/low_bit.md has its table from there.
@@ -14,9 +14,9 @@ from typing import Any
 import torch
 
 from ampwise import Engine, make_optimizer, memory
-from ampwise.tune.memory.log import ACTIVATIONS, COMPENSATION, GRADIENTS, PARAMETERS, STATE
+from ampwise.tune.memory.allocation_log import ACTIVATIONS, COMPENSATION, GRADIENTS, PARAMETERS, STATE
 from ampwise.tune.memory.result import Estimate
-from ampwise.tune.subject import maker_of
+from ampwise.tune.train_case import make_factory
 from benchmarks import subjects
 from benchmarks.harness import Contender, Result, alternate, note, publish_parts
 
@@ -75,7 +75,7 @@ class Run:
 
     def __post_init__(self) -> None:
         self.device = "cuda" if torch.cuda.is_available() else "cpu"
-        maker = maker_of(subjects.gpt2 if self.device == "cuda" else subjects.small_gpt)
+        maker = make_factory(subjects.gpt2 if self.device == "cuda" else subjects.small_gpt)
         torch.manual_seed(0)
         self.subject = maker.make(self.device, None)
         optimizer = make_optimizer(self.optimizer, self.subject.model, lr=1e-5)

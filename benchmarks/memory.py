@@ -1,8 +1,8 @@
-"""The memory of whole training steps: what `ampwise memory` predicts without a GPU, beside what torch measures on one.
+"""Memory of whole training steps: the prediction of `ampwise memory` without a GPU, and what torch measures on one.
 
 ``python -m benchmarks.memory`` on a Hopper GPU; ``--model`` and ``--precision`` choose, ``--details FILE`` keeps, of
 each row, the memory phase by phase, and the sizes of tensors in which prediction and device differ at the peak. A
-second part tries whether the largest batch that is said to fit does.
+second part tests whether the largest batch that is predicted to fit does.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from typing import Any
 import torch
 from torch.nn.utils import clip_grad_norm_
 
-from ampwise.engine.precision.arithmetic import Arithmetic
-from ampwise.engine.precision.precision import PRECISIONS
-from ampwise.tune.memory.case import Case
+from ampwise.train.precision.contexts import PrecisionContexts
+from ampwise.train.precision.precision import PRECISIONS
+from ampwise.tune.memory.allocation_log import AllocationLog, rounded
+from ampwise.tune.memory.device_memory import cublas_workspaces
 from ampwise.tune.memory.estimate import memory
-from ampwise.tune.memory.log import Log, rounded
 from ampwise.tune.memory.peak import Peak
-from ampwise.tune.memory.room import cublas_workspaces
-from ampwise.tune.memory.step import BACKWARD, CLIP, UPDATE
+from ampwise.tune.memory.setup import TrainingSetup
+from ampwise.tune.memory.tracked_step import BACKWARD, CLIP, UPDATE
 from ampwise.tune.memory.tracker import FORWARD
-from ampwise.tune.step import make_optimizer
-from ampwise.tune.subject import Maker, maker_of
+from ampwise.tune.train_case import CaseFactory, make_factory
+from ampwise.tune.training_step import make_optimizer
 from benchmarks import subjects
 from benchmarks.harness import Result, note
 
@@ -45,25 +45,25 @@ TASKS: tuple[tuple[str, Callable[..., Any], tuple[int, ...]], ...] = (
 Details = dict[str, Any]
 
 
-def predicted(maker: Maker, batch: int, precision: str) -> tuple[Peak, Log]:
+def predicted(maker: CaseFactory, batch: int, precision: str) -> tuple[Peak, AllocationLog]:
     """From fake tensors on the CPU."""
-    step = Case(maker, optimizer="adamw", workspaces=WORKSPACES).step(PRECISIONS[precision], batch)
+    step = TrainingSetup(maker, optimizer="adamw", workspaces=WORKSPACES).step(PRECISIONS[precision], batch)
     return step.peak, step.log
 
 
 class Measured:
     """A training step on the GPU by torch's own means, whose phases can be told apart."""
 
-    def __init__(self, maker: Maker, batch: int, precision: str) -> None:
+    def __init__(self, maker: CaseFactory, batch: int, precision: str) -> None:
         self.subject = maker.make("cuda", batch)
         self.precision = PRECISIONS[precision]
         self.optimizer = make_optimizer("adamw", self.subject.parameters, fused=True)
-        self.arithmetic = Arithmetic(self.precision, "cuda")
+        self.arithmetic = PrecisionContexts(self.precision, "cuda")
         self.scaler = torch.amp.GradScaler("cuda", enabled=self.precision.scaled)
         self.phases: dict[str, dict[str, int]] = {}
 
     def step(self) -> None:
-        with self.arithmetic.products():
+        with self.arithmetic.pass_context():
             with self.arithmetic.forward():
                 loss = self.subject.loss()
             self._ends(FORWARD)
@@ -135,7 +135,7 @@ def _at_peak(alive: Counter[int], events: Sequence[dict[str, Any]]) -> dict[int,
     return {size: count for size, count in best.items() if count}
 
 
-def difference(measured: dict[int, int], log: Log) -> list[str]:
+def difference(measured: dict[int, int], log: AllocationLog) -> list[str]:
     """The sizes of which the device has more (+) or fewer (−) blocks at its peak, the largest sum of bytes first."""
     guess = Counter(rounded(log.sizes[block]) for block in log.alive(log.peak_at(*log.phases)))
     unequal = {size: measured.get(size, 0) - guess.get(size, 0) for size in {*measured, *guess}}
@@ -143,7 +143,7 @@ def difference(measured: dict[int, int], log: Log) -> list[str]:
     return [f"{unequal[size]:+d} × {size / MIB:.3f} MiB" for size in worst[:12]]
 
 
-def row(name: str, maker: Maker, batch: int, precision: str) -> Details:
+def row(name: str, maker: CaseFactory, batch: int, precision: str) -> Details:
     """Prediction and measurement of one case; what fails is in it too."""
     found: Details = {"model": name, "batch": batch, "precision": precision}
     try:
@@ -216,7 +216,7 @@ def run(models: Sequence[str], precisions: Sequence[str], details: Path) -> Resu
             continue
         for batch in batches:
             for precision in precisions:
-                rows.append(row(name, maker_of(function), batch, precision))
+                rows.append(row(name, make_factory(function), batch, precision))
                 print("\n".join(told(rows[-1])), flush=True)
                 result.rows.append(as_row(rows[-1]))
                 details.write_text(json.dumps(rows, indent=1))  # after each: what is there stays, whatever comes
@@ -238,7 +238,7 @@ def largest() -> Result:
         columns=["model", "predicted", "fits", "5 % more"],
     )
     for name, function, _ in TASKS:
-        maker = maker_of(function)
+        maker = make_factory(function)
         predicted_rows = memory(function, precisions=["bf16"], optimizer="adamw").largest_batch
         rows = (predicted_rows or {})["bf16"]
         more = rows + max(1, rows // 20)
@@ -247,7 +247,7 @@ def largest() -> Result:
     return result
 
 
-def _tried(maker: Maker, rows: int) -> str:
+def _tried(maker: CaseFactory, rows: int) -> str:
     try:
         step = Measured(maker, rows, "bf16")
         for _ in range(WARM_UP):

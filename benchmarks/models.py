@@ -1,4 +1,4 @@
-"""Shapes of models that people train, and gradients that look like theirs."""
+"""Shapes of popular models, and gradients that resemble theirs."""
 
 from __future__ import annotations
 

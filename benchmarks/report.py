@@ -1,4 +1,4 @@
-"""How long a report takes: from a record to a page, and from the page's file to something one can see.
+"""Time of a report: from a record to a page, and from the page's file to a rendered page.
 
 The longest run that is promised: a hundred thousand steps of a model of three hundred tensors, with as many samples of
 its gradients as a record keeps; and a run of an afternoon. Times are medians of a few goes, in a headless Chromium.
@@ -17,11 +17,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ampwise.census.algebra import Census
-from ampwise.record.reader import Run
-from ampwise.record.rows import LayerSample, StepRow
-from ampwise.record.writer import Writer
+from ampwise.numbers.census.algebra import Census
 from ampwise.report.page import page
+from ampwise.rules.evidence.rows import LayerSample, StepRow
+from ampwise.runs.reader import Run
+from ampwise.runs.writer import RecordWriter
 from benchmarks.harness import Result, note
 
 GOES = 5
@@ -88,7 +88,7 @@ def _painted(browser: Any, file: Path) -> tuple[float, float]:
 def _written(folder: Path, steps: int, layers: int) -> Path:
     """A record as the watch writes it."""
     chance = random.Random(0)
-    writer = Writer.create(folder, command=["python", "train.py"], script="train.py")
+    writer = RecordWriter.create(folder, command=["python", "train.py"], script="train.py")
     names = [f"transformer.h.{n // 6}.part{n % 6}.weight" for n in range(layers)]
     scale = 65536.0
     for step in range(1, steps + 1):

@@ -1,8 +1,8 @@
-"""Which formats five models stand, module by module; whether what is found trains as FP32 does; what searching costs.
+"""Formats that five models tolerate, module by module; whether the result trains like FP32; the cost of the search.
 
 A policy is searched for on a model that has been trained for a while in FP32. Then the model is trained from the
-beginning, by the policy and in FP32, on the same batches in the same order. How far apart runs are by chance is shown
-by FP32 on those batches from another start. On a GPU passes are replayed as graphs, emulation and all; on a CPU there
+beginning, with the policy and in FP32, on the same batches in the same order. FP32 on those batches from another start
+shows how much runs differ by chance. On a GPU passes are replayed as graphs, emulation and all; on a CPU there
 are fewer steps.
 """
 
@@ -19,16 +19,16 @@ from functools import partial
 
 import torch
 
-from ampwise.engine.engine import Engine
-from ampwise.engine.precision.policy import Policy
-from ampwise.tune.search.arrangement import arrangement_of
-from ampwise.tune.search.choices import choices_of
-from ampwise.tune.search.costs import costs_of
-from ampwise.tune.search.difference import Groups, Reference, Tally
+from ampwise.train.engine import Engine
+from ampwise.train.precision.policy import Policy
+from ampwise.tune.search.arrangement import arrange_formats
+from ampwise.tune.search.costs import unit_costs
+from ampwise.tune.search.format_choices import parse_formats
 from ampwise.tune.search.found import Found
-from ampwise.tune.search.passes import Batch, Passes
-from ampwise.tune.search.searching import search
-from ampwise.tune.search.units import units_of
+from ampwise.tune.search.fp32_error import ErrorTally, Fp32Reference, ParameterGroups
+from ampwise.tune.search.passes import PassRunner, SearchBatch
+from ampwise.tune.search.search import search
+from ampwise.tune.search.units import find_units
 from benchmarks.harness import Result, note, publish_parts
 from benchmarks.search_models import MODELS, Task, chain
 
@@ -56,7 +56,7 @@ ANOTHER = 100  # the seed of another start
 GPUS = {
     "mxfp8": "b200",
     "mxfp8+up": "b200",
-}  # whose datasheet says how fast products are; the H200 has no matrix units for it
+}  # whose datasheet says how fast matmuls are; the H200 has no tensor cores for these formats
 GPU = "h200"
 UNSEEN = 10**6  # where the batches begin that a search is given
 SIZES = (12, 48, 192)
@@ -302,16 +302,16 @@ def optimum() -> Result:
 def _all_errors(
     task: Task, batches: Sequence[Sequence[torch.Tensor]], formats: Sequence[str]
 ) -> dict[object, tuple[float, float]]:
-    choices, passes = choices_of(formats), Passes(task.loss, task.model, DEVICE)
-    given = [Batch(tuple(batch), {}) for batch in batches]
-    units = units_of(task.model, lambda: passes.forward(given[0]))
-    costs = costs_of(units, choices)
-    reference = Reference(Groups(task.model, passes.parameters), map(passes.outcome, given), len(given))
+    choices, passes = parse_formats(formats), PassRunner(task.loss, task.model, DEVICE)
+    given = [SearchBatch(tuple(batch), {}) for batch in batches]
+    units = find_units(task.model, lambda: passes.forward(given[0]))
+    costs = unit_costs(units, choices)
+    reference = Fp32Reference(ParameterGroups(task.model, passes.parameters), map(passes.outcome, given), len(given))
     found: dict[object, tuple[float, float]] = {}
     for number, places in enumerate(itertools.product(range(len(choices)), repeat=len(units))):
-        tally = Tally(reference)
+        tally = ErrorTally(reference)
         for batch in given:
-            tally.add(passes.outcome(batch, arrangement_of(units, [choices[place] for place in places], DEVICE)))
+            tally.add(passes.outcome(batch, arrange_formats(units, [choices[place] for place in places], DEVICE)))
         found[places] = (tally.difference.error, sum(costs[unit][place] for unit, place in enumerate(places)))
         if number % 100 == 99:
             note(f"{number + 1} assignments tried")

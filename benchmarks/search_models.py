@@ -1,4 +1,4 @@
-"""The five models that policies are searched for, small enough to be trained a thousand steps in emulated formats."""
+"""The five models of the search benchmark, small enough to train a thousand steps in emulated formats."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""How often healthy runs are said to have a spike of the loss, and which spikes are seen.
+"""Loss spike detection: false alarms in healthy runs, and which injected spikes are detected.
 
 Healthy: three small models, each with its own kind of noise, trained from several seeds with a warm-up and drops of
-the learning rate. Whatever is told of these losses is a false alarm. Planted: the same losses, with a few steps
+the learning rate. Every spike reported for these is a false alarm. Injected: the same losses, with a few steps
 multiplied by a factor, once a run.
 """
 
@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ampwise.evidence.spikes import SETTLED, SpikeWatch
+from ampwise.rules.evidence.spikes import SETTLED, SpikeDetector
 from benchmarks.gpt import GPT, Shape
 from benchmarks.harness import Result, note
 
@@ -156,7 +156,7 @@ def rate_at(step: int, steps: int) -> float:
 
 def told(losses: Sequence[float]) -> list[int]:
     """The steps at which a spike is told."""
-    watch = SpikeWatch()
+    watch = SpikeDetector()
     return [step for step, loss in enumerate(losses) if watch.add(step, loss) is not None]
 
 
@@ -182,7 +182,7 @@ def seen_share(runs: Sequence[Losses], factor: float, length: int) -> float:
 
 
 def microseconds_a_step(losses: Sequence[float]) -> float:
-    watch = SpikeWatch()
+    watch = SpikeDetector()
     began = time.thread_time()
     for step, loss in enumerate(losses):
         watch.add(step, loss)

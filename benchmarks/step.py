@@ -1,10 +1,10 @@
-"""Whole training steps: ampwise.Engine beside the loop written by hand, Accelerate and Lightning Fabric.
+"""Whole training steps with ampwise.Engine, a plain torch loop, Accelerate and Lightning Fabric.
 
-The parts, each of which has a result of its own, are all run, or one: ``python -m benchmarks.step --part tiny``.
+Runs all parts, each with its own result, or one: ``python -m benchmarks.step --part tiny``.
 
-whole   GPT-2 124M in every precision, eager and compiled: what a step costs where the device is busy.
-tiny    a model so small that the host is what limits it: what a step costs the host.
-waits   whether the host ever waits for the device, and how far it gets ahead.
+whole   GPT-2 124M in every precision, eager and compiled: what a step costs if the device is the bottleneck.
+tiny    a model so small that the host is the bottleneck: what a step costs the host.
+waits   whether the host ever syncs with the device, and how far it gets ahead.
 graph   the tiny model with its passes in CUDA graphs.
 
 On a CPU there are the first two, with smaller models.

@@ -1,4 +1,4 @@
-"""The four models that precisions are compared on, each made as ``ampwise compare benchmarks.subjects:gpt2`` asks."""
+"""The four models of the compare benchmark, each a factory for ``ampwise compare benchmarks.subjects:gpt2``."""
 
 from __future__ import annotations
 

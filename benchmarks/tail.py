@@ -1,4 +1,4 @@
-"""The end of a training step: unscale, check, clip, AdamW, next scale. Ours against torch's and others' ways.
+"""The end of a training step: unscale, check, clip, AdamW, next scale. Ampwise, torch and others.
 
 Each contender gets the same gradients of a scaled loss and must leave the same weights. Times are of the whole
 tail, the host's part hidden behind work that is queued before it (as the backward pass is in training), and

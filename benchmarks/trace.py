@@ -1,6 +1,6 @@
-"""What it costs to say which operation went bad first: nothing until a step is bad, then a replay.
+"""Cost of finding the first operation that is not finite: nothing until a step is bad, then a replay.
 
-The parts, each of which has a result of its own, are all run, or one: ``python -m benchmarks.trace --part explained``.
+Runs all parts, each with its own result, or one: ``python -m benchmarks.trace --part explained``.
 
 explained   GPT-2 124M in FP16: the time and the memory of an explanation, in plain steps, beside what looking at
             every step costs: torch's anomaly detection, and a dispatch mode that asks each result whether it is finite.

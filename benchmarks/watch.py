@@ -1,6 +1,6 @@
-"""What watching costs: a training step under `ampwise run`, beside the same step unwatched and others' ways to look.
+"""Cost of watching: a training step under `ampwise run`, the same step unwatched, and other tools.
 
-The parts, each of which has a result of its own, are all run, or one: ``python -m benchmarks.watch --part waits``.
+Runs all parts, each with its own result, or one: ``python -m benchmarks.watch --part waits``.
 
 whole   GPT-2 124M in FP16: what a step costs where the device is busy.
 tiny    a model so small that the host is what limits it: what watching costs the host.

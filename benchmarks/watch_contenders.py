@@ -1,4 +1,4 @@
-"""Ways to look at gradients while a model trains: not at all, under `ampwise run`, and as others do.
+"""Ways to monitor gradients during training: none, `ampwise run`, and other tools.
 
 All take the step that every tutorial shows, or the engine's, of a model, an optimizer and a batch of their own, made
 alike. A contender's ``work`` returns the loss, or the engine's Step, which has it.
@@ -100,7 +100,7 @@ def demo_task() -> DemoTask:
 
 
 class Loop:
-    """The training step of every tutorial; ``look`` is called with gradients in true units, not yet clipped."""
+    """The training step of every tutorial; ``look`` is called with unscaled gradients, before clipping."""
 
     def __init__(self, task: Task, look: Callable[[nn.Module], object] | None = None) -> None:
         self.task, self.look = task, look

@@ -1,9 +1,9 @@
-"""A training script as one finds them: it runs, the loss goes down, and four things in it are wrong.
+"""A typical training script with four mistakes: it runs, and the loss goes down.
 
-    ampwise run examples/broken_gpt.py --steps 40      says which, with line and evidence
+    ampwise run examples/broken_gpt.py --steps 40      names them, with line and evidence
     ampwise check examples/broken_gpt.py               what can be seen without running it
 
-The model is that of char_gpt.py, whose loop by the Engine has none of these mistakes.
+The model is that of char_gpt.py, whose training loop uses the Engine and has none of these mistakes.
 """
 
 from __future__ import annotations

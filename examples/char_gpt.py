@@ -1,9 +1,9 @@
 """Train a small character-level GPT in FP16 for a minute, and see what each layer's gradients would lose.
 
 The training step is the one to copy: the engine runs the loss function under autocast and the backward pass outside
-it, scales, clips, steps, and holds the schedule when a step was skipped. It reads the gradients once, and counts them
-by powers of two while it is there (`engine.census`). Censuses add up, so those of all steps become one for each layer,
-and from it follows what any format would flush to zero at any loss scale: no second run, no second look.
+it, scales, clips, steps, and does not advance the schedule on a skipped step. It reads the gradients once, and counts
+them by powers of two (`engine.census`). Censuses can be added, so those of all steps become one for each layer, which
+shows what any format would flush to zero at any loss scale, without another run.
 
     python examples/char_gpt.py --steps 20             a quick look; without --steps, a minute on two slow cores
     python examples/char_gpt.py --scale-exponent 24    start too high: watch the scaler back off
@@ -29,9 +29,10 @@ from rich.text import Text
 from torch import Tensor, nn
 
 import ampwise
-from ampwise import Census, Format, strict_json
-from ampwise.formats import find_scalar_format
-from ampwise.printers.terminal import console
+from ampwise import Census, Format
+from ampwise.finding import strict_json
+from ampwise.finding.terminal import console
+from ampwise.numbers.formats import find_scalar_format
 
 TEXT = Path(__file__).with_name("text.txt")
 LAYERS, WIDTH, HEADS, CONTEXT, BATCH = 4, 128, 4, 128, 8
@@ -43,8 +44,8 @@ Batch = tuple[Tensor, Tensor]
 Rows = dict[str, Census]
 
 
-def as_matrix_units_do(operation: Callable[..., Tensor], *operands: Tensor, **options: bool) -> Tensor:
-    """``operation`` as autocast runs it on a GPU: FP16 operands, sums in FP32, an FP16 result.
+def as_on_tensor_cores(operation: Callable[..., Tensor], *operands: Tensor, **options: bool) -> Tensor:
+    """Run ``operation`` as autocast does on a GPU: FP16 operands, sums in FP32, an FP16 result.
 
     Left to itself, CPU autocast would use FP16 routines that on many CPUs are a hundred times slower. The casts
     round operands, results and, in the backward pass, gradients: these underflow and overflow as on a GPU.
@@ -57,7 +58,7 @@ def as_matrix_units_do(operation: Callable[..., Tensor], *operands: Tensor, **op
 
 class Linear(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
-        return as_matrix_units_do(F.linear, x, self.weight)
+        return as_on_tensor_cores(F.linear, x, self.weight)
 
 
 class Block(nn.Module):
@@ -70,7 +71,7 @@ class Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         split, join = self.attention
         heads = split(self.norms[0](x)).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
-        mixed = as_matrix_units_do(F.scaled_dot_product_attention, *heads, is_causal=True)
+        mixed = as_on_tensor_cores(F.scaled_dot_product_attention, *heads, is_causal=True)
         x = x + join(mixed.transpose(1, 2).flatten(-2))
         widen, narrow = self.mlp
         return x + narrow(F.relu(widen(self.norms[1](x))))  # type: ignore[no-any-return] # FP16 GELU is slow on CPUs
@@ -95,13 +96,13 @@ class CharGPT(nn.Module):
 
 
 def row_of(parameter: str) -> str:
-    """The row a parameter is counted in: ``blocks.2.mlp.0.weight`` is part of ``block 3 mlp``."""
+    """Return the row that a parameter is counted in: ``blocks.2.mlp.0.weight`` is part of ``block 3 mlp``."""
     first, second, third, *_ = [*parameter.split("."), ""]
     return f"block {int(second) + 1} {third}" if first == "blocks" else first.replace("_", " ")
 
 
 def batches(text: str, seed: int = 0) -> Iterator[Batch]:
-    """Random windows of the text as letter numbers, each with the same window one letter further on."""
+    """Yield random windows of the text as letter numbers, each with the same window shifted by one letter."""
     alphabet = {letter: number for number, letter in enumerate(sorted(set(text)))}
     windows = torch.tensor([alphabet[letter] for letter in text]).unfold(0, CONTEXT + 1, 1)
     generator = torch.Generator().manual_seed(seed)
@@ -111,12 +112,12 @@ def batches(text: str, seed: int = 0) -> Iterator[Batch]:
 
 
 def by_row(counted: ampwise.DeviceCensus) -> Rows:
-    """What the gradients held: by layer, and in the whole model."""
+    """Return the census of the gradients by layer, and of the whole model."""
     return {**counted.grouped(row_of), WHOLE: counted.total()}
 
 
 class Training:
-    """A model on its way, and what was seen of it: ``rows`` in true units, the loss scale taken out."""
+    """Training state and what was measured: ``rows`` hold unscaled gradients."""
 
     def __init__(self, model: nn.Module, scale_exponent: int) -> None:
         self.model = model
@@ -154,15 +155,15 @@ class Training:
         return F.cross_entropy(logits.flatten(0, 1), nexts.flatten())
 
     def step(self, batch: Batch) -> None:
-        """One step under a loss scale. Copy this; know that on a GPU what is asked of a step waits for it."""
+        """Train one step. Copy this; on a GPU, reading an attribute of a step syncs."""
         step = self.engine.step(self.loss, *batch)
         self.losses.append(step.loss)
-        if step.applied:  # or there would be infs among the gradients
-            counted = by_row(self.engine.census())  # in true units, and before clipping changed them
+        if step.applied:  # otherwise there are infs among the gradients
+            counted = by_row(self.engine.census())  # unscaled, and before clipping
             self.rows = {name: census + self.rows.get(name, Census()) for name, census in counted.items()}
 
     def zeroed_by_autocast(self, batch: Batch, scale_exponent: int) -> str:
-        """The share of one batch's gradients that FP32 arithmetic finds and FP16 autocast makes zero."""
+        """Return the share of one batch's gradients that are not zero in FP32 and are zero under FP16 autocast."""
         parameters = list(self.model.parameters())
         wide = torch.autograd.grad(self.loss(*batch), parameters)
         with self.engine.autocast():
@@ -175,8 +176,8 @@ class Training:
 
 
 def train(training: Training, data: Iterator[Batch], err: Console, *, seconds: float, steps: int | None) -> None:
-    """Step until the seconds or the steps are used up, or Ctrl-C. News goes to ``err``, live on a terminal."""
-    start, next_line_s = time.monotonic(), 0.0  # plain lines, where nobody watches, come every five seconds
+    """Train for so many seconds or steps, or until Ctrl-C. Progress goes to ``err``, live on a terminal."""
+    start, next_line_s = time.monotonic(), 0.0  # without a terminal, a line every five seconds
     fits = shutil.get_terminal_size((err.width, 24)).columns >= err.width  # a wrapped line cannot be redrawn
     live = err.status("starting") if err.file.isatty() and fits else None
     try:
@@ -192,16 +193,16 @@ def train(training: Training, data: Iterator[Batch], err: Console, *, seconds: f
                 if spent_s >= seconds:
                     return
     except KeyboardInterrupt:
-        err.print("Stopped early. What was seen until then:")
+        err.print("Stopped early. Results until then:")
 
 
 def scales_for(fmt: Format, rows: Rows, present: int) -> dict[str, int]:
-    """The loss scales to compare, as exponents: each one for the whole model, as a loss scaler has it."""
+    """Return the loss scales to compare, as exponents, each for the whole model."""
     return {"none": 0, "now": present, "best": rows[WHOLE].best_scale(fmt)}
 
 
 def percent(part: int, whole: int) -> str:
-    """A share in at most five characters; "0" and "100" only where nothing and everything is meant."""
+    """Format a share in at most five characters; "0" and "100" only if it is exactly none or all."""
     share = 100 * part / max(1, whole)
     if part in (0, whole):
         return f"{share:.0f}"
@@ -210,7 +211,7 @@ def percent(part: int, whole: int) -> str:
 
 
 def cell(census: Census, fmt: Format, exponent: int) -> Text:
-    """What ``fmt`` would make of a layer at one scale: "over" where a value would be out of its range."""
+    """Return the share that ``fmt`` would lose of a layer at one scale; "over" if a value would overflow."""
     if census.overflowed(fmt, exponent):
         return Text("over", "magenta")
     flushed = census.flushed(fmt, exponent)
@@ -225,7 +226,7 @@ def table(rows: Rows, present: int, formats: Sequence[Format]) -> Table:
     scales = [(fmt, which, k) for fmt in formats for which, k in scales_for(fmt, rows, present).items()]
     for fmt, which, exponent in scales:
         title = fmt.title.removeprefix("FP8 ") if which == "now" else ""
-        width = 6 if which == "none" else 5  # a little air between the formats
+        width = 6 if which == "none" else 5  # space between the formats
         grid.add_column(f"{title}\n{which}\n2^{exponent}", justify="right", min_width=width)
     for name, census in rows.items():
         counted, zeros = f"{census.count / 1000:.0f}k", percent(census.zeros, census.count)
@@ -235,7 +236,7 @@ def table(rows: Rows, present: int, formats: Sequence[Format]) -> Table:
 
 
 def verdict(rows: Rows, present: int) -> Iterator[tuple[str, str]]:
-    """The table in words: a heading, and what there is to say."""
+    """Return the table's conclusions: a heading, and sentences."""
 
     def fate(census: Census, fmt: Format, exponent: int) -> str:
         told = str(cell(census, fmt, exponent))
@@ -281,7 +282,7 @@ def show(training: Training, batch: Batch, out: Console) -> None:
 
 
 def as_json(training: Training) -> str:
-    """Every number of the table, exact; ``overflowed`` is known within bounds, both included."""
+    """Return every number of the table, exact; ``overflowed`` is a range, both ends included."""
     rows, present = training.rows, training.scale_exponent
     lost = [
         {"layer": name, "format": fmt.name, "scale": which, "exponent": k, "flushed": census.flushed(fmt, k)}
@@ -297,7 +298,7 @@ def as_json(training: Training) -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")  # a terminal without arrows is no reason to stop
+            stream.reconfigure(errors="backslashreplace")  # do not fail on a terminal without arrows
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--seconds", type=float, default=50.0, help="how long to train (default: 50)")
     parser.add_argument("--steps", type=int, help="stop after this many steps")

@@ -1,11 +1,11 @@
-"""Train a small image classifier in any precision: the script to begin with.
+"""Train a small image classifier in any precision: the script to start with.
 
 The whole training step is one call, `engine.step`: autocast, loss scale, backward pass, clipping, optimizer, schedule,
-in the right order. One image of the training set is broken, as there is always one: it is full of infinities. A step
-that meets it changes nothing, not even BatchNorm's statistics or the learning rate.
+in the right order. One image of the training set is broken: it is full of infinities. A step with this image changes
+nothing, not even BatchNorm's statistics or the learning rate.
 
     python examples/classifier.py                       a few seconds on a CPU; a GPU is used if there is one
-    python examples/classifier.py --precision bf16      or fp16, fp32; "auto" takes what the device is fast in
+    python examples/classifier.py --precision bf16      or fp16, fp32; "auto" takes what the device has tensor cores for
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ import ampwise
 
 SIZE, CLASSES, IMAGES, BATCH, BROKEN = 12, 4, 1024, 32, 7
 LESSON = """
-Lesson: a skipped step skips all of it. Weights, BatchNorm's statistics and the schedule are as they were, so
-one bad image costs one step, and not the run."""
+Lesson: a skipped step changes nothing. Weights, BatchNorm's statistics and the schedule stay as they were, so
+one bad image costs one step, not the run."""
 
 
 class Net(nn.Module):
@@ -41,7 +41,7 @@ class Net(nn.Module):
 
 
 def pictures(count: int, seed: int) -> tuple[Tensor, Tensor]:
-    """Discs, rings, crosses and stripes, near the middle and under noise; and which of these each is."""
+    """Return noisy images of discs, rings, crosses and stripes, and their labels."""
     generator = torch.Generator().manual_seed(seed)
     labels = torch.randint(CLASSES, (count,), generator=generator)
     shift = torch.rand(count, 2, 1, 1, generator=generator) * 3 - 1.5
@@ -78,7 +78,7 @@ def train(model: nn.Module, precision: str, steps: int, device: torch.device) ->
 
 @torch.no_grad()
 def accuracy(model: nn.Module, engine: ampwise.Engine, device: torch.device) -> float:
-    """On images it has not seen, in the precision it was trained in."""
+    """Return the accuracy on unseen images, in the precision of the training."""
     images, labels = pictures(512, seed=2)
     model.eval()
     with engine.autocast():

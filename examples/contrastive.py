@@ -1,13 +1,13 @@
 """A contrastive loss, the wrong way and the right way: the same towers, the same batches, the numbers side by side.
 
-Two towers learn to agree on pairs: similarities are divided by a temperature, and the right partner is to win a
-softmax. The wrong way is an old one: it turns autocast off for the loss, and believes that this makes it FP32. It does
-not. What comes out of the towers is FP16, and so is all that is computed from it, with exponentials summed by hand.
-The exponential of more than 11.09 is infinite in FP16, and a similarity of 1 by a temperature of 0.08 is 12.5: it fails
-just when the towers begin to agree. The right way, `@ampwise.keep("fp32")`, casts the inputs too.
+Two towers learn to agree on pairs: similarities are divided by a temperature, and a softmax should select the right
+partner. The wrong way is common: it disables autocast for the loss, in the belief that the loss is then FP32. It is
+not: the towers' output is FP16, and so is all that is computed from it, with a softmax written out as exp, sum and log.
+The exponential of more than 11.09 is infinite in FP16, and a similarity of 1 over a temperature of 0.08 is 12.5: it
+fails just when the towers begin to agree. The right way, `@ampwise.keep("fp32")`, casts the inputs too.
 
     python examples/contrastive.py                      in FP16, some seconds on a CPU; a GPU is used if there is one
-    python examples/contrastive.py --precision bf16     nothing overflows; the digits are lost all the same
+    python examples/contrastive.py --precision bf16     nothing overflows, but digits are still lost
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ HIDDEN, IMAGE, TEXT, WIDTH, OUT, BATCH = 8, 16, 12, 16, 16, 24
 TEMPERATURE = 0.08
 Loss = Callable[[Tensor, Tensor], Tensor]
 LESSON = """
-Lesson: switching autocast off casts nothing. A loss of exponentials gets FP32 inputs, by .float() or
-@ampwise.keep("fp32"), and torch's own cross_entropy instead of exp, sum and log by hand."""
+Lesson: disabling autocast casts nothing. Give a loss of exponentials FP32 inputs, by .float() or
+@ampwise.keep("fp32"), and use torch's cross_entropy instead of exp, sum and log."""
 
 
 def wrong_loss(image: Tensor, text: Tensor) -> Tensor:
-    """In the dtype of its inputs: autocast is off, and nothing was cast."""
+    """Return the loss in the dtype of its inputs: autocast is off, and nothing was cast."""
     with torch.autocast(image.device.type, enabled=False):
         logits = F.normalize(image, dim=1) @ F.normalize(text, dim=1).T / TEMPERATURE  # what AMP406 is about
         return (logits.exp().sum(1).log() - logits.diagonal()).mean()
@@ -39,7 +39,7 @@ def wrong_loss(image: Tensor, text: Tensor) -> Tensor:
 
 @ampwise.keep("fp32")
 def right_loss(image: Tensor, text: Tensor) -> Tensor:
-    """In FP32, whatever it is given; and cross_entropy takes off the largest logit before it exponentiates."""
+    """Return the loss in FP32, whatever the input dtype; cross_entropy subtracts the largest logit before exp."""
     logits = F.normalize(image, dim=1) @ F.normalize(text, dim=1).T / TEMPERATURE
     return F.cross_entropy(logits, torch.arange(len(logits), device=logits.device))
 
@@ -59,7 +59,7 @@ def tower(inputs: int) -> nn.Sequential:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pairs:
-    """Two noisy views of the same hidden numbers."""
+    """Return two noisy views of the same hidden numbers."""
 
     views: tuple[Tensor, Tensor]
     device: torch.device
@@ -76,8 +76,8 @@ class Pairs:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
     skipped: int
-    found: float  # the share of new images whose text is the nearest of 128
-    off: float  # the loss of a batch, from that of the same embeddings in FP64
+    found: float  # share of new images whose text is the nearest of 128
+    off: float  # difference of a batch's loss from that of the same embeddings in FP64
     why: str  # of the first bad step
 
 
@@ -94,7 +94,7 @@ def train(loss: Loss, pairs: Pairs, precision: str, steps: int, device: torch.de
         for number in range(steps):
             engine.step(loss_fn, *pairs.batch(number))
     except ampwise.ScaleCollapsed:
-        pass  # the loss scale is at its floor, and still every step overflows
+        pass  # the loss scale is at its minimum, and every step still overflows
     with torch.no_grad():
         with engine.autocast():
             image, text = model(*pairs.batch(10**6, 128))

@@ -1,11 +1,12 @@
-"""An autograd function of your own under autocast: bare, with `custom_fwd`, and with its inputs cast to FP32.
+"""A custom autograd function under autocast: bare, with `custom_fwd`, and with its inputs cast to FP32.
 
-The function has squared distances between rows and centres, |x|² + |c|² - 2x·c. Autocast is on in its forward pass and
-off in its backward pass, and the sum cancels: of numbers near 7,200 and 14,400, a difference of a few is wanted.
+The function computes squared distances between rows and centres, |x|² + |c|² - 2x·c. Autocast is on in its forward
+pass and off in its backward pass, and the sum cancels: the result is a difference of a few between numbers near 7,200
+and 14,400.
 
-    bare     what was saved in FP32 meets a gradient that came in another dtype, or the other way round: an error
-    half     custom_fwd and custom_bwd: backward runs as forward did, and the dtypes fit; the digits are those of FP16
-    right    custom_fwd(cast_inputs=torch.float32) and custom_bwd: inputs cast, all of it in FP32
+    bare     saved FP32 tensors meet a gradient of another dtype, or the other way round: an error
+    half     custom_fwd and custom_bwd: backward runs like forward, and the dtypes match; the precision is that of FP16
+    right    custom_fwd(cast_inputs=torch.float32) and custom_bwd: inputs are cast, and everything runs in FP32
 
     python examples/custom_function.py                  in FP16, some seconds on a CPU; a GPU is used if there is one
     python examples/custom_function.py --precision bf16
@@ -28,8 +29,8 @@ import ampwise
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 CLASSES, FEATURES, BATCH, FAR = 4, 8, 32, 30.0
 LESSON = """
-Lesson: autocast ends at a function of your own. Say what it runs in, by custom_fwd(cast_inputs=torch.float32)
-and custom_bwd: then its backward pass has the same precision, and what cancels does so in FP32."""
+Lesson: autocast does not reach into a custom function. Set its precision by custom_fwd(cast_inputs=torch.float32)
+and custom_bwd: then its backward pass has the same precision, and cancelling sums run in FP32."""
 
 
 def distances(x: Tensor, centres: Tensor) -> Tensor:
@@ -79,7 +80,7 @@ class Right(Function):
 
 
 class Nearest(nn.Module):
-    """The class whose centre is nearest, by features that a frozen encoder makes: as often, they are far from zero."""
+    """Classify by the nearest centre, on features of a frozen encoder, which are far from zero."""
 
     def __init__(self, function: type[Function]) -> None:
         super().__init__()
@@ -94,7 +95,7 @@ class Nearest(nn.Module):
 
 
 def rows(seed: int, count: int = BATCH) -> tuple[Tensor, Tensor]:
-    """Around one of four places, all of them near each other; and around which."""
+    """Return points around one of four nearby centres, and the index of the centre."""
     places = torch.randn(CLASSES, FEATURES, generator=torch.Generator().manual_seed(0))
     generator = torch.Generator().manual_seed(1 + seed)
     labels = torch.randint(CLASSES, (count,), generator=generator)
@@ -130,7 +131,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--precision", default="fp16", help="fp16, bf16, fp32 (%(default)s)")
     options = parser.parse_args(argv)
     wide = [torch.randn(3, FEATURES, dtype=torch.float64, device=DEVICE, requires_grad=True) for _ in range(2)]
-    torch.autograd.gradcheck(Right.apply, wide)  # raises where the backward pass is not that of the forward pass
+    torch.autograd.gradcheck(Right.apply, wide)  # raises if the backward pass does not match the forward pass
     print(f"The formulas hold in FP64. Now {options.precision} on {DEVICE}, {options.steps} steps:\n")
     for function in (Bare, Half, Right):
         print(f"{function.__name__.lower():8} {train(function, options.precision, options.steps)}")

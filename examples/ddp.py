@@ -1,8 +1,8 @@
-"""Data-parallel training with accumulation: gradients travel once a window, and all ranks skip the same steps.
+"""Data-parallel training with accumulation: gradients are reduced once per step, and all ranks skip the same steps.
 
-DDP averages gradients over the ranks before anyone judges them, so an infinity on one rank is there on all of them.
-Here the second rank meets a broken row. At the end the ranks are compared: the steps they skipped, their loss scales,
-and their weights to the bit.
+DDP averages gradients over the ranks before they are checked, so an infinity on one rank appears on all of them. Here
+the second rank gets a broken row. At the end the ranks are compared: the steps they skipped, their loss scales, and
+their weights, bit for bit.
 
     python examples/ddp.py                              two ranks on a CPU, which it starts by itself
     torchrun --standalone --nproc-per-node 2 examples/ddp.py
@@ -31,13 +31,13 @@ import ampwise
 FEATURES, WIDTH, CLASSES, BATCH, ACCUMULATE = 8, 16, 4, 16, 2
 BROKEN = 5  # windows before the broken one
 LESSON = """
-Lesson: what one rank skips, all skip, since all judge the same averaged gradients. These travel once for each
-window of micro-batches: by hand that takes model.no_sync(), and here the engine does it."""
+Lesson: what one rank skips, all skip, since all check the same averaged gradients. These are reduced once for
+each step of several micro-batches: the engine calls model.no_sync() for the others."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Told:
-    """What a rank says of its training."""
+    """Report of one rank."""
 
     precision: str
     skipped: tuple[int, ...]
@@ -48,7 +48,7 @@ class Told:
 
 
 def make_data(ranks: int, steps: int) -> TensorDataset:
-    """The same on every rank: points, and which of four directions each goes most along. One of them is broken."""
+    """Return points, one of them broken, and the nearest of four directions for each; the same on every rank."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(steps * ACCUMULATE * BATCH * ranks, FEATURES, generator=generator)
     y = (x @ torch.randn(FEATURES, CLASSES, generator=generator)).argmax(1)
@@ -63,12 +63,12 @@ def train(precision: str, steps: int, device: torch.device) -> Told:
     model = DistributedDataParallel(net, device_ids=[device] if device.type == "cuda" else None)
     exchanges = 0
 
-    def counted(group, bucket):  # type: ignore[no-untyped-def] # of which torch reads the types, and not as text
+    def counted(group, bucket):  # type: ignore[no-untyped-def] # torch reads the annotations, and not as text
         nonlocal exchanges
         exchanges += bucket.is_last()
         return allreduce_hook(group, bucket)
 
-    model.register_comm_hook(dist.group.WORLD, counted)  # only to count: leave it out
+    model.register_comm_hook(dist.group.WORLD, counted)  # only to count: not needed in your script
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-2, fused=True)
     engine = ampwise.Engine(model, optimizer, precision, clip_norm=1.0, accumulate=ACCUMULATE)
     data = make_data(dist.get_world_size(), steps)
@@ -94,7 +94,7 @@ def train(precision: str, steps: int, device: torch.device) -> Told:
 
 
 def run(precision: str, steps: int) -> None:
-    """What each rank does."""
+    """Train on one rank; the first rank prints the table."""
     local_rank, here = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
     device = torch.device("cuda", local_rank) if torch.cuda.device_count() >= here else torch.device("cpu")
     if device.type == "cuda":

@@ -1,9 +1,9 @@
-"""Train in FP8 where the device has it, and with the same rounding where it has not; and see which layers that is.
+"""Train in FP8 if the device supports it, else with emulated FP8 rounding, and see which layers use it.
 
-On a GPU of compute capability 8.9 or more (L4, RTX 40, H100 and later), products of large linear layers run on FP8
-matrix units. Elsewhere the engine says why not, and `emulate:e4m3` computes on values rounded in the same way: slower,
-and with the same answer to the question whether a model stands it. A second run from the same weights on the same
-batches, in BF16 on a GPU and FP32 on a CPU, is the measure.
+On a GPU of compute capability 8.9 or more (L4, RTX 40, H100 and later), matmuls of large linear layers run on FP8
+tensor cores. Elsewhere the engine says why not, and `emulate:e4m3` computes on values rounded in the same way: slower,
+but it shows equally well whether a model tolerates FP8. The reference is a second run from the same weights on the
+same batches, in BF16 on a GPU and FP32 on a CPU.
 
     python examples/fp8.py                              emulated on a CPU; real on a GPU that has FP8
     python examples/fp8.py --precision emulate:mxfp8    any format of `ampwise formats`, anywhere
@@ -23,8 +23,8 @@ import ampwise
 FEATURES, DEPTH, CLASSES = 16, 3, 8
 EMULATED = "emulate:e4m3"
 LESSON = """
-Lesson: FP8 is for large linear layers between a first and a last one that stay wide. Whether a model learns
-in it can be seen on any computer; whether it is faster, only on the GPU, where fp8="measured" takes what is."""
+Lesson: FP8 is for large linear layers; the first and the last one stay wide. Whether a model learns in it can
+be tested on any computer; whether it is faster, only on the GPU: fp8="measured" keeps the layers that are."""
 
 
 class Block(nn.Module):
@@ -50,7 +50,7 @@ class Net(nn.Module):
 
 
 def batch(seed: int, count: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Points of several rules: which of eight directions wins depends on the sign of the first number."""
+    """Return points and labels: the nearest of eight directions, which depend on the sign of the first number."""
     rules = torch.randn(2, FEATURES, CLASSES, generator=torch.Generator().manual_seed(0))
     x = torch.randn(count, FEATURES, generator=torch.Generator().manual_seed(1 + seed))
     labels = torch.einsum("nf,nfc->nc", x, rules[(x[:, 0] > 0).long()]).argmax(1)
@@ -58,7 +58,7 @@ def batch(seed: int, count: int, device: torch.device) -> tuple[Tensor, Tensor]:
 
 
 def make_engine(model: nn.Module, optimizer: torch.optim.Optimizer, precision: str) -> ampwise.Engine:
-    """An engine in this precision. "auto": FP8, or emulated where the device has none, with the same layers wide."""
+    """Return an engine in this precision. "auto": FP8, or emulated FP8 with the same layers wide."""
     if precision != "auto":
         return ampwise.Engine(model, optimizer, precision, clip_norm=1.0)
     try:
@@ -70,7 +70,7 @@ def make_engine(model: nn.Module, optimizer: torch.optim.Optimizer, precision: s
 
 
 def train(precision: str, width: int, steps: int, device: torch.device) -> tuple[ampwise.Engine, list[float]]:
-    """An engine and the losses of its steps."""
+    """Train; return the engine and the losses of its steps."""
     torch.manual_seed(0)
     model = Net(width).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.03 / width**0.5, fused=True)
@@ -80,7 +80,7 @@ def train(precision: str, width: int, steps: int, device: torch.device) -> tuple
         return F.cross_entropy(model(x), labels)
 
     taken = [engine.step(loss_fn, *batch(number, 64, device)) for number in range(steps)]
-    return engine, [step.loss for step in taken]  # asked for at the end: to ask for it makes a GPU wait
+    return engine, [step.loss for step in taken]  # read at the end: reading a loss syncs with the GPU
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -1,9 +1,9 @@
-"""Train a model that is split over ranks by FSDP2, in FP16: an overflow in one rank's piece makes all ranks skip.
+"""Train a model that is sharded by FSDP2, in FP16: an overflow in one rank's shard makes all ranks skip.
 
-`fully_shard` gives each rank a piece of every weight, of its gradient and of Adam's moments; by MixedPrecisionPolicy,
-weights are gathered in 16 bits and gradients reduced in FP32. Where one row of a gradient is infinite, one rank has it
-and the others have only finite numbers. If each went by its own, their pieces would be of different steps from then on.
-Here, in one step, a hook makes a row infinite, and what each rank sees and does is shown.
+`fully_shard` gives each rank a shard of every weight, of its gradient and of Adam's moments; by MixedPrecisionPolicy,
+weights are gathered in 16 bits and gradients reduced in FP32. If one row of a gradient is infinite, only one rank has
+it. If each rank decided alone, their shards would belong to different steps from then on. Here, in one step, a hook
+makes a row infinite, and the script shows what each rank sees and does.
 
     python examples/fsdp2.py                            two ranks on a CPU, which it starts by itself
     torchrun --standalone --nproc-per-node 2 examples/fsdp2.py
@@ -32,8 +32,8 @@ FEATURES, WIDTH, CLASSES, BATCH = 8, 16, 4, 16
 BAD_STEP = 6
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 LESSON = """
-Lesson: with sharded gradients no rank can judge a step by what it has. Verdicts are exchanged before any
-optimizer steps; ampwise's scaler does so for FSDP2 without being told."""
+Lesson: with sharded gradients no rank can decide alone whether to skip. The ranks exchange what they found
+before any optimizer steps; ampwise's scaler does so for FSDP2 automatically."""
 
 
 class Net(nn.Module):
@@ -54,10 +54,10 @@ class Net(nn.Module):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Told:
-    """What a rank says of its training."""
+    """Report of one rank."""
 
-    holds: int  # numbers, of the model's
-    saw: str  # in its piece of the gradients, in the bad step
+    holds: int  # how many of the model's numbers
+    saw: str  # in its shard of the gradients, in the bad step
     skipped: tuple[int, ...]
     scale: float
     right: float
@@ -75,14 +75,14 @@ def sharded(precision: str, device: torch.device) -> nn.Module:
 
 
 def batch(seed: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Points, and which of four directions each goes most along."""
+    """Return points, and the nearest of four directions for each."""
     directions = torch.randn(FEATURES, CLASSES, generator=torch.Generator().manual_seed(0))
     x = torch.randn(BATCH, FEATURES, generator=torch.Generator().manual_seed(1 + seed))
     return x.to(device), (x @ directions).argmax(1).to(device)
 
 
 def piece(tensor: Tensor) -> Tensor:
-    """What is on this rank."""
+    """Return this rank's part of a tensor."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
@@ -111,7 +111,7 @@ def train(precision: str, steps: int, device: torch.device) -> Told:
 
 
 def run(precision: str, steps: int) -> None:
-    """What each rank does."""
+    """Train on one rank; the first rank prints the table."""
     local_rank, here = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
     device = torch.device("cuda", local_rank) if torch.cuda.device_count() >= here else torch.device("cpu")
     if device.type == "cuda":

@@ -1,8 +1,8 @@
-"""Train a GAN: two networks, two optimizers, two engines, each with a loss scale and skipped steps of its own.
+"""Train a GAN: two networks, two optimizers, two engines, each with its own loss scale and skipped steps.
 
 The generator learns to put points on a ring, and the discriminator to tell them from points that really are on it. The
-generator's loss scale begins far too high, as it may be for a large model: its first steps are skipped until it fits,
-and the discriminator notices nothing of that.
+generator's loss scale starts far too high, as it may for a large model: its first steps are skipped until it fits,
+and the discriminator is not affected.
 
     python examples/gan.py                              in FP16, some seconds on a CPU; a GPU is used if there is one
     python examples/gan.py --precision bf16             no loss scale, nothing skipped
@@ -23,8 +23,8 @@ import ampwise
 LATENT, WIDTH, BATCH, RADIUS = 2, 24, 48, 1.0
 TOO_HIGH = 2.0**24
 LESSON = """
-Lesson: one engine for each network that steps by itself. With one scaler for both, an overflow of one halves
-the scale of the other, and an `update` after each optimizer grows it twice as fast."""
+Lesson: use one engine for each network with its own step. With one scaler for both, an overflow of one halves
+the scale of the other, and an `update` after each optimizer step makes it grow twice as fast."""
 
 
 def network(inputs: int, outputs: int) -> nn.Sequential:
@@ -36,7 +36,7 @@ def network(inputs: int, outputs: int) -> nn.Sequential:
 
 
 def ring(count: int, device: torch.device) -> Tensor:
-    """Points on a ring, a little off it."""
+    """Return points on a ring, with some noise."""
     angle = torch.rand(count, device=device) * 2 * torch.pi
     points = RADIUS * torch.stack([angle.cos(), angle.sin()], 1)
     return points + 0.03 * torch.randn_like(points)
@@ -53,18 +53,18 @@ class Gan:
         return points
 
     def judged(self, points: Tensor) -> Tensor:
-        """Logits, in FP32: on a CPU, autocast would leave the losses in 16 bits."""
+        """Return logits in FP32: on a CPU, autocast would leave the losses in 16 bits."""
         logits: Tensor = self.discriminator(points)
         return logits.float()
 
     def tell_apart(self, real: Tensor) -> Tensor:
-        """The discriminator's loss. softplus is the cross-entropy with logits: BCELoss would be refused by autocast."""
+        """Return the discriminator's loss; softplus is the cross-entropy with logits, as autocast refuses BCELoss."""
         with torch.no_grad():  # the generator learns nothing here
             made = self.made(len(real))
         return F.softplus(-self.judged(real)).mean() + F.softplus(self.judged(made)).mean()
 
     def fool(self, count: int) -> Tensor:
-        """The generator's loss. What it leaves in the discriminator's gradients is dropped before that one's step."""
+        """Return the generator's loss; the gradients it adds to the discriminator are zeroed before that one's step."""
         return F.softplus(-self.judged(self.made(count))).mean()
 
 
@@ -89,7 +89,7 @@ def train(gan: Gan, precision: str, steps: int) -> tuple[ampwise.Engine, ampwise
 
 @torch.no_grad()
 def off_the_ring(gan: Gan) -> float:
-    """How far points are from the ring that are made now, in the mean."""
+    """Return the mean distance of generated points from the ring."""
     return float((gan.made(1000).norm(dim=1) - RADIUS).abs().mean())
 
 

@@ -1,11 +1,11 @@
-"""Train a GPT on letters, with what such trainings have: warmup and cosine, weight decay, accumulation, a checkpoint.
+"""Train a GPT on letters, with warmup and cosine decay, weight decay, accumulation and a checkpoint.
 
-The text is the one beside this script; any other will do. What each layer's gradients would lose in narrower formats is
-shown by char_gpt.py; whether a GPT trains in formats that your device does not have, by would_it_train.py.
+The text is examples/text.txt; any other works. char_gpt.py shows what each layer's gradients would lose in narrower
+formats; would_it_train.py shows whether a GPT trains in formats that your device does not have.
 
     python examples/gpt.py                              some seconds on a CPU; a GPU is used if there is one
     python examples/gpt.py --text mine.txt --steps 2000 --width 256 --checkpoint mine.pt
-    python examples/gpt.py --precision bf16             or fp16, fp32; "auto" takes what the device is fast in
+    python examples/gpt.py --precision bf16             or fp16, fp32; "auto" takes what the device has tensor cores for
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ import ampwise
 TEXT = Path(__file__).with_name("text.txt")
 HEADS, LAYERS, CONTEXT, BATCH, ACCUMULATE = 4, 2, 32, 8, 2
 LESSON = """
-Lesson: mixed precision leaves the weights alone. Only products run in 16 bits, on copies; weights, gradients
-and Adam's moments stay FP32. A checkpoint is these and engine.state_dict(), with the loss scale."""
+Lesson: mixed precision does not change the weights' dtype. Only matmuls run in 16 bits, on copies; weights,
+gradients and Adam's moments stay FP32. A checkpoint has these and engine.state_dict(), with the loss scale."""
 
 
 class Block(nn.Module):
@@ -57,7 +57,7 @@ class GPT(nn.Module):
 
 
 def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
-    """AdamW that decays matrices and nothing else."""
+    """Return an AdamW that decays only matrices."""
     matrices = [each for each in model.parameters() if each.ndim >= 2]
     others = [each for each in model.parameters() if each.ndim < 2]
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
@@ -65,14 +65,14 @@ def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def rate(step: int, steps: int) -> float:
-    """Rises for a tenth of the steps, and falls to a tenth of its height: warmup and cosine."""
+    """Return a schedule: warmup for a tenth of the steps, then cosine decay to a tenth of the rate."""
     warmup = max(1, steps // 10)
     done = min(1.0, max(0, step - warmup) / max(1, steps - warmup))
     return min(1.0, (step + 1) / warmup) * (0.55 + 0.45 * math.cos(math.pi * done))
 
 
 class Training:
-    """A model on its way, and the text that it learns from."""
+    """Model, engine and training text."""
 
     def __init__(self, words: str, width: int, precision: str, steps: int) -> None:
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -111,11 +111,11 @@ class Training:
         self.model.load_state_dict(saved["model"])
         self.optimizer.load_state_dict(saved["optimizer"])
         self.engine.load_state_dict(saved["engine"])
-        print(f"going on from {path}, which has {self.engine.applied_steps} steps")
+        print(f"resuming from {path}, after {self.engine.applied_steps} steps")
 
 
 def windows(text: Tensor, count: int, generator: torch.Generator | None = None) -> tuple[Tensor, Tensor]:
-    """Pieces of the text from anywhere in it, and the same one letter on."""
+    """Return random windows of the text, and the same windows shifted by one letter."""
     starts = torch.randint(len(text) - CONTEXT, (count, 1), generator=generator)
     rows = text[(starts + torch.arange(CONTEXT + 1)).to(text.device)]
     return rows[:, :-1], rows[:, 1:]
@@ -129,9 +129,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=120, help="%(default)s")
     parser.add_argument("--precision", default="auto", help="auto, fp16, bf16, tf32, fp32 (%(default)s)")
-    parser.add_argument("--text", type=Path, default=TEXT, help="what to learn (the text beside this script)")
+    parser.add_argument("--text", type=Path, default=TEXT, help="text to learn (examples/text.txt)")
     parser.add_argument("--width", type=int, default=64, help="%(default)s")
-    parser.add_argument("--checkpoint", type=Path, help="go on from it if it is there, and save to it at the end")
+    parser.add_argument("--checkpoint", type=Path, help="resume from it if it exists, and save to it at the end")
     options = parser.parse_args(argv)
     torch.manual_seed(0)
     training = Training(options.text.read_text(encoding="utf-8"), options.width, options.precision, options.steps)

@@ -1,12 +1,12 @@
-"""Train a small model through faults: bad batches, a kill, and a disk that is asked to hold checkpoints.
+"""Train a small model through bad batches and kills, with checkpoints on disk.
 
-Batches 40 to 44 of each epoch have NaN in them, as a broken shard of data has. The guard skips, goes back to its last
-good snapshot, passes over them, and goes on. Kill it whenever you like (Ctrl-C, or kill -9), and start it again: it
-goes on where it was, and the weights it ends with are the same to the bit.
+Batches 40 to 44 of each epoch contain NaN, like a broken data shard. The guard skips these steps, goes back to its last
+good snapshot, leaves the batches out, and continues. Kill it at any time (Ctrl-C, or kill -9) and start it again: it
+resumes where it was, and the final weights are the same, bit for bit.
 
     python examples/guarded.py                          checkpoints in build/guarded; a GPU is used if there is one
     python examples/guarded.py --epochs 200             long enough to be killed
-    python examples/guarded.py --precision fp16         or bf16, fp32; "auto" takes what the device is fast in
+    python examples/guarded.py --precision fp16         or bf16, fp32; "auto" takes what the device has tensor cores for
     ampwise resume build/guarded --show
 """
 
@@ -25,12 +25,12 @@ import ampwise
 ROWS, WIDTH, BATCH = 2048, 16, 16
 BROKEN = range(640, 720)  # rows that are NaN: five batches of an epoch that is not shuffled
 LESSON = """
-Lesson: a run outlives bad data and its own death if state, random numbers and the place in the data are saved
-together, and only what healthy steps have followed is gone back to."""
+Lesson: a run survives bad data and kills if state, random numbers and the position in the data are saved
+together, and it only goes back to snapshots that were followed by healthy steps."""
 
 
 class Table(Dataset[tuple[Tensor, Tensor]]):
-    """Rows that are made when they are read, as from a file."""
+    """Rows that are generated when they are read, as from a file."""
 
     def __init__(self) -> None:
         generator = torch.Generator().manual_seed(0)

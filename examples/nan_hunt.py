@@ -1,8 +1,8 @@
-"""Train a small classifier of texts whose loss is NaN at step 20, and see the line named that made it so.
+"""Train a small classifier of texts whose loss is NaN at step 20, and see which line caused it.
 
-The mistake is the kind that passes every test: a mean over the words of a text, where one text in a few hundred has no
-words left after cleaning. The engine skips the step, runs it once more with every operation looked at, and says which
-one it was, what it was given, and what mends it. Training goes on.
+Such a mistake passes every test: a mean over the words of a text, where one text in a few hundred has no words left
+after cleaning. The engine skips the step, replays it with every operation checked, and says which operation it was,
+what its inputs were, and what fixes it. Training continues.
 
     python examples/nan_hunt.py                         the finding, and the losses around it
     python examples/nan_hunt.py --capsules capsules     the bad step is saved, too; then:
@@ -26,7 +26,7 @@ Batch = tuple[Tensor, Tensor, Tensor]
 
 
 class Classifier(nn.Module):
-    """Is a text made of the first half of the words, mostly, or of the second?"""
+    """Classify texts by whether most of their words are from the first half of the vocabulary."""
 
     def __init__(self, width: int = WIDTH) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ class Classifier(nn.Module):
 
 
 def make(width: int = WIDTH) -> tuple[nn.Module, Callable[..., Tensor]]:
-    """The model and its loss, for training and for ``ampwise replay``."""
+    """Return the model and its loss, for training and for ``ampwise replay``."""
     model = Classifier(width)
 
     def loss_fn(text: Tensor, is_word: Tensor, label: Tensor) -> Tensor:

@@ -1,9 +1,9 @@
-"""Score patches by the small difference of two large numbers: what 16 bits make of it, and what to keep in FP32.
+"""Score patches by the small difference of two large numbers: what it is in 16 bits, and what to keep in FP32.
 
 An encoder reads the patches of an image with a query. One head scores what can be left out of a patch, another what
 is particular in it, and the patch with the largest difference is the answer. Only the difference is in the loss, so
-nothing holds what both scores have in common: here it is 5,000. There FP16 has steps of 4 and BF16 of 32, and a
-difference of ten is mostly rounding. Three trainings, from the same weights on the same batches: in FP32, in 16 bits,
+nothing limits what both scores have in common: here it is 5,000. There FP16 has steps of 4 and BF16 of 32, and a
+difference of ten is mostly rounding. Three runs start from the same weights, on the same batches: in FP32, in 16 bits,
 and in 16 bits with the two heads in FP32.
 
     python examples/relevance.py                        in FP16, some seconds on a CPU; a GPU is used if there is one
@@ -25,8 +25,8 @@ import ampwise
 FEATURES, PATCHES, BATCH, COMMON = 8, 6, 16, 5000.0
 HEADS = ("compress", "particularize")
 LESSON = """
-Lesson: keep in FP32 what subtracts nearly equal numbers, and the layers that make them: their rounding errors
-stay when all else cancels. That is two small heads; the body of the model runs in 16 bits."""
+Lesson: keep the subtraction of nearly equal numbers in FP32, and the layers that compute them: their rounding
+errors remain when the rest cancels. These are two small heads; the body of the model runs in 16 bits."""
 
 
 class RelevanceScorer(nn.Module):
@@ -44,7 +44,7 @@ class RelevanceScorer(nn.Module):
 
 
 def batch(seed: int, count: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """Patches, a query that is one of them under noise, and which one."""
+    """Return patches, a noisy copy of one of them as a query, and its index."""
     generator = torch.Generator().manual_seed(seed)
     patches = torch.randn(count, PATCHES, FEATURES, generator=generator)
     wanted = torch.randint(PATCHES, (count,), generator=generator)
@@ -53,7 +53,7 @@ def batch(seed: int, count: int, device: torch.device) -> tuple[Tensor, Tensor, 
 
 
 def train(precision: str | ampwise.Policy, steps: int, device: torch.device) -> tuple[float, float, float]:
-    """The loss and the share of right answers on new images, and how far scores are from those of the same in FP64."""
+    """Return loss and accuracy on new images, and the largest error of the scores against FP64."""
     torch.manual_seed(0)
     model = RelevanceScorer().to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.0)

@@ -1,8 +1,8 @@
-"""Ask a small classifier which of its layers could train in FP8, and see the one named that could not.
+"""Search for the layers of a small classifier that can train in FP8, and see the one that cannot.
 
-One layer subtracts what is nearly equal, as a difference of two sums does, and so has few digits left; in E4M3 there
-are none. The search tries formats on whole and half models until it knows, without any hardware for FP8, and says what
-it found, why, and what it would gain. Then a few steps are trained with what was found, and in FP32.
+One layer subtracts nearly equal numbers, and so has few digits left; in E4M3 there are none. The search tries formats
+on parts of the model, without any hardware for FP8, and says what it found, why, and what it would gain. Then a few
+steps are trained with the result, and in FP32.
 
     python examples/search_policy.py                      what was found, and losses in both
     python examples/search_policy.py --formats mxfp8,bf16,fp32
@@ -25,7 +25,7 @@ WIDTH, CLASSES, BATCH, STEPS = 32, 4, 64, 10
 
 
 class Classifier(nn.Module):
-    """Layers in a row, of which the third has two halves that nearly cancel."""
+    """Sequence of layers; the third has two halves that nearly cancel."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ class Classifier(nn.Module):
 
 
 def make() -> tuple[nn.Module, tuple[Tensor, Tensor], Callable[..., Tensor]]:
-    """The model, a batch and the loss, for this program and for ``ampwise search``."""
+    """Return the model, a batch and the loss, for this program and for ``ampwise search``."""
     model = Classifier()
 
     def loss_fn(x: Tensor, labels: Tensor) -> Tensor:
@@ -61,7 +61,7 @@ def batch() -> tuple[Tensor, Tensor]:
 
 
 def trained(found: ampwise.Found | None, steps: int) -> list[float]:
-    """The losses of some steps from the beginning: by what was found, or in FP32."""
+    """Return the losses of the first steps, with the search's result or in FP32."""
     torch.manual_seed(1)
     model, _, loss_fn = make()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)

@@ -1,12 +1,12 @@
-"""Train a small translator with accumulation: micro-batches of sentences that are long here and short there.
+"""Train a small translator with accumulation: micro-batches of long and of short sentences.
 
-Sentences are sorted by length into micro-batches, as one does to waste little on padding, so one has many more tokens
-than the next. The mean over micro-batches then counts each token of a short sentence several times; what is wanted is
-the mean over tokens. `weight=` says by how much a micro-batch counts. First both are compared with the gradient of the
-whole window at once; then a model is trained the right way.
+Sentences are sorted by length into micro-batches, to waste little on padding, so some have many more tokens than
+others. The mean over micro-batches then counts each token of a short sentence several times; the mean over tokens is
+right. `weight=` is the weight of a micro-batch. First both are compared with the gradient of all micro-batches at once;
+then a model is trained the right way.
 
     python examples/seq2seq.py                          some seconds on a CPU; a GPU is used if there is one
-    python examples/seq2seq.py --precision bf16         or fp16, fp32; "auto" takes what the device is fast in
+    python examples/seq2seq.py --precision bf16         or fp16, fp32; "auto" takes what the device has tensor cores for
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ BATCH, ACCUMULATE = 16, 4
 Batch = tuple[Tensor, Tensor]
 LESSON = """
 Lesson: with padding, `loss / n` is not the mean. Give the engine weight=, a function that counts tokens, and
-accumulation is what one large batch would have been."""
+accumulation equals one large batch."""
 
 
 class Translator(nn.Module):
-    """An encoder, and a decoder that looks at what it has said and at all of the encoder."""
+    """Encoder, and a decoder that attends to its own output so far and to the encoder."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -46,14 +46,14 @@ class Translator(nn.Module):
         from_the_end = (length - 1 - places).clamp(min=0)
         memory = F.relu(self.mix(self.words(source) + self.places(from_the_end)))
         state = self.said(before) + self.places(places)
-        looks_at = (source != PADDING).unsqueeze(1)  # a mask of truths: no -1e9, which FP16 does not have
+        looks_at = (source != PADDING).unsqueeze(1)  # a boolean mask: FP16 has no -1e9
         found = F.scaled_dot_product_attention(self.query(state), self.key(memory), self.value(memory), looks_at)
         logits: Tensor = self.out(state + found)
         return logits
 
 
 def sentences(count: int, lengths: Sequence[int], device: torch.device) -> Batch:
-    """Sentences, and their translations: the next word for each, in reverse."""
+    """Return sentences and their translations: the next word for each, in reverse."""
     length = torch.tensor(lengths)[torch.randint(len(lengths), (count, 1))]
     places = torch.arange(max(lengths))
     source = torch.randint(START + 1, WORDS, (count, max(lengths))).where(places < length, PADDING)
@@ -64,17 +64,17 @@ def sentences(count: int, lengths: Sequence[int], device: torch.device) -> Batch
 
 
 def window(device: torch.device) -> list[Batch]:
-    """Micro-batches of one step: from short sentences to long ones."""
+    """Return the micro-batches of one step, from short sentences to long ones."""
     return [sentences(BATCH, lengths, device) for lengths in ((1, 2), (2, 3), (4, 5, 6), (8, 9, 10))]
 
 
 def tokens(_source: Tensor, target: Tensor) -> Tensor:
-    """How much a micro-batch counts. It stays on the device: nothing waits for it."""
+    """Return the weight of a micro-batch. It stays on the device, so there is no sync."""
     return (target != PADDING).sum()
 
 
 def loss_of(model: nn.Module) -> Callable[[Tensor, Tensor], Tensor]:
-    """The mean over the tokens of a micro-batch, as always."""
+    """Return the mean over the tokens of a micro-batch."""
 
     def loss_fn(source: Tensor, target: Tensor) -> Tensor:
         before = F.pad(target[:, :-1], (1, 0), value=START)
@@ -84,7 +84,7 @@ def loss_of(model: nn.Module) -> Callable[[Tensor, Tensor], Tensor]:
 
 
 def moved(batches: Sequence[Batch], weight: Callable[..., Tensor] | None, device: torch.device) -> Tensor:
-    """How far one step of plain descent, with a rate of 1, takes the weights: the gradient of a window."""
+    """Return the change of the weights by one SGD step with a rate of 1: the gradient of the step."""
     torch.manual_seed(0)
     model = Translator().to(device)
     start = nn.utils.parameters_to_vector(model.parameters()).detach().clone()
@@ -96,7 +96,7 @@ def moved(batches: Sequence[Batch], weight: Callable[..., Tensor] | None, device
 
 
 def compare(device: torch.device) -> tuple[float, float]:
-    """How far the gradient is from that of the whole window at once: by micro-batches, and by tokens."""
+    """Return the gradient's errors relative to one large batch: averaged over micro-batches, and over tokens."""
     batches = window(device)
     padded = [[F.pad(each, (0, LONGEST - each.shape[1]), value=PADDING) for each in batch] for batch in batches]
     whole = moved([(torch.cat([each[0] for each in padded]), torch.cat([each[1] for each in padded]))], None, device)
@@ -105,7 +105,7 @@ def compare(device: torch.device) -> tuple[float, float]:
 
 
 def train(precision: str, steps: int, device: torch.device) -> tuple[float, ampwise.Engine]:
-    """The share of words that are right in new sentences, the words before each given."""
+    """Return the share of right words in new sentences, given the words before each."""
     model = Translator().to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
     engine = ampwise.Engine(model, optimizer, precision, clip_norm=1.0, accumulate=ACCUMULATE, weight=tokens)

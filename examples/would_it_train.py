@@ -1,7 +1,7 @@
-"""Would it train in NVFP4? A small GPT on letters, in FP32 and in formats that this computer has no hardware for.
+"""Would it train in NVFP4? A small GPT on letters, in FP32 and in formats without hardware on this computer.
 
-Every matrix product, forward and backward, is computed on values rounded to the format and summed in FP32, as hardware
-with the format would. Each run begins with the same weights and sees the same batches.
+Every matmul, forward and backward, is computed on values rounded to the format and summed in FP32, as hardware
+with the format would. Each run starts with the same weights and uses the same batches.
 
     python examples/would_it_train.py                                  losses in FP32, MXFP8, E4M3 and NVFP4
     python examples/would_it_train.py --precisions emulate:mxfp4 emulate:mxfp4,stochastic --steps 400
@@ -52,14 +52,14 @@ class Gpt(nn.Module):
 
 
 def encoded() -> tuple[Tensor, int]:
-    """The text as numbers, and how many letters there are."""
+    """Return the text as numbers, and the number of letters."""
     text = TEXT.read_text(encoding="utf-8")
     letters = {letter: number for number, letter in enumerate(sorted(set(text)))}
     return torch.tensor([letters[letter] for letter in text]), len(letters)
 
 
 def losses(precision: str, keep: Sequence[str], steps: int) -> list[float]:
-    """Of each step of a training in this precision."""
+    """Return the loss of each step of a run in this precision."""
     text, letters = encoded()
     torch.manual_seed(0)
     model = Gpt(letters)
@@ -81,7 +81,7 @@ def losses(precision: str, keep: Sequence[str], steps: int) -> list[float]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--precisions", nargs="+", default=PRECISIONS, metavar="NAME", help="the first is the measure")
+    parser.add_argument("--precisions", nargs="+", default=PRECISIONS, metavar="NAME", help="first: the reference")
     parser.add_argument("--keep", nargs="+", default=(), metavar="GLOB", help="modules that stay in FP32")
     parser.add_argument("--steps", type=int, default=60, help="%(default)s")
     options = parser.parse_args(argv)

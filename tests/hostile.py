@@ -13,13 +13,13 @@ import unicodedata
 import torch
 
 from ampwise.finding import Place, Rule, Severity
-from ampwise.guard.disk.catalog import promote
+from ampwise.guard.disk.catalog import mark_good
 from ampwise.guard.disk.writing import write_checkpoint
-from ampwise.randomness import random_state
-from ampwise.record.rows import LayerSample, Seen, StepRow
-from ampwise.record.writer import Writer
-from ampwise.trace.capsule import Contents, write
-from ampwise.trace.capsule.layout import FACTS, SEAL
+from ampwise.rules.evidence.rows import CountedFinding, LayerSample, StepRow
+from ampwise.runs.writer import RecordWriter
+from ampwise.trace.capsule import CapsuleContents, write
+from ampwise.trace.capsule.layout import CHECKSUM, METADATA
+from ampwise.train.random_state import plain_random_state
 
 # The title of the window; the screen cleared; a style of ours, in a combination that we never write; a bell; 8-bit
 # controls; what goes back over what was written; what reorders, hides or ends lines.
@@ -118,7 +118,7 @@ def sources(folder):
 
 def record(folder, text=TEXT):
     """A run, as a writer writes it; and all texts of its manifest with such in them."""
-    writer = Writer.create(
+    writer = RecordWriter.create(
         folder, script=text, command=[text, "--lr", text], environment={"python": text, "host": text}
     )
     for name in ("precision", "device", "machine", text):
@@ -126,13 +126,13 @@ def record(folder, text=TEXT):
     for number in range(1, 6):
         writer.step(StepRow(step=number, seconds=number / 10, loss=8 / number, scale=1024.0, norm=1.25))
     writer.layers(LayerSample(first=5, last=5, scale=1024.0, layers=_censuses(text)))
-    writer.findings([Seen(finding=finding(text), count=3, first_step=1, last_step=3)])
+    writer.findings([CountedFinding(finding=finding(text), count=3, first_step=1, last_step=3)])
     writer.close("failed", 1)
     return folder
 
 
 def _censuses(text):
-    from ampwise.census.algebra import Census
+    from ampwise.numbers.census.algebra import Census
 
     fading = Census(binades={-41: 60, -20: 20}, zeros=120, amax=2**-19.5, amin=2**-40, sum_squares=1e-10)
     return {f"{text}.weight": fading, f"two{text}.bias": fading}
@@ -142,14 +142,14 @@ def capsule(folder, text=TEXT, **changes):
     model = torch.nn.Sequential(torch.nn.Linear(8, 13), torch.nn.Linear(13, 2))
     facts = {
         "args": (torch.full((4, 8), torch.inf), torch.zeros(4, dtype=torch.long)),
-        "random": random_state(torch.device("cpu")),
+        "random": plain_random_state(torch.device("cpu")),
         "weights": {f"{text.replace('.', '')}.weight": model[0].weight},
         "step": 12,
         "loss": float("nan"),
         "build": "train:build",
         "findings": [finding(text)],
     }
-    return write(folder, Contents(**{**facts, **changes}), True)
+    return write(folder, CapsuleContents(**{**facts, **changes}), True)
 
 
 def checkpoints(folder, text=TEXT):
@@ -167,7 +167,7 @@ def checkpoints(folder, text=TEXT):
         )
 
     saved = [save(step) for step in (100, 200, 300)]
-    promote(saved[0])
+    mark_good(saved[0])
     (saved[1].path / "mark.json").write_text(json.dumps({"good": False, "why": text}))
     os.truncate(saved[2].path / "tensors-00000.safetensors", 1000)
     (folder / f"step-{text}").mkdir()
@@ -202,8 +202,8 @@ def copied(folder, name, file, change):
 
 def resealed(capsule):
     """A capsule of which one cannot see that it was changed: its checksum is no signature."""
-    data = (capsule / FACTS).read_bytes()
-    (capsule / SEAL).write_text(hashlib.sha256(data).hexdigest())
+    data = (capsule / METADATA).read_bytes()
+    (capsule / CHECKSUM).write_text(hashlib.sha256(data).hexdigest())
     return capsule
 
 

@@ -87,8 +87,10 @@ def small(tmp_path):
     (tmp_path / "tests").mkdir()
     (folder / "__init__.py").write_text(PUBLIC)
     (folder / "home.py").write_text(HOME)
+    (folder / "integrations").mkdir()
+    (folder / "integrations" / "__init__.py").write_text("")
     for name in ("accelerate", "lightning", "transformers"):
-        (folder / f"{name}.py").write_text("__all__ = []\n")
+        (folder / "integrations" / f"{name}.py").write_text("__all__ = []\n")
     (tmp_path / "pyproject.toml").write_bytes((ROOT / "pyproject.toml").read_bytes())
     return tmp_path
 
@@ -171,7 +173,9 @@ def test_python_sees_what_is_listed(listed, name):
 
 def test_the_frameworks_are_listed(listed):
     found = blocks(listed)
-    assert {"ampwise.accelerate.mend", "ampwise.lightning.Precision", "ampwise.transformers.AmpwiseCallback"} <= set(
-        found
-    )
+    assert {
+        "ampwise.integrations.accelerate.fix",
+        "ampwise.integrations.lightning.Precision",
+        "ampwise.integrations.transformers.AmpwiseCallback",
+    } <= set(found)
     assert len(found) > len(ampwise.__all__) + 20  # what they return

@@ -26,14 +26,14 @@ def test_the_drawn_tree_names_every_exception():
 
 
 def test_an_unknown_name_says_what_is_near_and_where_the_list_is():
-    error = UnknownName("verb", "explan", ["explain", "rules"], listing="`ampwise --help` lists the verbs.")
-    assert str(error) == "unknown verb 'explan'. Did you mean explain? `ampwise --help` lists the verbs."
-    assert (error.kind, error.name, error.nearest) == ("verb", "explan", ["explain"])
+    error = UnknownName("command", "explan", ["explain", "rules"], listing="`ampwise --help` lists the commands.")
+    assert str(error) == "unknown command 'explan'. Did you mean explain? `ampwise --help` lists the commands."
+    assert (error.kind, error.name, error.nearest) == ("command", "explan", ["explain"])
 
 
 def test_nothing_near_means_no_guess():
-    error = UnknownName("verb", "zzzzz", ["explain"], listing="`ampwise --help` lists the verbs.")
-    assert str(error) == "unknown verb 'zzzzz'. `ampwise --help` lists the verbs."
+    error = UnknownName("command", "zzzzz", ["explain"], listing="`ampwise --help` lists the commands.")
+    assert str(error) == "unknown command 'zzzzz'. `ampwise --help` lists the commands."
 
 
 def test_a_hostile_name_is_quoted():

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from ampwise.rules import built_in, listed
+from ampwise.rules import built_in, list_entries
 
 AMP_SCRIPT = """
 import torch
@@ -51,7 +51,7 @@ def loaded_by_check(folder, text):
 @pytest.mark.parametrize("text", [AMP_SCRIPT, "import math\n\nprint(math.pi)\n"], ids=["AMP", "plain"])
 def test_a_check_loads_nothing_heavy(tmp_path, text):
     loaded = loaded_by_check(tmp_path, text)
-    assert "ampwise.lint.check" in loaded
+    assert "ampwise.check.linter" in loaded
     assert not loaded & HEAVY
 
 
@@ -64,11 +64,11 @@ def test_a_check_loads_the_rules_that_have_words_in_the_file(tmp_path):
 
 def test_a_file_without_any_of_the_words_is_only_parsed(tmp_path):
     loaded = loaded_by_check(tmp_path, "print(1)\n")
-    assert not [name for name in loaded if name.startswith(("ampwise.rules.source", "ampwise.source.project"))]
+    assert not [name for name in loaded if name.startswith(("ampwise.rules.source", "ampwise.check.source.project"))]
 
 
 def test_no_rule_about_source_loads_anything_heavy():
-    modules = [entry.module.__name__ for entry in built_in() if entry.room == "source"]
+    modules = [entry.module.__name__ for entry in built_in() if entry.category == "source"]
     loaded = loaded_by(f"import {', '.join(modules)}")
     assert loaded >= set(modules)
     assert not loaded & HEAVY, "see how the other rules do without it"
@@ -79,12 +79,12 @@ def test_these_tests_can_fail():
 
 
 def test_the_index_says_what_the_rules_say():
-    for room in ("source", "hardware"):
-        entries = [entry for entry in built_in() if entry.room == room]
+    for category in ("source", "hardware"):
+        entries = [entry for entry in built_in() if entry.category == category]
         expected = [
             (entry.rule.code, entry.rule.name, entry.rule.on_by_default, getattr(entry.module, "NEEDS", ()))
             for entry in entries
         ]
-        found = [(rule.code, rule.name, rule.on_by_default, rule.needs) for rule in listed(room)]
+        found = [(rule.code, rule.name, rule.on_by_default, rule.needs) for rule in list_entries(category)]
         assert found == expected, "a rule was added or changed: run `make docs`, which writes the index"
-        assert [rule.module for rule in listed(room)] == [entry.module for entry in entries]
+        assert [rule.module for rule in list_entries(category)] == [entry.module for entry in entries]

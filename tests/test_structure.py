@@ -1,8 +1,9 @@
-"""The architecture, held by tests: imports go down only, torch stays out until it is needed."""
+"""The architecture as tests: imports go one way, and torch is not loaded before it is needed."""
 
 import ast
 import importlib
 import importlib.metadata
+import importlib.util
 import pkgutil
 import subprocess
 import sys
@@ -14,117 +15,72 @@ import ampwise
 
 SOURCE = Path(ampwise.__file__).parent
 
-# A module may import from its own layer or below. The longest prefix decides.
-LAYERS = {
-    "ampwise.errors": 1,
-    "ampwise.finding": 1,
-    "ampwise.frozen": 1,
-    "ampwise.modules": 1,
-    "ampwise.programs": 1,
-    "ampwise.rooms": 1,
-    "ampwise.strict_json": 1,
-    "ampwise.formats": 1,
-    "ampwise.hardware": 1,
-    "ampwise.census": 1,
-    "ampwise.source": 1,
-    "ampwise.evidence": 1,
-    "ampwise.rules": 2,
-    "ampwise.record": 2,
-    "ampwise.site": 2,
-    "ampwise.printers": 3,
-    "ampwise.lint": 3,
-    "ampwise.sinks": 3,
-    "ampwise.report": 3,
-    "ampwise.live": 3,
-    "ampwise.user_code": 3,
-    "ampwise.formats.cast": 4,
-    "ampwise.formats.cast_kernel": 4,
-    "ampwise.formats.cast_launch": 4,
-    "ampwise.census.measure": 4,
-    "ampwise.census.cpu": 4,
-    "ampwise.census.flat": 4,
-    "ampwise.census.kernel": 4,
-    "ampwise.census.launch": 4,
-    "ampwise.census.launcher": 4,
-    "ampwise.census.reference": 4,
-    "ampwise.capturing": 4,
-    "ampwise.compiled": 4,
-    "ampwise.randomness": 4,
-    "ampwise.tensors_on_disk": 4,
-    "ampwise.emulation": 4,
-    "ampwise.float8": 4,
-    "ampwise.low_bit": 4,
-    "ampwise.engine.precision": 4,
-    "ampwise.trace": 5,
-    "ampwise.engine": 6,  # which explains a step that went bad
-    "ampwise.watch": 7,
-    "ampwise.guard": 7,
-    "ampwise.tune": 7,
-    "ampwise.integrations": 8,
-    "ampwise.accelerate": 8,
-    "ampwise.lightning": 8,
-    "ampwise.transformers": 8,
-    "ampwise.cli": 8,
-    "ampwise.__main__": 8,
-}
-FIRST_WITH_TORCH = 4
-TORCH_LIKE = {"torch", "triton", "numpy"}
-
-
-def layer_of(module):
-    parts = module.split(".")
-    prefixes = (".".join(parts[:length]) for length in range(len(parts), 0, -1))
-    return next((LAYERS[prefix] for prefix in prefixes if prefix in LAYERS), None)
-
-
-def imports_at_load(tree):
-    """Modules imported when the file is loaded: not in functions, not for type checkers only."""
-    pending = list(tree.body)
-    while pending:
-        node = pending.pop()
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
-        elif isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
-            pending += node.orelse
-        elif not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            pending += [child for child in ast.iter_child_nodes(node) if isinstance(child, ast.stmt)]
-
-
-def offences(module, source):
-    """What a module imports that lies above it, or torch where there must be none."""
-    own = layer_of(module)
-    for name in imports_at_load(ast.parse(source)):
-        if name.split(".")[0] in TORCH_LIKE and own < FIRST_WITH_TORCH:
-            yield f"{module} (layer {own}) imports {name}"
-        target = layer_of(name) if name.startswith("ampwise.") else None
-        if target is not None and target > own:
-            yield f"{module} (layer {own}) imports {name} (layer {target})"
+# A package imports from those before it, never from those after it, at the top of a file or inside a function.
+ORDER = [
+    "errors",
+    "finding",
+    "numbers",
+    "hardware",
+    "check",
+    "rules",
+    "runs",
+    "report",
+    "train",
+    "trace",
+    "watch",
+    "guard",
+    "tune",
+    "integrations",
+    "cli",
+    "__main__",
+]
+# Packages of which every module loads without torch, except for the modules named here.
+WITHOUT_TORCH = ["errors", "finding", "hardware", "check", "rules", "runs", "report", "cli", "__main__"]
+TENSOR_MODULES = {"ampwise.runs.tensor_files"}
 
 
 def modules():
     for path in sorted(SOURCE.rglob("*.py")):
         parts = path.relative_to(SOURCE.parent).with_suffix("").parts
-        name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
-        if name != "ampwise":  # the public names: loaded on use, from every layer
-            yield name, path
+        yield ".".join(parts[:-1] if parts[-1] == "__init__" else parts), path
 
 
-def test_imports_go_down_only():
-    found = dict(modules())
-    assert len(found) > 30
-    homeless = [name for name in found if layer_of(name) is None]
-    assert not homeless, "give its room a layer"
-    assert not [offence for name, path in found.items() for offence in offences(name, path.read_text())]
+def package_of(module):
+    return [*module.split("."), ""][1]
 
 
-def test_the_test_can_fail():
-    assert list(offences("ampwise.finding", "from ampwise.cli import main"))
-    assert list(offences("ampwise.rules.x", "import torch"))
-    assert list(offences("ampwise.census.algebra", "from ampwise.census.measure import census"))
-    assert not list(offences("ampwise.census.measure", "import torch\nfrom ampwise.census.algebra import Census"))
-    assert not list(offences("ampwise.rules.x", "def f():\n    import torch"))
+def upward_imports(module, source):
+    """Yield the imports of a module from packages that come after its own in ORDER."""
+    own = package_of(module)
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.ImportFrom):
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        else:
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        for name in names:
+            if name == "ampwise" or (name.startswith("ampwise.") and ORDER.index(package_of(name)) > ORDER.index(own)):
+                yield f"{module}:{node.lineno} imports {name}"
+
+
+def test_imports_go_one_way():
+    found = {name: path for name, path in modules() if name != "ampwise"}
+    assert {package_of(name) for name in found} == set(ORDER), "the packages and ORDER differ"
+    assert not [each for name, path in found.items() for each in upward_imports(name, path.read_text())]
+
+
+def test_upward_imports_are_found():
+    assert list(upward_imports("ampwise.finding", "from ampwise.cli import main"))
+    assert list(upward_imports("ampwise.train.engine", "def f():\n    from ampwise.trace import replay"))
+    assert list(upward_imports("ampwise.runs.writer", "import ampwise"))
+    assert not list(upward_imports("ampwise.cli.run", "from ampwise.watch.running import run"))
+    assert not list(upward_imports("ampwise.train.engine", "from ampwise.train.step import Step"))
+
+
+def test_what_only_reads_loads_without_torch():
+    names = [name for name, _ in modules() if package_of(name) in WITHOUT_TORCH and name not in TENSOR_MODULES]
+    assert len(names) > 200
+    code = f"import sys, importlib\nsys.modules['torch'] = None\nfor name in {names!r}: importlib.import_module(name)"
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
 
 
 def loads_torch(code):
@@ -138,9 +94,9 @@ def test_importing_ampwise_leaves_torch_out():
 
 
 @pytest.mark.half_by_day
-@pytest.mark.parametrize("verb", [["rules"], ["formats"], ["explain", "AMP701"], ["gpu", "h200"]], ids=" ".join)
-def test_verbs_that_read_leave_torch_out(verb):
-    assert not loads_torch(f"from ampwise.cli import main; main({verb!r})")
+@pytest.mark.parametrize("command", [["rules"], ["formats"], ["explain", "AMP701"], ["gpu", "h200"]], ids=" ".join)
+def test_commands_that_read_leave_torch_out(command):
+    assert not loads_torch(f"from ampwise.cli import main; main({command!r})")
 
 
 @pytest.mark.nightly
@@ -186,12 +142,13 @@ def test_without_torch_the_error_says_what_to_install():
         "import ampwise\n"
         "try: ampwise.census\n"
         "except ampwise.MissingDependency as error: print(error)\n"
-        "ampwise.Census  # from here on the name is the room\n"
-        "try: ampwise.census([])\n"
+        "import ampwise.trace  # from here on ampwise.trace is the package\n"
+        "try: ampwise.trace(len)\n"
         "except ampwise.MissingDependency as error: print(error)"
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert result.stdout.count("ampwise.census needs torch") == 2
+    assert "ampwise.census needs torch" in result.stdout
+    assert "ampwise.trace needs torch" in result.stdout
     assert "pip install 'ampwise[torch]'" in result.stdout
 
 
@@ -203,3 +160,10 @@ def test_every_module_has_a_docstring_and_all_exists():
         assert module.__doc__, found.name
         for name in getattr(module, "__all__", []):
             assert hasattr(module, name), f"{found.name}.{name}"
+
+
+def test_frameworks_have_short_names():
+    for name in ("accelerate", "lightning", "transformers"):
+        spec = importlib.util.find_spec(f"ampwise.{name}")
+        assert Path(spec.origin) == SOURCE / "integrations" / f"{name}.py"
+    assert importlib.util.find_spec("ampwise.nonsense") is None

@@ -31,7 +31,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 LOADED = (
     *("torch", "torch._dynamo", "torch.distributed.run", "torch.testing"),
-    *("ampwise.cli.run", "ampwise.report.summary", "ampwise.watch.watch"),
+    *("ampwise.cli.run", "ampwise.report.run_text", "ampwise.watch.watch"),
 )
 RANK = f"""#!{sys.executable} -S
 # Stands for Python where torchrun starts its ranks.
@@ -203,7 +203,7 @@ def serve(address):
     asker = os.getppid()
     force_nothing_to_disk()
     load(LOADED)
-    fixes = importlib.import_module("ampwise.watch.fixes")
+    fixes = importlib.import_module("ampwise.watch.fix_diffs")
     fixes.SECONDS = 600.0  # no clock decides what is found
     gc.freeze()  # collections in the forks leave these pages alone, which are then shared to the end
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)

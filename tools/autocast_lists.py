@@ -1,9 +1,9 @@
-"""What autocast does with each operation that it knows, asked of the torch that is installed here.
+"""Autocast's lists of operations, read from the installed torch.
 
-    python -m tools.autocast_lists    prints {device: {operation: what is done}} as JSON
+    python -m tools.autocast_lists    prints {device: {operation: policy}} as JSON
 
-No GPU is needed: an operation is called on fake tensors, and autocast's casts are seen before anything is computed. A
-program of its own, so that what torch prints about deprecated operations, and keeps of CUDA, stays in it.
+No GPU is needed: each operation is called on fake tensors, and autocast's casts are recorded before anything is
+computed. It runs in its own process, to contain torch's warnings about deprecated operations and its CUDA state.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ __all__ = ["FP32", "LOWER", "REFUSED", "WIDEST", "lists"]
 LOWER, FP32, WIDEST, REFUSED = "lower", "fp32", "widest", "refused"
 KEYS = {"cuda": "AutocastCUDA", "cpu": "AutocastCPU"}
 HALF, FULL = torch.bfloat16, torch.float32
-# What stands in for arguments that have no default; the operation itself is not reached, so anything of the type does.
+# Values for arguments without a default; the operation itself does not run, so any value of the type works.
 STAND_INS: dict[str, Any] = {"List[int]": [1], "List[Optional[Tensor]]": [None], "str": "ij,jk->ik", "bool": False}
 
 
 class _Reached(Exception):
-    """Autocast has done its part."""
+    """Raised when the operation is reached, after autocast's casts."""
 
 
 class _Casts(TorchDispatchMode):
-    """Sees the types that values are cast to, or that a result is asked for in, and stops at the operation."""
+    """Record the dtypes that values are cast to, or that are requested for a result, and stop at the operation."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -48,7 +48,7 @@ class _Casts(TorchDispatchMode):
 
 
 def lists(device: str) -> dict[str, str]:
-    """By the operator's name, with its overload where it is not the default one."""
+    """Return the policies by operator name, with the overload if it is not the default."""
     names = torch._C._dispatch_get_registrations_for_dispatch_key(KEYS[device])
     with FakeTensorMode(), torch.no_grad():
         torch.set_autocast_enabled(device, True)
@@ -72,7 +72,7 @@ def _policy(name: str, device: str) -> str:
             return REFUSED
         if cast in seen:
             return answer
-    raise AssertionError(f"autocast on {device} knows {name}, and casts nothing: a policy that is new here")
+    raise AssertionError(f"autocast on {device} lists {name}, but casts nothing: an unknown policy")
 
 
 def _ask(name: str, device: str, dtypes: Iterator[torch.dtype]) -> tuple[set[torch.dtype], bool]:
@@ -85,7 +85,7 @@ def _ask(name: str, device: str, dtypes: Iterator[torch.dtype]) -> tuple[set[tor
     try:
         with casts:
             operator(*args, **kwargs)
-    except Exception as error:  # _Reached; or sizes that do not fit, which were looked at after the casts
+    except Exception as error:  # _Reached, or sizes that do not fit, which are checked after the casts
         return casts.seen, "unsafe to autocast" in str(error)
     return casts.seen, False
 

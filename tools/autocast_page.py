@@ -28,42 +28,42 @@ DONE = {
 }
 MEANING = {
     "lower": "**16 bits.** Floating-point arguments are cast to the type of the region, BF16 or FP16:",
-    "fp32": "**FP32.** Arguments are cast to FP32, or the result is asked for in FP32:",
+    "fp32": "**FP32.** Arguments are cast to FP32, or the result is requested in FP32:",
     "widest": "**The widest.** Arguments of several types are cast to the widest of them:",
-    "refused": "**Refused.** An error is raised, which says what to use instead:",
+    "refused": "**Refused.** An error says what to use instead:",
 }
 
 INTRO = """
-Within `torch.autocast`, each operation is looked up by its name on a list of the device. The lists below are those of
-torch {version}. They are not copied from a manual: each operation was called under autocast on tensors without memory,
-and the casts that it made were looked at. `make docs` asks again, and says so when an answer has changed.
+Within `torch.autocast`, each operation is looked up by name in lists for the device. The lists below are those of
+torch {version}. They are read from torch itself: each operation was called under autocast on tensors without memory,
+and its casts were recorded. `make docs` reads them again.
 """
 
 READING = """
-- **What is on no list** runs in the types that it is given: `relu` of BF16 is BF16. Where they differ, torch promotes
-  as it does without autocast: BF16 and FP32 added are FP32.
+- **Operations on no list** run in the dtypes of their inputs: `relu` of BF16 is BF16. If these differ, torch promotes
+  as it does without autocast: BF16 plus FP32 is FP32.
 - **On a CPU far less is in FP32.** `layer_norm`, `softmax`, `sum`, `exp`, `log` and `pow` are on CUDA's list and not on
-  the CPU's, where they take and give BF16. A model that is well on a GPU is therefore not proven well on a CPU, nor the
-  other way round.
-- **Forms that write into a tensor** (`a.addmm_(b, c)`, `torch.mm(a, b, out=c)`) are on no list.
-- **Integers and FP64** are left as they are.
-- **A backward pass** runs in the types that its forward pass ran in, and needs no autocast of its own:
+  the CPU's, where they take and return BF16. A model that works on a GPU may therefore fail on a CPU, and the other way
+  round.
+- **In-place and `out=` variants** (`a.addmm_(b, c)`, `torch.mm(a, b, out=c)`) are on no list.
+- **Integers and FP64** are not cast.
+- **A backward pass** runs in the dtypes of its forward pass, and needs no autocast:
   [AMP111](../rules/AMP111-backward-in-autocast.md).
 - **`F.cross_entropy`** is `log_softmax` and `nll_loss` on CUDA, and so in FP32.
 - **`binary_cross_entropy`** on probabilities is refused on CUDA; `binary_cross_entropy_with_logits` is the same loss
   without the overflow: [AMP402](../rules/AMP402-bceloss-autocast.md).
-- **`torch.autocast(enabled=False)`** casts nothing: what comes in as BF16 stays BF16. Cast the inputs, or use
+- **`torch.autocast(enabled=False)`** casts nothing: BF16 inputs stay BF16. Cast the inputs, or use
   `@ampwise.keep("fp32")`: [AMP406](../rules/AMP406-autocast-disabled-without-cast.md).
 
-Which modules of a model of yours ran in what: `ampwise run train.py`, then the modules of [the report](../report.md).
-To keep a module in FP32: [policies](../engine.md#modules-that-differ).
+To see the precision of each module of your model: `ampwise run train.py`, then the modules in
+[the report](../report.md). To keep a module in FP32: [policies](../engine.md#modules-that-differ).
 """
 
 Lists = Mapping[str, Mapping[str, str]]
 
 
 def autocast_page(root: Path) -> Pages:
-    """Nothing where another torch is installed than the pinned one: its lists may be others."""
+    """Return the page; nothing if the installed torch is not the pinned one, as its lists may differ."""
     pinned = _pinned(root / "constraints.txt")
     if pinned is None or pinned != _installed():
         return {}
@@ -94,7 +94,7 @@ def _asked() -> Lists:
 
 
 def _by_function(asked: Lists) -> dict[str, dict[str, str]]:
-    """Overloads of a function are one, as a reader calls it; they are all on the same list."""
+    """Merge the overloads of each function; they are all on the same list."""
     merged: dict[str, dict[str, str]] = {}
     for device, lists in asked.items():
         merged[device] = {}
@@ -133,5 +133,5 @@ def _rows(lists: Lists) -> Iterator[list[str | None]]:
 
 
 def _order(name: str) -> tuple[bool, str]:
-    """torch's own operators, which nobody calls by name, last."""
+    """Sort torch's internal operators last."""
     return name.startswith("_"), name

@@ -1,4 +1,4 @@
-"""docs/benchmarks: a page for each benchmark's results, and a list of them. And tables of results in other pages."""
+"""docs/benchmarks: a page for each benchmark's results and an index; and tables of results in other pages."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def _index(questions: Mapping[str, str], by_benchmark: Mapping[str, Sequence[Res
 
 
 def _devices(results: Sequence[Result]) -> str:
-    """What the results were measured on: the GPU, else the kind of CPU."""
+    """Return what the results were measured on: the GPU, or the kind of CPU."""
     machines = (result["machine"] for result in results)
     names = (str(machine.get("gpu") or f"{machine.get('system', '')} CPU".strip()) for machine in machines)
     return ", ".join(dict.fromkeys(names))
@@ -73,7 +73,7 @@ def _benchmark(file: Path, result: Result) -> str:
 
 
 def _question(folder: Path, name: str) -> str:
-    """The first line of the benchmark's own docstring."""
+    """Return the first line of the benchmark's docstring."""
     for file in (folder / f"{name}.py", folder / name / "__init__.py"):
         if file.is_file():
             words = ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))) or ""
@@ -96,7 +96,7 @@ def _result(result: Result) -> Iterator[str]:
 
 
 def pages_with_tables(root: Path) -> Pages:
-    """Pages written by hand of which tables are generated, between two marks; the rest is as it lies there."""
+    """Return hand-written pages with their generated tables, which are between two marks."""
     texts = {file: file.read_text(encoding="utf-8") for file in sorted((root / "docs").rglob("*.md"))}
     return {
         file.relative_to(root).as_posix(): _with_tables(file, text, root)

@@ -1,8 +1,7 @@
-"""The page of claims: what is said of mixed precision, whether it is so, and the test that settles it.
+"""docs/claims.md: claims about mixed precision, whether they are true, and the tests that settle them.
 
-It is read from tests/claims, where every claim is written over its test (``@claim(...)``); nothing is run or imported.
-A claim over something that is no test, a test that asserts nothing, or the name of a test that there is not, is an
-error.
+The claims are decorators of tests in tests/claims (``@claim(...)``), read without running or importing anything. It is
+an error if a claim decorates something that is not a test, a test asserts nothing, or a named test does not exist.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ __all__ = ["claims_page"]
 
 FOLDER = "tests/claims"
 PAGE = "docs/claims.md"
-TITLE = "What is said of mixed precision, and what is true"
+TITLE = "Claims about mixed precision, tested"
 VERDICTS = {"true": "true", "false": "false", "depends": "it depends"}
 REQUIRED = {"said", "verdict", "truth"}
 ALLOWED = {*REQUIRED, "also"}
@@ -29,7 +28,7 @@ ALLOWED = {*REQUIRED, "also"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settled:
-    """A claim, and the tests that settle it: its own, and those elsewhere."""
+    """Claim, its own test, and other tests of it."""
 
     said: str
     verdict: str
@@ -41,14 +40,14 @@ class Settled:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Theme:
-    """A module of tests, and the claims in it, in their order."""
+    """Title of a test module, and its claims in order."""
 
     title: str
     claims: tuple[Settled, ...]
 
 
 def claims_page(root: Path) -> Pages:
-    """The page, by its path under the repository; none where there are no such tests."""
+    """Return the page by its path under the repository; nothing if there are no such tests."""
     folder = root / FOLDER
     if not folder.is_dir():
         return {}
@@ -80,7 +79,7 @@ def _claims(tree: ast.Module, file: Path, root: Path) -> Iterator[Settled]:
 
 
 def _check_test(node: ast.AST, file: Path, tree: ast.Module, where: str) -> None:
-    """Whether pytest would run it, and it could fail."""
+    """Raise BadInput unless pytest would run the test and it can fail."""
     is_run = isinstance(node, ast.FunctionDef) and node.name.startswith("test_") and node in tree.body
     if not is_run or not file.name.startswith("test_"):
         raise BadInput(f"{where} carries a claim and is no test; make it a function test_... of a module test_....py")
@@ -139,16 +138,16 @@ def _parts(themes: Sequence[Theme]) -> Iterator[str]:
     yield NOTICE
     yield f"# {TITLE}"
     yield (
-        f"{len(claims)} things that guides, threads and colleagues say. {counts['false']} are false, {counts['true']} "
-        f"true, and {counts['depends']} depend on something, which is said. Each stands over a test that would fail if "
-        "it were otherwise, in `tests/claims`, and `make test` runs them all. What CUDA does is asked of torch without "
-        "a GPU, or was measured: figures of one H200 are those of the [published benchmarks](benchmarks.md), and the "
-        "tests hold the sentences to them."
+        f"{len(claims)} claims from guides, forum threads and colleagues. {counts['false']} are false, "
+        f"{counts['true']} true, and {counts['depends']} depend on conditions, which are given. Each has a test in "
+        "`tests/claims` that fails if the verdict is wrong; `make test` runs them all. What CUDA does is read from "
+        "torch without a GPU, or was measured: figures of one H200 are those of the "
+        "[published benchmarks](benchmarks.md), and the tests compare the sentences with them."
     )
     for theme in themes:
         yield f"## {theme.title}"
         yield table(
-            ["said", "verdict"], [(f"[{_title(each)}](#{_anchor(each)})", _verdict(each)) for each in theme.claims]
+            ["claim", "verdict"], [(f"[{_title(each)}](#{_anchor(each)})", _verdict(each)) for each in theme.claims]
         )
         yield from map(_section, theme.claims)
 

@@ -1,4 +1,4 @@
-"""docs/cli.md: the help of each verb, from its parser."""
+"""docs/cli.md: the help of each command, from its parser."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ import textwrap
 
 from tools.markdown import NOTICE, Pages, page, plain
 
-from ampwise.cli import build_parser, verbs
+from ampwise.cli import build_parser, commands
 
 __all__ = ["cli_page"]
 
 
 def cli_page() -> Pages:
-    parts = [NOTICE, "# Command line", "Exit codes: 0 clean, 1 findings, 2 could not do what was asked."]
-    for verb in verbs():
-        parts += [f"## ampwise {verb}", f"```text\n{_help(verb)}\n```"]
+    parts = [NOTICE, "# Command line", "Exit codes: 0 clean, 1 findings, 2 error."]
+    for name in commands():
+        parts += [f"## ampwise {name}", f"```text\n{_help(name)}\n```"]
     return {"docs/cli.md": page(parts)}
 
 
-def _help(verb: str) -> str:
-    """A verb's help. Not argparse's own text: that changes from one Python to the next."""
-    parser = _verb_parser(verb)
+def _help(command: str) -> str:
+    """Return a command's help. Not argparse's own text: that changes from one Python to the next."""
+    parser = _command_parser(command)
     actions = [action for action in parser._actions if action.help != argparse.SUPPRESS]
     arguments = [_argument(action, parser) for action in actions]
     width = min(28, max(len(name) for name, _ in arguments))
@@ -29,9 +29,9 @@ def _help(verb: str) -> str:
     return "\n".join([plain(parser.description or ""), "", "Arguments:", *listed])
 
 
-def _verb_parser(verb: str) -> argparse.ArgumentParser:
-    subparsers = next(a for a in build_parser([verb])._actions if isinstance(a, argparse._SubParsersAction))
-    parser: argparse.ArgumentParser = subparsers.choices[verb]
+def _command_parser(command: str) -> argparse.ArgumentParser:
+    subparsers = next(a for a in build_parser([command])._actions if isinstance(a, argparse._SubParsersAction))
+    parser: argparse.ArgumentParser = subparsers.choices[command]
     return parser
 
 

@@ -1,7 +1,7 @@
-"""Write the pages of docs/ that are made from the code, its records and its tests; and the index of rules.
+"""Write the pages of docs/ that are generated from code, records and tests; and the index of rules.
 
     python -m tools.generate_docs            write them
-    python -m tools.generate_docs --check    write nothing; exit 1 when a page is not what the code says
+    python -m tools.generate_docs --check    write nothing; exit 1 if a page is out of date
 
 Each page function returns {path under the repository: text}. The pages are the same on every machine and
 Python version, so that a difference always means a change.
@@ -41,12 +41,12 @@ __all__ = [
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 PEERS_RECORD = "tests/conformance/seen.json"
-OURS_ALONE = (RULES_FOLDER, BENCHMARKS_FOLDER)  # the rest of docs/ is written by hand
+OURS_ALONE = (RULES_FOLDER, BENCHMARKS_FOLDER)  # other pages of docs/ are written by hand
 
 
 def main(argv: Sequence[str] | None = None, root: Path = REPOSITORY) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--check", action="store_true", help="exit 1 when a page is not what the code says")
+    parser.add_argument("--check", action="store_true", help="exit 1 if a page is out of date")
     args = parser.parse_args(argv)
     pages = all_pages(root)
     differences = list(compare(pages, root))
@@ -65,7 +65,7 @@ def all_pages(root: Path) -> Pages:
 
 
 def compare(pages: Pages, root: Path) -> Iterator[tuple[str, str]]:
-    """What is wrong with the files on disk, as (problem, path)."""
+    """Yield the problems of the files on disk, as (problem, path)."""
     for path, text in sorted(pages.items()):
         file = root / path
         if not file.is_file():

@@ -1,11 +1,11 @@
-"""Write tests/api.txt: what may be relied on. A test compares it with the code.
+"""Write tests/api.txt, the listing of the public API. A test compares it with the code.
 
-    python -m tools.list_api            write it again, when a change is meant; docs/upgrading.md says which break whom
-    python -m tools.list_api --check    write nothing; show what differs, and exit 1 if anything does
+    python -m tools.list_api            update it after an intended change; docs/upgrading.md says what breaks users
+    python -m tools.list_api --check    write nothing; show the differences, and exit 1 if there are any
 
-The names of ampwise, of its modules for frameworks, and what their functions return; the verbs with their options; the
-versions of what is written to disk; what the package asks for. All but the verbs is read from the source, not from
-what is loaded: it is then the same with every Python and torch, and needs no framework.
+It lists the names of ampwise and of its modules for frameworks, and what their functions return; the commands with
+their options; the versions of files written to disk; the package's requirements. Except for the commands, it is read
+from the source without importing it, so that it is the same with every Python and torch, and needs no framework.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def main(argv: Sequence[str] | None = None, root: Path = REPOSITORY) -> int:
 
 
 def difference(root: Path = REPOSITORY) -> str:
-    """A diff from the listing to the code, and what to do about it; "" when there is none."""
+    """Return a diff from the listing to the code, and what to do about it; "" if there is none."""
     path = root / LISTING
     listed = path.read_text(encoding="utf-8") if path.exists() else ""
     lines = difflib.unified_diff(
@@ -57,7 +57,7 @@ def difference(root: Path = REPOSITORY) -> str:
 
 
 def listing(root: Path = REPOSITORY) -> str:
-    """The whole listing."""
+    """Return the whole listing."""
     source = Source(root / "src")
     sections = {
         "Names": _names(source),
@@ -71,7 +71,7 @@ def listing(root: Path = REPOSITORY) -> str:
 
 
 def _public(source: Source) -> list[tuple[str, Definition]]:
-    modules = ("ampwise", *(f"ampwise.{name}" for name in FRAMEWORKS))
+    modules = ("ampwise", *(f"ampwise.integrations.{name}" for name in FRAMEWORKS))
     return [(f"{module}.{name}", source.find(module, name)) for module in modules for name in source.exports(module)]
 
 
@@ -81,7 +81,7 @@ def _names(source: Source) -> Iterator[str]:
 
 
 def _returned(source: Source) -> Iterator[str]:
-    """Classes without a public name that public functions, methods and properties give, and so on from there."""
+    """Yield the classes without a public name that public functions, methods and properties return, recursively."""
     pending = [definition for _, definition in _public(source)]
     seen = set(pending)
     found = []

@@ -1,4 +1,4 @@
-"""Pieces that the generated pages are put together from."""
+"""Helpers for generated pages."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def page(parts: Sequence[str]) -> str:
 
 
 def table(columns: Sequence[Any], rows: Sequence[Sequence[Any]]) -> str:
-    """A Markdown table; a bar or a line end in a cell would break it."""
+    """Return a Markdown table; bars and line ends in cells are escaped."""
     lines = [columns, ["---"] * len(columns), *rows]
     return "\n".join("| " + " | ".join(_cell(cell) for cell in line) + " |" for line in lines)
 

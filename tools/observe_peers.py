@@ -1,9 +1,9 @@
-"""Run every conformance case with every contender there is here, and record what was seen.
+"""Run every conformance case with every installed contender, and record the outcomes.
 
-    python tools/observe_peers.py    writes tests/conformance/seen.json, from which docs/peers.md is made
+    python tools/observe_peers.py    writes tests/conformance/seen.json, from which docs/peers.md is generated
 
-Outcomes of a contender that is not installed here are kept as they were recorded, with their versions and date. So is
-DeepSpeed, which `make` does not install: DS_ACCELERATOR=cpu DS_BUILD_OPS=0 pip install --no-build-isolation deepspeed
+Outcomes of contenders that are not installed are kept as recorded, with their versions and date. `make` does not
+install DeepSpeed: DS_ACCELERATOR=cpu DS_BUILD_OPS=0 pip install --no-build-isolation deepspeed
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def main() -> int:
 
 
 def contenders(cases: dict[str, Any]) -> list[str]:
-    """Ours first, then in the order in which the cases name them, those with our scaler inside last."""
+    """Return the contenders: ampwise first, then in the order of the cases, those with ampwise's scaler last."""
     names = list(dict.fromkeys(name for case in cases.values() for name in case.runs))
     return sorted(names, key=lambda name: (name != "ampwise", " + " in name))
 

@@ -1,4 +1,4 @@
-"""docs/peers.md: what ours and others' software was seen to do in each conformance case."""
+"""docs/peers.md: what ampwise and other software did in each conformance case."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["peers_page"]
 
 
 def peers_page(file: Path) -> Pages:
-    """What ours and others' software was seen to do in each conformance case."""
+    """Return the page by its path under the repository."""
     parts = [NOTICE, "# Peers", *(_peers(_read_peers(file)) if file.is_file() else ["Nothing seen yet: `make peers`."])]
     return {"docs/peers.md": page(parts)}
 
@@ -37,9 +37,9 @@ def _read_peers(file: Path) -> dict[str, Any]:
 def _peers(record: Mapping[str, Any]) -> Iterator[str]:
     contenders, cases = record["contenders"], record["cases"]
     yield (
-        "What happens in situations that mixed-precision training meets, with ampwise and with others. All of it was "
-        "run, on a CPU, with the versions below; nothing is from memory. `lightning + ampwise` is Lightning's own loop "
-        "with our scaler in the place of torch's. A dash: not tried, or the case does not arise there."
+        "How ampwise and other software behave in situations that occur in mixed-precision training. Every case was "
+        "run, on a CPU, with the versions below. `lightning + ampwise` is Lightning's own loop with ampwise's scaler "
+        "instead of torch's. A dash: not tried, or the case does not occur there."
     )
     rows = [
         (f"[{case['title']}](#{name})", *(_verdict(case["outcomes"].get(other)) for other in contenders))
@@ -52,17 +52,16 @@ def _peers(record: Mapping[str, Any]) -> Iterator[str]:
         [(name, facts(seen["versions"]), seen["date"]) for name, seen in contenders.items()],
     )
     yield (
-        "`make peers` runs every case with all of these that are installed and records what it sees; `make docs` "
-        "writes this page from the record. `make test` runs them too, and fails when one of the recorded versions "
-        "does something else than is said here. The code of the cases is in `tests/conformance`, found by the name "
-        "under each title."
+        "`make peers` runs every case with all of these that are installed and records the outcomes; `make docs` "
+        "writes this page from the record. `make test` runs them, too, and fails if a recorded version behaves "
+        "differently. The code of the cases is in `tests/conformance`, under the name below each title."
     )
     yield "## Cases"
     for name, case in cases.items():
         yield f'<a id="{name}"></a>\n\n### {case["title"]}\n\n`{name}`'
         yield plain(case["why"])
         seen = ((other, case["outcomes"][other]) for other in contenders if other in case["outcomes"])
-        yield table(["", "", "seen"], [(other, _verdict(outcome), outcome["seen"]) for other, outcome in seen])
+        yield table(["", "", "outcome"], [(other, _verdict(outcome), outcome["seen"]) for other, outcome in seen])
 
 
 def _verdict(outcome: Mapping[str, Any] | None) -> str | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ampwise.record.thinning import Limits
+from ampwise.runs.thinning import RecordLimits
 from benchmarks.harness import Result
 from benchmarks.scale.counts import record_files
 from benchmarks.scale.machine import CLUSTER
@@ -13,7 +13,7 @@ from benchmarks.scale.words import byte_words, time_words
 __all__ = ["costs"]
 
 LARGEST = Setting(model=MODELS["1T"], ranks=16_384)
-ROWS, LAYER_BYTES = Limits().rows, Limits().layer_bytes
+ROWS, LAYER_BYTES = RecordLimits().rows, RecordLimits().layer_bytes
 
 
 def costs() -> Result:
@@ -35,30 +35,36 @@ def _steps() -> list[list[str]]:
             "step",
             "nothing: gradients are the same on all ranks",
             "nothing",
-            "engine/scaling/agreement.py, agreement_on",
+            "train/scaler/rank_reduction.py, make_reduction",
         ],
         [
             "Engine or GradScaler, FSDP2: norm, skip, clipping",
             "step, each optimizer",
             "1 all-reduce of 24 bytes, device",
             time_words(LARGEST.device_s()),
-            "engine/scaling/agreement.py, reach",
+            "train/scaler/rank_reduction.py, reach",
         ],
         [
             "Engine, windows with weights",
             "step",
             "1 all-reduce of 8 bytes, device",
             time_words(CLUSTER.device_all_reduce_s(LARGEST.ranks, 8)),
-            "engine/ranks.py, mean",
+            "train/ranks.py, mean",
         ],
         [
             "FP8, delayed scales; none for other recipes",
             "step",
             "1 all-reduce of 24 bytes a layer, device",
             f"{time_words(LARGEST.device_s(fp8=True) - LARGEST.device_s())}",
-            "float8/scales.py, update",
+            "train/float8/delayed_scaling.py, update",
         ],
-        ["Guard", "step", "1 all-reduce of 32 bytes, host", time_words(LARGEST.agree_s), "guard/agreement.py, agree"],
+        [
+            "Guard",
+            "step",
+            "1 all-reduce of 32 bytes, host",
+            time_words(LARGEST.agree_s),
+            "guard/rank_agreement.py, agree",
+        ],
     ]
 
 
@@ -77,15 +83,15 @@ def _watching() -> list[list[str]]:
             f"4 files; {CLUSTER.row_on_disk:.0f} bytes a step, up to {ROWS:,} lines; {CLUSTER.census_on_disk:.0f} a "
             f"tensor and sample, up to {byte_words(LAYER_BYTES)}",
             f"{record_files(LARGEST.ranks):,} files, {byte_words(LARGEST.record_bytes)}",
-            "record/writer.py, Writer",
+            "runs/writer.py, RecordWriter",
         ],
-        ["sinks", "step", "the first rank's rows; nothing of others", "the same", "watch/running.py, Running"],
+        ["sinks", "step", "the first rank's rows; nothing of others", "the same", "watch/watched_run.py, WatchedRun"],
         [
             "summary, report, live view",
             "end, or asked for",
             "one process reads the steps and findings of all, and the layers of the first",
             f"{time_words(LARGEST.report_s)}, {byte_words(LARGEST.report_bytes)} of memory",
-            "record/reader.py, Run.read",
+            "runs/reader.py, Run.read",
         ],
     ]
 
@@ -97,7 +103,7 @@ def _guarding() -> list[list[str]]:
             "start",
             "3 gloo groups: N + 3 open files each, N + 1 calls to the store",
             f"{LARGEST.descriptors:,} open files",
-            "guard/agreement.py, Agreement",
+            "guard/rank_agreement.py, RankAgreement",
         ],
         ["Guard begins", "start", "12 collectives", "the same", "guard/guard.py, begin"],
         [
@@ -105,7 +111,7 @@ def _guarding() -> list[list[str]]:
             "every 100 steps",
             "its share copied to the host's memory, up to 5 times: 12 bytes a parameter / N",
             byte_words(5 * LARGEST.rank_bytes),
-            "guard/snapshots.py, Snapshots",
+            "guard/snapshots.py, MemorySnapshots",
         ],
         [
             "checkpoint",
@@ -152,13 +158,13 @@ def _seldom() -> list[list[str]]:
             "1st, 2nd, 4th, 8th …",
             "22 collectives, and the step 2 to 5 times more; a finding of 1 kB from each rank to all",
             f"{time_words(11 * LARGEST.ranks * CLUSTER.answer_s)} to hear them",
-            "engine/bad_steps.py; trace/explaining.py",
+            "trace/bad_steps.py; trace/diagnosis.py",
         ],
         [
             "a capsule",
             "with it, if asked for",
             "written by the rank where it arose",
             "the same",
-            "engine/bad_steps.py, _saved",
+            "trace/bad_steps.py, _saved",
         ],
     ]

@@ -29,7 +29,7 @@ __all__ = [
     "store_calls",
 ]
 
-GROUPS_OF_A_GUARD = 3  # guard/agreement.py, Agreement.__init__: to agree, to save, to read
+GROUPS_OF_A_GUARD = 3  # guard/rank_agreement.py, RankAgreement.__init__: to agree, to save, to read
 NUMBER = 8  # bytes of a length, before an object
 ADDRESS = 8  # bytes for each other rank in what a rank tells of itself to make a gloo group
 
@@ -68,19 +68,19 @@ def step(
 ) -> list[Collective]:
     """Of ours: what DDP and FSDP exchange themselves is theirs. A copied model needs nothing: ranks see the same."""
     found = []
-    if weighed:  # engine/ranks.py, Ranks.mean: the weight of a window
+    if weighed:  # train/ranks.py, Ranks.mean: the weight of a window
         found.append(Collective("all_reduce", NUMBER, "model"))
-    if sharded:  # engine/scaling/agreement.py, Agreement.reach: sum of squares, infinities, NaNs, in FP64
+    if sharded:  # train/scaler/rank_reduction.py, RankReduction.reach: sum of squares, infinities, NaNs, in FP64
         found += [Collective("all_reduce", 3 * NUMBER, "model")] * optimizers
-    if fp8_layers:  # float8/scales.py, Scales.update: of 3 operands the largest magnitude and a count, in FP32
+    if fp8_layers:  # train/float8/delayed_scaling.py: the largest magnitude and a count of 3 operands, in FP32
         found.append(Collective("all_reduce", 3 * 2 * 4 * fp8_layers, "model"))
-    if guarded:  # guard/agreement.py, Agreement.agree: the loss, due, busy, ends, in FP64
+    if guarded:  # guard/rank_agreement.py, RankAgreement.agree: the loss, due, busy, ends, in FP64
         found.append(Collective("all_reduce", 4 * NUMBER, "agree"))
     return found
 
 
 def explained() -> list[Collective]:
-    """A step whose loss is not finite, run again on all ranks (engine/bad_steps.py, trace/explaining.py).
+    """A step whose loss is not finite, run again on all ranks (trace/bad_steps.py, trace/diagnosis.py).
 
     Asked of all: was the loss finite, is anything drawn, how many passes, which losses; does the replay work, has it
     exchanges, is it finite (two), what was found (two), where it was saved.
@@ -97,7 +97,7 @@ def begin_of_guard() -> list[Collective]:
 
 
 def save() -> list[Collective]:
-    """guard/checkpointing.py, save_now; guard/saving.py and guard/disk/writing.py in the group that saves.
+    """guard/checkpointing.py, save_now; guard/background_saver.py and guard/disk/writing.py in the group that saves.
 
     Is it saved already; are weights finite; can it be written; plans to the first rank and back; what was written, to
     the first rank; and the metadata of all tensors to everyone. One that is due begins without the first question.
@@ -177,5 +177,5 @@ def store_bytes(ranks: int, alone: int) -> int:
 
 
 def record_files(ranks: int) -> int:
-    """record/layout.py: four of a rank, in a folder of its own but for the first."""
+    """runs/layout.py: four of a rank, in a folder of its own but for the first."""
     return 4 * ranks

@@ -20,14 +20,14 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 from torch.distributed.distributed_c10d import _object_to_tensor, _tensor_to_object
 
 from ampwise import Engine, Guard
-from ampwise.census.algebra import Census
-from ampwise.census.measure import census
 from ampwise.guard.disk.layout import plain_file, tensors_file
-from ampwise.guard.disk.manifest import Manifest, StoredFile
-from ampwise.guard.disk.writing import _piece, _Planner, _Share, _Writer
-from ampwise.record.reader import Run
-from ampwise.record.rows import LayerSample, StepRow
-from ampwise.record.writer import Writer
+from ampwise.guard.disk.manifest import CheckpointManifest, StoredFile
+from ampwise.guard.disk.writing import _CheckpointWriter, _piece, _RankOutput, _StagedPlanner
+from ampwise.numbers.census.algebra import Census
+from ampwise.numbers.census.measure import census
+from ampwise.rules.evidence.rows import LayerSample, StepRow
+from ampwise.runs.reader import Run
+from ampwise.runs.writer import RecordWriter
 from benchmarks.scale.models import Model, piece_rows
 
 __all__ = ["be_the_first", "every", "plans"]
@@ -79,15 +79,15 @@ def piece(model: Model, ranks: int) -> float:
     return peak / model.items(ranks, ranks)
 
 
-def be_the_first(sent: list[bytes]) -> Manifest:
+def be_the_first(sent: list[bytes]) -> CheckpointManifest:
     """From what ranks sent to the metadata that they are told, and the manifest as it would be on disk."""
     plans, metadata = _planner(sent).create_global_plan([pickle.loads(plan) for plan in sent])
     told = [pickle.dumps(plan) for plan in plans]
     shares = [_share(rank, pickle.loads(plan)) for rank, plan in enumerate(told)]
     with TemporaryDirectory() as folder:
-        manifest = _Writer(Path(folder), 1, {}, 0, len(sent))._manifest(metadata, shares)
+        manifest = _CheckpointWriter(Path(folder), 1, {}, 0, len(sent))._manifest(metadata, shares)
     pickle.dumps(metadata)
-    return Manifest.parse(manifest.text().encode())
+    return CheckpointManifest.parse(manifest.text().encode())
 
 
 def plans(model: Model, ranks: int) -> list[SavePlan]:
@@ -110,16 +110,16 @@ def _item(name: str, shape: Any, offsets: Any, sizes: Any, kind: WriteItemType) 
     return WriteItem(index=MetadataIndex(name, torch.Size(offsets)), type=kind, tensor_data=facts)
 
 
-def _planner(sent: list[bytes]) -> _Planner:
-    planner = _Planner({}, alike={item.index.fqn for item in pickle.loads(sent[0]).items})
+def _planner(sent: list[bytes]) -> _StagedPlanner:
+    planner = _StagedPlanner({}, alike={item.index.fqn for item in pickle.loads(sent[0]).items})
     planner.set_up_planner({}, is_coordinator=True)
     return planner
 
 
-def _share(rank: int, plan: SavePlan) -> _Share:
+def _share(rank: int, plan: SavePlan) -> _RankOutput:
     file = tensors_file(rank)
     digest = "0" * 64
-    return _Share(
+    return _RankOutput(
         {file: StoredFile(1, digest), plain_file(rank): StoredFile(1, digest)},
         [(item.index.fqn, _piece(item, file)) for item in plan.items],
     )
@@ -180,7 +180,7 @@ def reading() -> dict[str, float]:
 
 
 def _record(folder: Path, *, rows: int, samples: int, found: Census) -> None:
-    writer = Writer.create(folder)
+    writer = RecordWriter.create(folder)
     for step in range(1, rows + 1):
         writer.step(StepRow(step=step, seconds=step / 3, loss=2.345678, norm=0.98765, scale=65536.0, lr=3e-4))
     layers = {f"blocks.{place}.down.weight": found for place in range(TENSORS)}

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import cache, cached_property
 
 from ampwise.guard.disk.layout import tensors_file
-from ampwise.tune.memory.shapes import Shape, parse_count, shape_for
+from ampwise.tune.memory.decoder_shapes import DecoderShape, decoder_shape, parse_count
 
 __all__ = ["MODELS", "Model", "model_of", "piece_rows"]
 
@@ -73,7 +73,7 @@ class Model:
         return total
 
 
-def model_of(shape: Shape) -> Model:
+def model_of(shape: DecoderShape) -> Model:
     """As ``ampwise.tune.memory.decoder`` builds it."""
     hidden, narrow = shape.hidden, shape.kv_heads * shape.head
     wide: dict[str, Dimensions] = {
@@ -142,4 +142,4 @@ def _digits(first: int, step: int, count: int) -> int:
     return total
 
 
-MODELS = {size: model_of(shape_for(parse_count(size), {})) for size in SIZES}
+MODELS = {size: model_of(decoder_shape(parse_count(size), {})) for size in SIZES}

@@ -29,12 +29,12 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from ampwise import Engine, Fp8, Guard
-from ampwise.engine.scaling.agreement import Agreement
-from ampwise.float8.scales import Scales
 from ampwise.guard.disk import catalog, reading
 from ampwise.guard.disk.layout import MANIFEST
-from ampwise.record.files import write_aside
-from ampwise.record.writer import Writer
+from ampwise.runs.files import write_atomically
+from ampwise.runs.writer import RecordWriter
+from ampwise.train.float8.delayed_scaling import DelayedScales
+from ampwise.train.scaler.rank_reduction import RankReduction
 from ampwise.watch.watch import Watch
 from benchmarks.scale.recorders import Exchanges, Meetings, Operations, Proofs, Seen
 
@@ -94,7 +94,7 @@ def weighed(exchanges: Exchanges) -> list[Any]:
 
 def scales(exchanges: Exchanges) -> list[Any]:
     """The end of a step of delayed scaling."""
-    made = Scales([f"layer{place}" for place in range(LAYERS)], Fp8("delayed"), torch.device("cpu"))
+    made = DelayedScales([f"layer{place}" for place in range(LAYERS)], Fp8("delayed"), torch.device("cpu"))
     exchanges.taken()
     made.update(together=True)
     return exchanges.taken()
@@ -138,7 +138,7 @@ def guarded(folder: Path, exchanges: Exchanges, operations: Operations, *, timed
     if timed:
         found["agree_us"] = times(lambda: agreement.agree(0.0, due=False, busy=False, ends=False))
         found["save_s"] = min(_save_s(guard, loss) for _ in range(4))
-        found["reach_us"] = times(lambda: Agreement((None,)).reach(torch.zeros(3, dtype=torch.float64)))
+        found["reach_us"] = times(lambda: RankReduction((None,)).reach(torch.zeros(3, dtype=torch.float64)))
     guard.close()
     return found
 
@@ -178,7 +178,7 @@ def watched(folder: Path, exchanges: Exchanges, operations: Operations) -> Seen:
     operations.taken()
     if rank:
         dist.barrier()  # the first rank's manifest tells the others that they may
-    record = Writer.create(folder, rank=rank, world_size=size)
+    record = RecordWriter.create(folder, rank=rank, world_size=size)
     if not rank:
         dist.barrier()
     found: Seen = {"create_operations": operations.taken()}
@@ -234,7 +234,7 @@ def cases(rank: int, size: int, folder: Path, sizes: Sequence[int]) -> Seen:
     found: Seen = {"group": grouped(store)}
     if sizes:
         found["bare_us"] = bare(sizes)
-        found["fsync_us"] = times(partial(write_aside, folder / f"fsync{rank}", [b"some bytes"]))
+        found["fsync_us"] = times(partial(write_atomically, folder / f"fsync{rank}", [b"some bytes"]))
     operations = Operations(folder)
     with Exchanges() as exchanges:
         found["copied"] = steps(lambda: DistributedDataParallel(model()), exchanges)

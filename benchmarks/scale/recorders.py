@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 from torch.distributed import distributed_c10d
 
-from ampwise.guard.disk.manifest import Manifest
+from ampwise.guard.disk.manifest import CheckpointManifest
 
 __all__ = ["Exchanges", "Meetings", "Operations", "Proofs", "Seen"]
 
@@ -103,7 +103,7 @@ class Proofs:
     def __exit__(self, *_: object) -> None:
         self._module.verify_file = self._before  # type: ignore[attr-defined]
 
-    def _noting(self, folder: Path, name: str, manifest: Manifest) -> None:
+    def _noting(self, folder: Path, name: str, manifest: CheckpointManifest) -> None:
         self.found.append(name)
         self._before(folder, name, manifest)
 

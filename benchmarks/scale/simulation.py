@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from ampwise.guard.disk.layout import LARGEST_MANIFEST
 from ampwise.guard.durations import seconds
-from ampwise.record.thinning import Limits
+from ampwise.runs.thinning import RecordLimits
 from benchmarks.scale import counts
 from benchmarks.scale.machine import CLUSTER, Machine
 from benchmarks.scale.models import Model
@@ -167,7 +167,7 @@ class Setting:
     @property
     def samples(self) -> int:
         """That a record keeps, at the most."""
-        limits = Limits()
+        limits = RecordLimits()
         sample = len(self.model.tensors) * self.machine.census_on_disk
         return int(min(limits.samples, limits.layer_bytes / sample))
 
@@ -176,18 +176,18 @@ class Setting:
         """On disk, of all ranks, of a run that is long enough."""
         machine, tensors = self.machine, len(self.model.tensors)
         layers = self.samples * tensors * machine.census_on_disk
-        return self.ranks * (Limits().rows * machine.row_on_disk + layers)
+        return self.ranks * (RecordLimits().rows * machine.row_on_disk + layers)
 
     @property
     def report_s(self) -> float:
-        """One process reads the steps of all ranks, and the layers of the first (record/reader.py, Run.read)."""
+        """One process reads the steps of all ranks, and the layers of the first (runs/reader.py, Run.read)."""
         layers = self.samples * len(self.model.tensors) * self.machine.census_s
-        return self.ranks * Limits().rows * self.machine.row_s + layers
+        return self.ranks * RecordLimits().rows * self.machine.row_s + layers
 
     @property
     def report_bytes(self) -> float:
         layers = self.samples * len(self.model.tensors) * self.machine.census
-        return self.ranks * Limits().rows * self.machine.row + layers
+        return self.ranks * RecordLimits().rows * self.machine.row + layers
 
 
 # --- where it ends -------------------------------------------------------------------------------------------------
@@ -213,43 +213,43 @@ def limits(machine: Machine = CLUSTER) -> list[Breaks]:
         ),
         Breaks(
             f"the guard's {counts.GROUPS_OF_A_GUARD} gloo groups need more than {machine.descriptors:,.0f} open files",
-            "guard/agreement.py, Agreement",
+            "guard/rank_agreement.py, RankAgreement",
             lambda each: each.descriptors > machine.descriptors,
         ),
         Breaks(
             "the record takes over 64 GB of memory to read",
-            "record/reader.py, Run.read",
+            "runs/reader.py, Run.read",
             lambda each: each.report_bytes > HOST_MEMORY,
         ),
         Breaks(
             "the record takes over 10 minutes to read",
-            "record/reader.py, Run.read",
+            "runs/reader.py, Run.read",
             lambda each: each.report_s > AN_END_S,
         ),
         Breaks(
             "the first rank plans and merges a checkpoint for over a minute",
-            "guard/disk/writing.py, _Writer",
+            "guard/disk/writing.py, _CheckpointWriter",
             lambda each: each.checkpoint().first_rank > 60,
         ),
         Breaks(
             "the first rank plans and merges for longer than the others' patience",
-            "guard/disk/writing.py, _Writer",
+            "guard/disk/writing.py, _CheckpointWriter",
             lambda each: each.checkpoint().first_rank > PATIENCE_S,
             by_pieces=True,
         ),
         Breaks(
             "the guard's exchange takes longer than a step",
-            "guard/agreement.py, agree",
+            "guard/rank_agreement.py, agree",
             lambda each: each.agree_s > each.step_s,
         ),
         Breaks(
             "ranks take over 10 minutes to make the guard's groups",
-            "guard/agreement.py, _new_group",
+            "guard/rank_agreement.py, _new_group",
             lambda each: each.meeting_s > AN_END_S,
         ),
         Breaks(
             "the engine's exchange takes over 1 % of a step",
-            "engine/scaling/agreement.py, reach",
+            "train/scaler/rank_reduction.py, reach",
             lambda each: each.device_s() > 0.01 * each.step_s,
         ),
     ]

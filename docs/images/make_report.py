@@ -9,8 +9,8 @@ from pathlib import Path
 
 from playwright.sync_api import sync_playwright
 
-from ampwise.record.reader import Run
 from ampwise.report.page import page
+from ampwise.runs.reader import Run
 
 HERE = Path(__file__).parent
 RECORD = HERE.parent.parent / "build" / "demo"

@@ -14,20 +14,20 @@
 # # Mixed precision training
 #
 # A GPU multiplies matrices of 16-bit numbers several times as fast as matrices of 32-bit ones.
-# Mixed precision is the craft of using that speed without spoiling the training: products in 16
-# bits, and 32 bits where 16 are not enough.
+# Mixed precision training uses that speed without harming the result: matmuls run in 16 bits, and
+# 32 bits are kept where 16 are not enough.
 #
 # This lesson is a notebook. Its models are trained here, on a CPU, while the page is built; every
-# number in the text is held by an `assert` in a cell near it. Afterwards you will know
+# number in the text is checked by an `assert` in a cell near it. Afterwards you will know
 #
 # - what FP32, TF32, FP16, BF16, FP8 and MX formats can hold, and what they round to zero;
-# - why FP16 needs a loss scale and BF16 does not, and what BF16 pays for that;
-# - how to write the training step by hand with `torch.amp`, and in one call with `ampwise.Engine`;
-# - how much memory and time it saves, counted and measured, not promised;
-# - fifteen ways in which it goes wrong, most of them without an error, each beside its cure.
+# - why FP16 needs a loss scale and BF16 does not, and what BF16 costs in return;
+# - how to write the training step yourself with `torch.amp`, and in one call with `ampwise.Engine`;
+# - how much memory and time it saves, counted and measured;
+# - fifteen ways in which it goes wrong, most of them without an error, each with its fix.
 #
-# Helpers come first, folded, as is all code that only draws: `show` puts a figure on the page with a
-# text for those who do not see it, `table` a table, and `results` reads a result of our benchmarks.
+# Helpers come first, folded, like all code that only draws: `show` adds a figure with a text
+# alternative to the page, `table` adds a table, and `results` reads a result of our benchmarks.
 
 # %% tags=["hide-input"]
 import base64
@@ -84,7 +84,7 @@ plt.rcParams.update(
 
 
 def show(figure, alt, caption):
-    """A figure as SVG, on white for dark pages, with its text for screen readers and a caption."""
+    """Show a figure as SVG on a white background, with text for screen readers and a caption."""
     drawn = io.BytesIO()
     figure.savefig(drawn, format="svg", bbox_inches="tight", metadata={"Date": None})
     plt.close(figure)
@@ -101,7 +101,7 @@ def show(figure, alt, caption):
 
 
 def table(headings, rows):
-    """A table, as HTML and as text."""
+    """Show a table, as HTML and as text."""
     lines = [headings, *[[str(cell) for cell in row] for row in rows]]
     widths = [max(len(line[column]) for line in lines) for column in range(len(headings))]
     plain = "\n".join(
@@ -119,7 +119,7 @@ def table(headings, rows):
 
 
 def results(name):
-    """Of one of our own benchmarks: its rows as dictionaries, and all that the file says."""
+    """Return the rows of a benchmark result as dictionaries, and the whole file."""
     path = ROOT / "benchmarks" / "results" / f"{name}.json"
     file = json.loads(path.read_text(encoding="utf-8"))
     return [dict(zip(file["columns"], row, strict=True)) for row in file["rows"]], file
@@ -132,7 +132,7 @@ def measured_on(file):
 
 
 def percent(part, whole=1):
-    """A share in percent, short; "0" only for nothing at all."""
+    """Format a share in percent; "0" only if it is exactly zero."""
     share = 100 * part / whole
     if share == 0 or share >= 10:
         return f"{share:.0f}"
@@ -141,18 +141,18 @@ def percent(part, whole=1):
 
 # %% [markdown]
 # The lesson reads two things from its repository: a text to train on, and the results of our own
-# benchmarks. Wherever the notebook is started, it looks upwards for them.
+# benchmarks. It looks for them in the folders above the notebook.
 
 
 # %%
 def repository():
-    """The folder that has both, above this notebook."""
+    """Return the folder above this notebook that has both."""
     here = Path(globals().get("__file__", "notebook")).resolve().parent
     for folder in (here, *here.parents):
         if (folder / "benchmarks" / "results").is_dir():
             return folder
     raise FileNotFoundError(
-        f"No ampwise checkout at or above {here}: run this notebook inside of one."
+        f"No ampwise checkout at or above {here}: run this notebook inside one."
     )
 
 
@@ -206,7 +206,7 @@ show(
     figure,
     "Six rows of coloured squares, one square a bit: sign, exponent and mantissa of FP32, TF32, BF16, FP16, E5M2 "
     "and E4M3.",
-    "The bits of six formats. TF32 is how matrix units may read FP32 tensors: 19 bits count, 32 are stored.",
+    "The bits of six formats. TF32 is how tensor cores may read FP32 tensors: 19 bits count, 32 are stored.",
 )
 assert [fmt.bits for fmt in FORMATS] == [32, 19, 16, 16, 8, 8]
 assert [fmt.bytes_per_value for fmt in FORMATS] == [4, 4, 2, 2, 1, 1]
@@ -214,9 +214,9 @@ assert [fmt.bytes_per_value for fmt in FORMATS] == [4, 4, 2, 2, 1, 1]
 # %% [markdown]
 # Below the smallest number that has all of its mantissa bits, the smallest *normal*, formats go on
 # for a while with **subnormals**: the smaller the number, the fewer bits are left of it, down to
-# one. Guides like to mix the two up. FP16's smallest normal is 6.10e-5; its smallest number is
-# 5.96e-8. And zero does not begin there either: a number is rounded to the nearer neighbour, so all
-# above half of the smallest one survive.
+# one. Guides often confuse the two. FP16's smallest normal is 6.10e-5; its smallest number is
+# 5.96e-8. Nor do numbers become zero right below that: a number is rounded to the nearer neighbour,
+# so everything above half of the smallest one survives.
 
 # %% tags=["hide-input"]
 figure, axes = plt.subplots(figsize=(8, 3.1))
@@ -271,7 +271,7 @@ show(
 )
 
 # %% [markdown]
-# The same in numbers, and what guides get wrong about FP16, tried out:
+# The same limits as numbers, and tests of what guides get wrong about FP16:
 
 # %%
 COLUMNS = {
@@ -297,7 +297,7 @@ assert (FP16.max, FP16.smallest_normal, FP16.smallest) == (65504, 2.0**-14, 2.0*
 assert f"{FP16.smallest_normal:.3g} {FP16.smallest:.3g}" == "6.1e-05 5.96e-08"
 assert fp16(1e-7) == fp16(1.2e-7) == 2 * 2.0**-24  # two guides say: 0. It is 1.19e-7
 assert fp16(3e-8) == 2.0**-24  # up to the smallest number
-assert fp16(2.98e-8) == fp16(2.0**-25) == 0  # from here on down: nothing
+assert fp16(2.98e-8) == fp16(2.0**-25) == 0  # everything below becomes 0
 assert fp16(65519) == 65504
 assert fp16(65520) == math.inf
 assert BF16.max > 3.3e38
@@ -307,12 +307,12 @@ assert BF16.epsilon == 8 * FP16.epsilon  # three bits fewer
 # ### Blocks that share a scale
 #
 # Eight bits are too few for a tensor as it is: E4M3 ends at 448 and begins at 2⁻⁹. So FP8 is always
-# used with a scale. One for a whole tensor, if its values are alike; an **MX block** has one for
+# used with a scale: one for a whole tensor, if its values are similar; an **MX block** has one for
 # every 32 values: a power of two, stored once in 8 bits (E8M0). MXFP8 is E4M3 in such blocks, and
 # takes 8.25 bits a value. MXFP4 does the same with 4-bit elements. NVFP4 has 4-bit elements in blocks
 # of 16, each with a scale in E4M3, and one more scale for the whole tensor.
 #
-# Below are 128 numbers, made up so that their size changes from block to block. Plain E4M3 loses half
+# Below are 128 numbers whose size changes from block to block. Plain E4M3 loses half
 # of them; with a scale for each block, the range moves along with the numbers.
 
 # %% tags=["hide-input"]
@@ -378,14 +378,14 @@ assert (NVFP4.block_size, NVFP4.scale, NVFP4.tensor_scale) == (16, E4M3, True)
 # ## 2. The gradients of a real model
 #
 # Weights are no problem: nearly all are within a factor of a thousand of 1, and any 16-bit format
-# holds that. Gradients are another matter. A loss is a mean over many predictions, 1024 here, so each of
-# them has a share of a thousandth or less in it, and on its way back a gradient is multiplied by
+# holds that. Gradients are different. A loss is a mean over many predictions, 1024 here, so each
+# prediction contributes a thousandth or less, and in the backward pass a gradient is multiplied by
 # small weights, layer after layer.
 #
-# Here is a model to look at: a GPT with four blocks that learns to write *Paradise Lost* letter by
-# letter. Its products go through `multiply`, which does what the matrix units of a GPU do under
-# autocast: operands in 16 bits, sums in FP32, a result in 16 bits. (A CPU has autocast
-# of its own, but few CPUs multiply in FP16 quickly.)
+# The model is a GPT with four blocks that learns to write *Paradise Lost* letter by letter. Its
+# matmuls go through `multiply`, which does what the tensor cores of a GPU do under autocast:
+# operands in 16 bits, sums in FP32, a result in 16 bits. (CPUs have autocast, too, but few multiply
+# in FP16 quickly.)
 
 
 # %%
@@ -393,7 +393,7 @@ EMULATED = True
 
 
 def multiply(operation, *operands, **options):
-    """``operation`` as a matrix unit does it under autocast: FP32 sums."""
+    """Run ``operation`` as tensor cores do under autocast: with FP32 sums."""
     if not (EMULATED and torch.is_autocast_enabled("cpu")):
         return operation(*operands, **options)
     narrow = torch.get_autocast_dtype("cpu")
@@ -409,8 +409,8 @@ class Linear(nn.Linear):
 
 
 # %% [markdown]
-# The model itself has no surprises: attention and a layer of ReLUs, four times, between an embedding
-# and a head.
+# The model is a standard one: attention and a layer of ReLUs, four times, between an embedding and a
+# head.
 
 
 # %%
@@ -474,7 +474,7 @@ def batches(steps=STEPS, seed=1):
 
 
 def fresh():
-    """The model as it is before training, and its optimizer: always the same."""
+    """Return the untrained model, always the same, and its optimizer."""
     torch.manual_seed(0)
     model = GPT(len(LETTERS))
     return model, torch.optim.AdamW(model.parameters(), lr=3e-3)
@@ -485,12 +485,12 @@ def warmup(optimizer):
 
 
 def loss_of(model, x, y):
-    """The loss itself is computed in FP32, always."""
+    """Return the loss, which is always computed in FP32."""
     return F.cross_entropy(model(x).float().flatten(0, 1), y.flatten())
 
 
 # %% [markdown]
-# Train it, in FP32 for now, with a short warm-up and clipped gradients. The lesson comes back to
+# Train it, in FP32 for now, with a short warm-up and gradient clipping. Later sections compare with
 # these losses.
 
 # %%
@@ -518,15 +518,15 @@ near_one = sum(count for exponent, count in weights.histogram() if -10 <= expone
 assert near_one > 0.9 * weights.nonzeros
 
 # %% [markdown]
-# Now look at one backward pass. Two kinds of gradients pass through 16 bits under autocast: those
-# of **activations**, which travel from layer to layer, and those of **weights**, which are a
-# product's result before they are added up in FP32. `ampwise.census` counts them by powers of two.
-# One count answers every question that follows, since scaling by a power of two only moves it.
+# Now look at one backward pass. Two kinds of gradients are 16-bit under autocast: those of
+# **activations**, which flow from layer to layer, and those of **weights**, which are the result of
+# a matmul before they are accumulated in FP32. `ampwise.census` counts them by powers of two. One
+# count answers every question that follows, since scaling by a power of two only shifts it.
 
 
 # %%
 def gradients(model, x, y, dtype=None, scale=1.0):
-    """What flows back into each product, and what arrives at each weight."""
+    """Return the gradients of each linear layer's output, and those of each weight."""
     activations = {}
     hooks = [
         module.register_full_backward_hook(
@@ -551,21 +551,21 @@ def gradients(model, x, y, dtype=None, scale=1.0):
 
 x, y = next(batches(seed=7))
 exact_activations, exact_weights = gradients(wide_model, x, y)
-flowing, arriving = ampwise.census(exact_activations), ampwise.census(exact_weights)
+flowing, arriving = (ampwise.census(exact_activations), ampwise.census(exact_weights))
 whole = flowing.total()
 lost, short = whole.flushed("fp16"), whole.subnormal("fp16").high
 print(f"{whole.nonzeros:,} gradients, from {whole.amin:.1e} to {whole.amax:.1e}")
 print(f"FP16 makes {lost:,} of them zero, and takes bits from {short:,} more")
 
 # %% [markdown]
-# And drawn. Each bar is a power of two, coloured by what becomes of it in FP16.
+# The same as a figure. Each bar is a power of two, coloured by what FP16 does to it.
 
 # %% tags=["hide-input"]
 FATES = {"gone": LOST, "fewer bits": SUBNORMAL, "as it is": NORMAL, "inf": OVERFLOW}
 
 
 def fate(exponent, fmt=FP16):
-    """What becomes of the numbers between 2**exponent and 2**(exponent + 1)."""
+    """Return what a format does to numbers between 2**exponent and 2**(exponent + 1)."""
     if exponent + 1 <= fmt.flush_exponent:
         return "gone"
     if exponent + 1 <= fmt.lowest_exponent:
@@ -574,7 +574,7 @@ def fate(exponent, fmt=FP16):
 
 
 def draw_gradients(axes, census, k=0, left=-44, right=24):
-    """A histogram over powers of two of these numbers times 2**k, with FP16's limits."""
+    """Draw a histogram of these numbers times 2**k by powers of two, with FP16's limits."""
     moved = census.scaled(k)
     for exponent, count in moved.histogram():
         fell = fate(exponent)
@@ -644,13 +644,13 @@ assert max(whole.amax, arriving.total().amax) < 1
 assert arriving.total().subnormal("fp16").high / arriving.total().nonzeros < 0.5
 
 # %% [markdown]
-# Read it slowly, for it is not quite what guides say. The gradients of weights survive: they are
-# sums over a thousand letters. It is the gradients that flow *between* layers that FP16 hurts. Some
-# vanish, and more than seven in ten lose bits. All of FP16's range above 1, meanwhile, is empty.
+# This is not quite what guides say. The gradients of weights survive: they are sums over a thousand
+# letters. FP16 harms the gradients that flow *between* layers. Some become zero, and more than seven
+# in ten lose bits. All of FP16's range above 1, meanwhile, is unused.
 #
-# The loss is uneven, too. Nearly all that vanishes is of `qkv`, the layer that makes the queries,
-# keys and values of attention; and of its three parts, it is the keys that are hit. Their gradients
-# are small differences, as long as the attention looks at all letters alike:
+# The damage is also uneven. Nearly all gradients that become zero belong to `qkv`, the layer that
+# computes the queries, keys and values of attention, and most of them to the keys. Their gradients
+# are small differences while attention is still nearly uniform:
 
 
 # %%
@@ -676,13 +676,13 @@ queries, keys, values = by_part.values()
 assert keys > 2 * queries > 4 * values
 
 # %% [markdown]
-# This was a prediction, from gradients in FP32. Does it come true? Run the same pass in FP16
-# without a loss scale, and count the zeros that were none:
+# This was a prediction from FP32 gradients. To test it, run the same pass in FP16 without a loss
+# scale, and count the zeros that are not zero in FP32:
 
 
 # %%
 def zeroed(narrow):
-    """The share of the gradients that FP32 has, and that became zero."""
+    """Return the share of FP32's non-zero gradients that became zero."""
     gone = sum(
         int(((exact_activations[name] != 0) & (narrow[name] == 0)).sum())
         for name in narrow
@@ -691,17 +691,17 @@ def zeroed(narrow):
 
 
 unscaled, _ = gradients(wide_model, x, y, torch.float16)
-print(f"predicted {percent(lost_share)} %, happened {percent(zeroed(unscaled))} %")
+print(f"predicted {percent(lost_share)} %, measured {percent(zeroed(unscaled))} %")
 assert all(gradient.dtype == torch.float16 for gradient in unscaled.values())
 assert abs(zeroed(unscaled) - lost_share) < 0.02
 
 # %% [markdown]
-# ## 3. Loss scaling moves it
+# ## 3. Loss scaling shifts the gradients
 #
 # Multiply the loss by 2¹⁶, and by the chain rule every gradient is multiplied by 2¹⁶: the histogram
-# moves 16 places to the right, into the empty part. Divide by 2¹⁶ in FP32 before the optimizer
-# looks, and nothing has changed but the rounding. A power of two costs no bits. Too large a scale
-# pushes the largest gradients over the edge.
+# moves 16 places to the right, into the unused part. Divide by 2¹⁶ in FP32 before the optimizer
+# step, and only the rounding has changed: scaling by a power of two loses no bits. Too large a scale
+# makes the largest gradients overflow.
 
 # %% tags=["hide-input"]
 edge = max(
@@ -730,8 +730,8 @@ assert not whole.overflowed("fp16", 16)
 assert whole.overflowed("fp16", edge + 8).low > 0
 
 # %% [markdown]
-# From the same count follows what *every* scale would do. There is a wide valley between two walls,
-# which is why a loss scale need not be exact, and why it can be found by trial.
+# The same count shows what *every* scale would do. There is a wide range between underflow and
+# overflow, so a loss scale need not be exact, and can be found by trial.
 
 # %% tags=["hide-input"]
 exponents = range(-4, 37)
@@ -766,7 +766,7 @@ show(
 assert 18 <= edge <= 30
 
 # %% [markdown]
-# And in truth, in FP16, with the scale:
+# Measured in FP16, with the scale:
 
 # %%
 scaled, _ = gradients(wide_model, x, y, torch.float16, scale=2.0**16)
@@ -777,8 +777,8 @@ assert zeroed(scaled) < zeroed(unscaled) / 20
 # %% [markdown]
 # ## 4. Overflow
 #
-# The other end of FP16 is near: 65504. Four roads lead there, and only one of them is cured by a
-# smaller loss scale.
+# The other end of FP16's range is near: 65504. There are four ways to exceed it, and a smaller loss
+# scale fixes only one of them.
 
 # %%
 product = multiply(F.linear, torch.full((1, 64), 40.0), torch.full((1, 64), 40.0)).item()
@@ -808,23 +808,22 @@ assert torch.tensor(89.0).bfloat16().exp().isinf()
 assert bad > 0
 
 # %% [markdown]
-# The last is the ordinary one: *scaled gradients* overflow, the step is thrown away, the scale is
-# halved, and nothing is lost but a batch. An overflow in the *forward* pass (the first three) is a
-# fault, and stays one at any scale: compute that part in FP32, or use BF16, whose `exp` goes to 88.
+# The last is normal: *scaled gradients* overflow, the step is skipped, the scale is halved, and only
+# one batch is lost. An overflow in the *forward* pass (the first three) is a bug at any scale:
+# compute that part in FP32, or use BF16, whose `exp` works up to 88.
 #
-# Which of the two it is can be told: repeat the step with a scale of 1. If the gradients are
-# finite, it was the scale. ([Where a NaN came from](../trace.md) is a question that ampwise answers
-# by itself.)
+# To tell the two apart, repeat the step with a scale of 1. If the gradients are finite, it was the
+# scale. (ampwise finds [where a NaN came from](../trace.md) automatically.)
 #
-# ### A scale that finds its place
+# ### Dynamic loss scaling
 #
 # So the scale is found by trial. `GradScaler` starts at 65536, halves after every overflow, and
-# doubles after 2000 steps without one. The rule is short enough to write down:
+# doubles after 2000 steps without one. The whole rule:
 
 
 # %%
 def next_scale(scale, clean_steps, overflowed, interval=2000):
-    """The scale and the count of clean steps after a step."""
+    """Return the scale and the count of clean steps after a step."""
     if overflowed:
         return scale / 2, 0
     return (scale * 2, 0) if clean_steps + 1 == interval else (scale, clean_steps + 1)
@@ -838,19 +837,18 @@ assert next_scale(65536.0, 5, overflowed=True) == (32768.0, 0)
 assert next_scale(65536.0, 1999, overflowed=False) == (131072.0, 0)
 
 # %% [markdown]
-# ## 5. The step by hand
+# ## 5. The step with torch.amp
 #
-# Here is the whole step with `torch.amp`, with everything that belongs to it. The order is the
-# point: each line stands where it stands for a reason, and section 9 shows what happens if it does
-# not.
+# Here is the complete step with `torch.amp`. The order matters: section 9 shows what happens if a
+# line is in another place.
 #
-# 1. forward pass **inside** autocast; backward pass outside of it;
+# 1. run the forward pass **inside** autocast, and the backward pass outside;
 # 2. `scale` the loss, and call backward on that;
-# 3. `unscale_`, then clip: a norm is a norm of true gradients;
-# 4. `scaler.step` leaves the optimizer out if a gradient is inf or NaN;
+# 3. `unscale_`, then clip: the norm must be that of unscaled gradients;
+# 4. `scaler.step` skips the optimizer step if a gradient is inf or NaN;
 # 5. `update` changes the scale, once a step;
-# 6. the scheduler moves only if the optimizer did. `torch.amp` has no way to ask; that the scale
-#    went down is the usual clue, and asking for it makes a GPU wait.
+# 6. the scheduler advances only if the optimizer did. `torch.amp` does not say whether it did; the
+#    usual sign is that the scale went down, and reading the scale syncs with the GPU.
 #
 # To see something within 40 steps, the scale starts far too high, and tries to double every 9
 # steps.
@@ -890,7 +888,7 @@ print(f"FP16: loss {first:.2f} -> {final:.2f}, {len(skips)} of {STEPS} steps ski
 
 # %% [markdown]
 # The scale falls from its wrong start to where the gradients fit, one skipped step at a time, and
-# then knocks at the ceiling now and again:
+# then tries a larger scale from time to time:
 
 # %% tags=["hide-input"]
 figure, axes = plt.subplots(figsize=(8, 2.6), layout="constrained")
@@ -937,11 +935,11 @@ for _, told_scale, skipped in told:  # the rule written down above, step by step
 # %% [markdown]
 # ### What autocast does
 #
-# Autocast decides by operation. Products run in 16 bits, whatever they are given. For others there
-# are lists, and they are **not the same on a CPU as on CUDA**: softmax, layer_norm, sum and exp run in
-# FP32 on CUDA, and here in what they are given, which after a product is FP16; mean and batch_norm are
-# on no list anywhere. The CPU's column is tried out, with inputs in FP16 and in FP32; that of CUDA is
-# torch's own list, as ampwise has it. ([All of them](../concepts/autocast.md).)
+# Autocast decides by operation. Matmuls run in 16 bits, whatever their input dtype. For other
+# operations there are lists, which are **not the same on a CPU as on CUDA**: softmax, layer_norm, sum
+# and exp run in FP32 on CUDA, but on a CPU in the dtype of their input, which after a matmul is FP16;
+# mean and batch_norm are on neither list. The CPU column below is measured with FP16 and FP32 inputs;
+# the CUDA column is torch's list. ([All operations](../concepts/autocast.md).)
 
 # %% tags=["hide-input"]
 ones = torch.ones(4)
@@ -959,7 +957,7 @@ TRIED = {
 
 
 def runs_in(operation):
-    """What it runs in under autocast on this CPU, by what comes out of it."""
+    """Return what an operation runs in under CPU autocast, by its output dtype."""
     with torch.autocast("cpu", torch.float16):
         out = {operation(torch.ones(4, 4, dtype=given)).dtype for given in SHORT}
     return SHORT[out.pop()] if len(out) == 1 else "as it comes"
@@ -986,12 +984,12 @@ for name in ("mean", "batch_norm"):
     assert on_cpu[name] == on_cuda[name] == "as it comes"
 
 # %% [markdown]
-# ## 6. The step by Engine
+# ## 6. The step with Engine
 #
-# The same step in one call. `Engine` does what the loop above does, in an order that cannot be
-# wrong, and says of every step whether it was skipped. On a CPU its weights equal those of the loop
-# by hand, to the last bit. (`trace=False` leaves out the replay that explains bad steps; here they
-# are meant to be bad.)
+# The same step in one call. `Engine` does what the loop above does, always in the right order, and
+# reports for every step whether it was skipped. On a CPU its weights equal those of the loop above,
+# bit for bit. (`trace=False` disables the replay that explains bad steps; here they are
+# intentional.)
 
 # %%
 model, optimizer = fresh()
@@ -1018,10 +1016,10 @@ assert engine.history["skipped"] == [skipped for _, _, skipped in told[:12]]
 # ## 7. FP16 or BF16
 #
 # BF16 has FP32's exponent. The histogram of section 2 fits it without any scale, with more than forty
-# powers of two to spare at its lower end. It pays with three bits of mantissa: BF16 rounds eight times
-# as coarsely as FP16. So eight times is the error of a gradient, too, as long as the model is smooth;
-# with ReLU it is less, since there both pay for something else as well: where rounding moves a number
-# across zero, a whole gradient is switched on or off.
+# powers of two to spare at its lower end. In return it has three fewer mantissa bits: BF16 rounds
+# eight times as coarsely as FP16. The error of a gradient is eight times as large, too, if the model
+# is smooth. With ReLU the ratio is smaller, since both formats have an additional error: where
+# rounding moves a number across zero, a whole gradient is switched on or off.
 
 # %%
 for name in ("fp16", "bf16"):
@@ -1031,7 +1029,7 @@ for name in ("fp16", "bf16"):
 
 
 def error_of(dtype, scale):
-    """How far the weights' gradients are from those of FP32, as a share of their norm."""
+    """Return the relative error of the weights' gradients against FP32."""
     _, exact = gradients(wide_model, *next(batches(seed=7)))
     _, narrow = gradients(wide_model, *next(batches(seed=7)), dtype, scale)
     apart = sum((narrow[n].double() / scale - exact[n]).square().sum() for n in exact)
@@ -1060,8 +1058,8 @@ assert 6.5 < times["the gradient, with GELU"] < 9.5
 assert 2 < times["the gradient, with ReLU"] < 6
 
 # %% [markdown]
-# Does that matter? Train once more, in BF16, by the Engine: no scale, no skipped step. The noise of
-# the batches is larger than that of the rounding, by far.
+# Does that matter? Train once more, in BF16, with the Engine: no scale, no skipped step. The noise of
+# the batches is much larger than that of the rounding.
 
 # %%
 model, optimizer = fresh()
@@ -1080,8 +1078,8 @@ assert engine.skipped_steps == 0
 assert step.scale == 1
 
 # %% [markdown]
-# The three runs beside each other. FP16 is a few steps behind, those that it skipped while its
-# scale came down from where this lesson had put it:
+# The three runs together. FP16 is a few steps behind: it skipped steps while its scale came down from
+# the value that this lesson chose:
 
 # %% tags=["hide-input"]
 figure, axes = plt.subplots(figsize=(8, 3), layout="constrained")
@@ -1113,10 +1111,10 @@ assert abs(last["FP16"] - last["FP32"]) < 0.2
 
 # %% [markdown]
 # So: **BF16 where the hardware multiplies in it, FP16 with a loss scale where it does not.** That
-# is a question of the device's matrix units, not of what torch answers:
-# `torch.cuda.is_bf16_supported()` says True for a V100, which emulates it slowly, unless you pass
-# `including_emulation=False`. `precision="auto"` goes by the matrix units; for devices that are not
-# here there is a catalog:
+# depends on the device's tensor cores, not on what torch reports:
+# `torch.cuda.is_bf16_supported()` returns True for a V100, which emulates it slowly, unless you pass
+# `including_emulation=False`. `precision="auto"` chooses by the tensor cores; for other devices than
+# this machine's there is a catalog:
 
 # %%
 CARDS = [
@@ -1126,7 +1124,7 @@ CARDS = [
     "NVIDIA H100 80GB HBM3",
     "NVIDIA B200",
 ]
-known = {name: ampwise.find_gpu(name).matrix_formats for name in CARDS}
+known = {name: ampwise.find_gpu(name).tensor_core_formats for name in CARDS}
 asked = ["tf32", "fp16", "bf16", "fp8", "mxfp8"]
 table(
     ["device", *asked],
@@ -1138,16 +1136,16 @@ assert "fp8" not in known["NVIDIA GeForce RTX 3090"]
 assert "fp8" in known["NVIDIA H100 80GB HBM3"]
 
 # %% [markdown]
-# Two reasons to prefer FP16 even so: its three bits more, where rounding is what hurts (such as in
-# reinforcement learning, where a sampler and a trainer have to agree); and hardware without BF16.
-# On Ampere and later both run at the same rate.
+# There are two reasons to prefer FP16: its three additional bits, where rounding is the problem (such
+# as in reinforcement learning, where a sampler and a trainer have to agree), and hardware without
+# BF16. On Ampere and later both run at the same rate.
 #
 # ## 8. What it saves
 #
 # ### Memory
 #
 # "Half the memory" is not what autocast gives. It leaves the weights in FP32, and so their
-# gradients, and so Adam's two moments. Count the bytes of the model that was just trained in BF16:
+# gradients, and Adam's two moments. Count the bytes of the model that was just trained in BF16:
 
 # %%
 loss_of(model, x, y).backward()
@@ -1166,18 +1164,17 @@ bytes_each = {
     for name, tensors in held.items()
 }
 table(
-    ["in BF16 by autocast", "bytes a parameter"],
-    [*bytes_each.items(), ("together", sum(bytes_each.values()))],
+    ["BF16 autocast", "bytes per parameter"],
+    [*bytes_each.items(), ("total", sum(bytes_each.values()))],
 )
 assert bytes_each == {"weights": 4, "gradients": 4, "Adam's moments": 8}
 
 # %% [markdown]
-# 16 bytes a parameter, in FP32 as under autocast. Until the backward pass is done, autocast even adds
-# up to 2: the copies in 16 bits of the matrices that it multiplies by. What shrinks is what the forward
-# pass leaves behind for the backward pass: the activations. How much that is depends on the batch.
-# `ampwise.memory` runs a step on tensors that have a shape and no memory, as CUDA would run it, and
-# counts. For this very GPT (at one window, nearly all of it is the workspace that cuBLAS, the library
-# of matrix products, takes anyway):
+# 16 bytes per parameter, in FP32 and under autocast. Until the backward pass is done, autocast even
+# adds up to 2: the 16-bit copies of the weight matrices. What shrinks is what the forward pass saves
+# for the backward pass: the activations. How much that is depends on the batch. `ampwise.memory` runs
+# a step on tensors that have a shape but no memory, as CUDA would run it, and counts the bytes. For
+# this GPT (with one window, nearly all of it is the workspace of cuBLAS, the library of matmuls):
 
 
 # %%
@@ -1187,7 +1184,7 @@ def make(batch=8):
     return model, (x, x), lambda x, y: loss_of(model, x, y)
 
 
-EMULATED = False  # as on a GPU, where matrix units need no help
+EMULATED = False  # as on a GPU, where tensor cores need no help
 counted = ampwise.memory(make, precisions=["fp32", "bf16"], batch=[1, 256], largest=False)
 EMULATED = True
 peaks = {
@@ -1196,7 +1193,7 @@ peaks = {
 }
 saved = {batch: 1 - narrow / wide for batch, (wide, narrow) in peaks.items()}
 table(
-    ["windows a batch", "FP32, peak MB", "BF16, peak MB", "saved"],
+    ["windows per batch", "FP32, peak MB", "BF16, peak MB", "saved"],
     [
         [
             batch,
@@ -1212,11 +1209,11 @@ assert counted.at("fp32", 1).split["workspaces"] > 0.9 * counted.at("fp32", 1).p
 assert 1.5 < counted.at("bf16", 256).most["cast cache"] / parameters <= 2
 
 # %% [markdown]
-# And for 7 B parameters, which guides like to count (one that is passed around says 122 GB in FP32
-# and 117 GB in FP16, with FP16 gradients that autocast does not have and 5 GB of activations
-# whatever the batch). Ours, from `ampwise memory`, for four sequences of 2,048 tokens; each kind at
-# its most, in GB of 10⁹ bytes. The peak is below the sum of its row, since activations go as
-# gradients come:
+# The same for 7 B parameters, a popular example (one widely shared guide says 122 GB in FP32 and
+# 117 GB in FP16, with FP16 gradients, which autocast does not have, and 5 GB of activations whatever
+# the batch). These numbers are from `ampwise memory`, for four sequences of 2,048 tokens; each column
+# is a maximum, in GB of 10⁹ bytes. The peak is below the sum of its row, since activations are freed
+# while gradients are allocated:
 
 # %%
 seven_billion, file = results("lowbit_7b")
@@ -1234,14 +1231,14 @@ assert 0.08 < 1 - mixed["peak"] / plain["peak"] < 0.13
 assert by_precision["bf16-pure", "adamw8bit"]["peak"] < plain["peak"] / 2
 
 # %% [markdown]
-# Autocast alone saves a tenth of that peak; to halve it takes weights in BF16 with care for small
-# updates, and an optimizer whose state has 8 bits ([fewer bytes a parameter](../low_bit.md)). The
-# GPT above is the other extreme, a small model with a large batch: a third.
+# Autocast alone saves a tenth of that peak; to halve it takes BF16 weights that do not lose small
+# updates, and an optimizer with an 8-bit state ([fewer bytes per parameter](../low_bit.md)). The GPT
+# above is the other extreme, a small model with a large batch, which saves a third.
 #
 # ### Time
 #
-# Speed is not a property of a format, but of a model on a device. These are whole training steps,
-# measured by `ampwise compare`, from the results that are in the repository:
+# Speed depends on the model and the device, not only on the format. These are complete training
+# steps, measured by `ampwise compare`, from the results in the repository:
 
 # %% tags=["hide-input"]
 SUBJECTS = {
@@ -1308,21 +1305,21 @@ assert torch.get_float32_matmul_precision() == "highest"  # TF32 is off
 assert all(2 < gains["tf32"] < 4 for gains in gain.values())
 
 # %% [markdown]
-# Read three things from it. Guides promise "2 to 3 times"; a GPT gains more than five, a small
-# model stays below three, and its FP16 is behind TF32: there the GPU is idle half of the time.
-# FP16 and BF16 multiply at the same rate, and yet whole steps differ
-# either way: by a few percent in the GPTs, by about a quarter in ResNet-50, where FP16 is ahead
-# (why, we do not know). And TF32, which is one switch, `torch.set_float32_matmul_precision("high")`,
-# and off by default for matrix products, brings the first factor of two to four.
+# Three results stand out. Guides promise "2 to 3 times"; a GPT is more than five times faster, a
+# small model less than three times, and there FP16 is slower than TF32: the GPU is idle half of the
+# time. FP16 and BF16 matmuls run at the same rate, yet complete steps differ in both directions: by a
+# few percent in the GPTs, by about a quarter in ResNet-50, where FP16 is faster (we do not know why).
+# And TF32 alone is two to four times faster than FP32; it is one switch,
+# `torch.set_float32_matmul_precision("high")`, and off by default for matmuls.
 #
-# None of it is your model on your device: `ampwise compare train:make` measures that, and says why,
-# where little is gained.
+# Your model on your device may differ: `ampwise compare train:make` measures it, and says why if
+# little is gained.
 #
 # ## 9. Pitfalls
 #
-# Mixed precision seldom fails with an error. Most of these run, and are wrong: first the failing
-# cell, with the damage in numbers, then the mended one. A comment such as "noqa: AMP101" tells
-# `ampwise check`, the linter, that what it finds there is meant; without it, this lesson would not
+# Mixed precision seldom fails with an error. Most of these examples run and are wrong: first the
+# failing cell, with the damage in numbers, then the fixed one. A comment such as "noqa: AMP101" tells
+# the linter, `ampwise check`, that the mistake is intentional; without it, this lesson would not
 # pass. The model is now a small one:
 
 
@@ -1349,13 +1346,13 @@ def flat(model):
 # ### Order
 #
 # **1. FP16 without a loss scale.** A network fits a curve; its loss has a weight of 1e-4, as
-# auxiliary losses have. In FP32, Adam does not care, since it divides by the size of the gradient.
-# In FP16 the small gradients are gone before Adam sees them.
+# auxiliary losses have. In FP32 that makes no difference to Adam, which divides by the size of the
+# gradient. In FP16 the small gradients are zero before Adam sees them.
 
 
 # %% tags=["failing", "pitfall-no-scale"]
 def fit(forward, scaler):
-    """250 steps on sin(6x): the losses, unweighted, and the share of zero gradients."""
+    """Fit sin(6x); return the unweighted losses and the share of zero gradients."""
     torch.manual_seed(0)
     model = nn.Sequential(
         Linear(1, 32), nn.Tanh(), Linear(32, 32), nn.Tanh(), Linear(32, 1)
@@ -1391,9 +1388,9 @@ assert zeros_unscaled > 0.5
 assert min(curve_unscaled) > 3 * min(curve_fp32)
 
 # %% [markdown]
-# Mended: the scaler is switched on.
+# Fixed: enable the scaler.
 
-# %% tags=["mended", "pitfall-no-scale"]
+# %% tags=["fixed", "pitfall-no-scale"]
 curve_scaled, zeros_scaled = fit(in_fp16, torch.amp.GradScaler("cpu"))
 print(f"scaled FP16 ends at {curve_scaled[-1]:.4f}, with {percent(zeros_scaled)} % zero")
 assert zeros_scaled < 0.01
@@ -1413,13 +1410,13 @@ show(
     figure,
     "Three loss curves on a logarithmic scale. FP32 and scaled FP16 fall together below 0.01; unscaled FP16 falls "
     "early, too, and from step 90 on stays above them.",
-    "A curve fit in FP32 and FP16. Without a loss scale, training slows down and nobody says why.",
+    "A curve fit in FP32 and FP16. Without a loss scale, training slows down, without any error.",
 )
 
 # %% [markdown]
 # **2. Clipping before `unscale_`.** The gradients are still multiplied by 65536. Clipped to a norm
-# of 0.1, and then divided by the scale, they have a norm of 0.1 / 65536. Guides say that such a
-# clip "does nothing"; it stops the training.
+# of 0.1, and then divided by the scale, they have a norm of 0.1 / 65536. Guides say that such
+# clipping "does nothing"; in fact it stops the training.
 
 
 # %% tags=["failing", "pitfall-clip"]
@@ -1442,11 +1439,11 @@ print(f"clipped to 0.1, and the weights moved by {moved_wrong:.1e}")
 assert moved_wrong < 1e-5
 
 # %% [markdown]
-# Mended: unscale first. (`scaler.clip_(optimizer, 0.1)` of `ampwise.GradScaler`, or
+# Fixed: unscale first. (`scaler.clip_(optimizer, 0.1)` of `ampwise.GradScaler`, or
 # `Engine(clip_norm=0.1)`, cannot get it wrong.)
 
 
-# %% tags=["mended", "pitfall-clip"]
+# %% tags=["fixed", "pitfall-clip"]
 def step_clipped(model, x, y):
     optimizer, scaler = (
         torch.optim.SGD(model.parameters(), lr=1.0),
@@ -1468,7 +1465,7 @@ assert abs(moved - 0.1) < 1e-3
 assert 0.5 < moved / moved_wrong / 65536 < 2
 
 # %% [markdown]
-# **3. A step past the scaler.** `optimizer.step()` instead of `scaler.step(optimizer)`: gradients
+# **3. A step that bypasses the scaler.** `optimizer.step()` instead of `scaler.step(optimizer)`: gradients
 # that are 65536 times too large, and no check for inf.
 
 
@@ -1488,13 +1485,13 @@ model, x, y = toy()
 loss = step_past_scaler(model, x, y)
 wrecked = half_loss(model, x, y).item()
 print(f"loss {loss:.2f} -> {wrecked:.2f}")
-assert not wrecked < 100  # NaN, too, is not less
+assert not wrecked < 100  # also True for NaN
 
 # %% [markdown]
-# Mended: the scaler steps, and `update` follows.
+# Fixed: the scaler steps, and `update` follows.
 
 
-# %% tags=["mended", "pitfall-step-past-scaler"]
+# %% tags=["fixed", "pitfall-step-past-scaler"]
 def step_by_scaler(model, x, y):
     optimizer, scaler = (
         torch.optim.SGD(model.parameters(), lr=0.1),
@@ -1515,7 +1512,7 @@ assert after < loss
 
 # %% [markdown]
 # **4. Weights in FP16.** `model.half()` is not mixed precision: the weights themselves lose what
-# updates add. The scaler refuses, with a message that puzzles many.
+# updates add. The scaler refuses, with a message that many find puzzling.
 
 # %% tags=["failing", "pitfall-half-weights"]
 model, x, y = toy()
@@ -1534,9 +1531,9 @@ print(f"ValueError: {refused}")
 assert refused == "Attempting to unscale FP16 gradients."
 
 # %% [markdown]
-# Mended: weights in FP32, and autocast makes the 16-bit copies that products need.
+# Fixed: keep the weights in FP32; autocast makes the 16-bit copies for matmuls.
 
-# %% tags=["mended", "pitfall-half-weights"]
+# %% tags=["fixed", "pitfall-half-weights"]
 model, x, y = toy()
 optimizer, scaler = (
     torch.optim.SGD(model.parameters(), lr=0.1),
@@ -1550,9 +1547,9 @@ assert model[0].weight.dtype == model[0].weight.grad.dtype == torch.float32
 # %% [markdown]
 # ### Bookkeeping
 #
-# **5. Asking the wrong question about a skip.** Guides look at
+# **5. Testing for a skipped step in the wrong way.** Guides use
 # `scaler._found_inf_per_device(optimizer)`. It is a dictionary with an entry for each device, so it
-# is true whenever there are gradients, good or bad.
+# is true whenever there are gradients, finite or not.
 
 # %% tags=["failing", "pitfall-was-it-skipped"]
 model, x, y = toy()
@@ -1566,14 +1563,14 @@ scaler.step(optimizer)
 says_skipped = bool(scaler._found_inf_per_device(optimizer))
 scaler.update()
 moved = not torch.equal(before, flat(model))
-print(f"says skipped: {says_skipped}; in truth the weights moved: {moved}")
+print(f"says skipped: {says_skipped}; but the weights moved: {moved}")
 assert says_skipped
 assert moved
 
 # %% [markdown]
-# Mended: `ampwise.GradScaler` is torch's scaler, and can be asked. So can a step of the Engine.
+# Fixed: `ampwise.GradScaler`, a subclass of torch's, has `skipped`. So has a step of the Engine.
 
-# %% tags=["mended", "pitfall-was-it-skipped"]
+# %% tags=["fixed", "pitfall-was-it-skipped"]
 model, x, y = toy()
 optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.1), ampwise.GradScaler("cpu")
 answers = []
@@ -1587,7 +1584,7 @@ print(f"a good batch skipped: {answers[0]}; a batch with inf skipped: {answers[1
 assert answers == [False, True]
 
 # %% [markdown]
-# **6. A scheduler that moves on skipped steps.** The scale starts too high here, as it may in every
+# **6. A scheduler that advances on skipped steps.** The scale starts too high here, as it may in any
 # run, and ten steps are skipped. The warm-up is over before the first update.
 
 # %% tags=["failing", "pitfall-scheduler"]
@@ -1611,9 +1608,9 @@ assert math.isclose(rate, 0.1)
 assert not moved
 
 # %% [markdown]
-# Mended: the Engine holds its scheduler on a skip. (By hand: as in section 5.)
+# Fixed: the Engine does not advance its scheduler on a skip. (With `torch.amp`: see section 5.)
 
-# %% tags=["mended", "pitfall-scheduler"]
+# %% tags=["fixed", "pitfall-scheduler"]
 model, x, y = toy()
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, total_iters=10)
@@ -1657,10 +1654,10 @@ assert ratio > 2
 assert error > 0.2
 
 # %% [markdown]
-# Mended: tell the Engine what a micro-batch weighs. Its update is that of the whole batch. (By hand:
-# `reduction="sum"`, divided by the number of targets in all four.)
+# Fixed: pass the weight of a micro-batch to the Engine. Its update then equals that of the whole
+# batch. (Without the Engine: `reduction="sum"`, divided by the number of targets in all four.)
 
-# %% tags=["mended", "pitfall-accumulation"]
+# %% tags=["fixed", "pitfall-accumulation"]
 start = copy.deepcopy(model.state_dict())
 optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
 engine = ampwise.Engine(
@@ -1670,19 +1667,19 @@ for micro_x, micro_y in zip(x.chunk(4), y.chunk(4), strict=True):
     step = engine.step(lambda x, y: F.cross_entropy(model(x), y), micro_x, micro_y)
 update = start["2.weight"] - model[2].weight.detach()
 error = ((update - true_gradient).norm() / true_gradient.norm()).item()
-print(f"the update differs from that of the whole batch by a share of {error:.0e}")
+print(f"relative difference from the update of the whole batch: {error:.0e}")
 assert step.applied
 assert error < 1e-5
 
 # %% [markdown]
 # **8. A checkpoint without the scaler.** This model needs a scale far below 65536. Resumed without
-# it, the scaler begins from the start again: steps are skipped once more, and the run is not the
-# one that it would have been.
+# it, the scaler starts from its initial scale again: steps are skipped once more, and the run differs
+# from an uninterrupted one.
 
 
 # %% tags=["failing", "pitfall-checkpoint"]
 def steps(model, optimizer, scaler, count):
-    """Train on a loss with large gradients; how many steps were skipped."""
+    """Train on a loss with large gradients; return how many steps were skipped."""
     skipped = 0
     for number in range(count):
         torch.manual_seed(number)
@@ -1725,10 +1722,10 @@ assert again >= first_skips - 1 >= 1
 assert not torch.equal(flat(model), unbroken)
 
 # %% [markdown]
-# Mended: the scaler's state belongs to the checkpoint. (`engine.state_dict()` has it, and
-# schedulers and random numbers too.)
+# Fixed: save the scaler's state in the checkpoint. (`engine.state_dict()` contains it, and the state
+# of schedulers and random number generators.)
 
-# %% tags=["mended", "pitfall-checkpoint"]
+# %% tags=["fixed", "pitfall-checkpoint"]
 model, optimizer, scaler = parts()
 loaded = torch.load(io.BytesIO(complete.getvalue()), weights_only=True)
 model.load_state_dict(loaded["model"])
@@ -1768,10 +1765,10 @@ assert torch.equal(held_until_then, torch.ones(3))
 assert weight.isnan().all()
 
 # %% [markdown]
-# Mended: `ampwise.GradScaler` has a floor. There it stops, says why, and the weights are as they
-# were.
+# Fixed: `ampwise.GradScaler` has a minimum scale. There it raises an error that says why, and the
+# weights are unchanged.
 
-# %% tags=["mended", "pitfall-floor"]
+# %% tags=["fixed", "pitfall-floor"]
 weight = nn.Parameter(torch.ones(3))
 optimizer, scaler = torch.optim.SGD([weight], lr=0.1), ampwise.GradScaler("cpu")
 stopped = None
@@ -1790,9 +1787,9 @@ assert torch.equal(weight, torch.ones(3))
 # %% [markdown]
 # ### Range
 #
-# **10. A softmax by hand.** Similarities between -1 and 1 over a temperature of 0.07, as in
-# contrastive losses, go up to 14; `exp` of FP16 ends at 11.09. (CUDA's autocast runs `exp` in FP32
-# and forgives this one; a CPU's does not, nor does a model in `.half()`.)
+# **10. A softmax written out.** Similarities between -1 and 1 over a temperature of 0.07, as in
+# contrastive losses, go up to 14; `exp` in FP16 overflows from 11.09 on. (CUDA's autocast runs `exp`
+# in FP32, so this works there; not on a CPU, nor in a model in `.half()`.)
 
 # %% tags=["failing", "pitfall-softmax"]
 torch.manual_seed(0)
@@ -1810,9 +1807,9 @@ assert raised.isinf().any()
 assert not loss.isfinite()
 
 # %% [markdown]
-# Mended: `cross_entropy` subtracts the largest logit first, in FP32.
+# Fixed: `cross_entropy` subtracts the largest logit first, in FP32.
 
-# %% tags=["mended", "pitfall-softmax"]
+# %% tags=["fixed", "pitfall-softmax"]
 with torch.autocast("cpu", torch.float16):
     similarities = a @ b.T
 loss = F.cross_entropy(similarities.float() / 0.07, torch.arange(8))
@@ -1820,9 +1817,9 @@ print(f"loss: {loss:.4f}")
 assert loss.isfinite()
 
 # %% [markdown]
-# **11. Autocast switched off, and nothing cast.** A loss of one's own should run in FP32, so autocast
-# is switched off around it. That casts nothing: what came out of the model is FP16, and now even a sum
-# that CUDA's autocast would have run in FP32 is FP16.
+# **11. Autocast disabled, but nothing cast.** A custom loss should run in FP32, so autocast is
+# disabled for it. That casts nothing: the model's output is FP16, and now even a sum that CUDA's
+# autocast would have run in FP32 is FP16.
 
 # %% tags=["failing", "pitfall-switched-off"]
 x = torch.full((1, 64), 40.0)
@@ -1835,9 +1832,9 @@ assert energy.dtype == torch.float16
 assert energy.isinf()
 
 # %% [markdown]
-# Mended: cast what comes from outside. (`@ampwise.keep("fp32")` on a function does both.)
+# Fixed: cast the inputs. (`@ampwise.keep("fp32")` on a function does both.)
 
-# %% tags=["mended", "pitfall-switched-off"]
+# %% tags=["fixed", "pitfall-switched-off"]
 with torch.autocast("cpu", torch.float16):
     features = F.linear(x, torch.eye(64))
     with torch.autocast("cpu", enabled=False):
@@ -1862,10 +1859,10 @@ print(f"RuntimeError: {refused}")
 assert "overflow" in refused
 
 # %% [markdown]
-# Mended: minus infinity, where every row keeps at least one place; `torch.finfo(scores.dtype).min`
-# otherwise.
+# Fixed: minus infinity, if every row keeps at least one position; otherwise
+# `torch.finfo(scores.dtype).min`.
 
-# %% tags=["mended", "pitfall-mask"]
+# %% tags=["fixed", "pitfall-mask"]
 shares = scores.masked_fill(masked, -math.inf).softmax(-1)
 print(shares[1].tolist())
 assert shares.isfinite().all()
@@ -1882,10 +1879,10 @@ assert fp16(1e-8) == 0
 assert protected[0] == -math.inf
 
 # %% [markdown]
-# Mended: to FP32 first, then the logarithm. (A loss from logits, such as `cross_entropy`, needs no
+# Fixed: cast to FP32 first, then take the logarithm. (A loss from logits, such as `cross_entropy`, needs no
 # epsilon at all.)
 
-# %% tags=["mended", "pitfall-epsilon"]
+# %% tags=["fixed", "pitfall-epsilon"]
 protected = torch.log(chance.float() + 1e-8)
 print(f"log(p + 1e-8) in FP32: {[round(value, 2) for value in protected.tolist()]}")
 assert protected.isfinite().all()
@@ -1915,12 +1912,12 @@ assert in_bf16 == 1.0
 assert torch.tensor([1 - 2.0**-8, 1 - 2.0**-9]).bfloat16().tolist() == [1 - 2.0**-8, 1.0]
 
 # %% [markdown]
-# Mended: keep the weights in FP32 (autocast does), or let `"bf16-pure"` round by chance or keep the
-# rest beside the weight. 300 steps of 0.001 should lead to 0.7; there are 1024 weights now, since
-# chance is right in the mean.
+# Fixed: keep the weights in FP32 (autocast does), or use `"bf16-pure"`, with stochastic rounding or
+# with a compensation term for each weight (Kahan). 300 steps of 0.001 should lead to 0.7; there are
+# 1024 weights now, since stochastic rounding is right on average.
 
 
-# %% tags=["mended", "pitfall-bf16-weights"]
+# %% tags=["fixed", "pitfall-bf16-weights"]
 class Weight(nn.Module):
     def __init__(self):
         super().__init__()
@@ -1945,14 +1942,14 @@ for precision in ("bf16-pure", "bf16-pure,kahan"):
 assert all(abs(value - 0.7) < 0.01 for value in ended.values())
 
 # %% [markdown]
-# **15. One NaN, and no guard.** BF16 needs no scaler, and so nobody looks at the gradients. One NaN
-# in one of them, and clipping computes a norm of NaN, and multiplies every gradient by it. (A hook
-# puts it there, in place of a bad batch.)
+# **15. One NaN, and no check.** BF16 needs no scaler, so nothing checks the gradients. With one NaN in
+# one of them, clipping computes a norm of NaN, and multiplies every gradient by it. (A hook adds the
+# NaN here, in place of a bad batch.)
 
 
 # %% tags=["failing", "pitfall-nan"]
 def poison(model):
-    """From now on, one number of one gradient is NaN."""
+    """Make one number of one gradient NaN from now on."""
     nan = torch.tensor([math.nan, 0.0, 0.0, 0.0])
     return model[2].bias.register_hook(lambda gradient: gradient + nan)
 
@@ -1976,9 +1973,9 @@ assert bad == 1
 assert ruined == 1
 
 # %% [markdown]
-# Mended: the Engine skips a step whose gradients are not finite, in every precision.
+# Fixed: the Engine skips a step whose gradients are not finite, in every precision.
 
-# %% tags=["mended", "pitfall-nan"]
+# %% tags=["fixed", "pitfall-nan"]
 model, x, y = toy()
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 engine = ampwise.Engine(model, optimizer, "bf16", clip_norm=1.0, trace=False)
@@ -1996,17 +1993,17 @@ assert following.applied
 # %% [markdown]
 # ## 10. Monitoring
 #
-# Three numbers tell nearly all: the scale, the share of steps that are skipped, and how near the
-# gradients are to the lower end of the format. A run is well while the scale stays about where it is,
-# a skip is rare, and few gradients have fewer bits. It is not if the scale halves again and again, or
-# steps are skipped every few, or the loss jumps.
+# Three numbers say most: the scale, the share of skipped steps, and how near the gradients are to the
+# lower end of the format. A run is healthy while the scale stays about the same, skips are rare, and
+# few gradients lose bits. It is not if the scale is halved again and again, every few steps are
+# skipped, or the loss jumps.
 #
-# The first two are in `engine.history`. The third needs a count, and the Engine has it anyway, since
-# it reads the gradients once: `engine.census()`. Mind what it can count. What FP16 made zero *at this
-# scale* is zero before anybody can look, so the census of an FP16 run finds next to nothing lost at
-# its own scale, always. What tells of it are the numbers just above the limit, those with fewer bits:
-# where they are few, those below are fewer still. And now and then a backward pass in FP32, as in
-# section 2, tells it to the last one, for what flows between the layers, too.
+# The first two are in `engine.history`. The third needs a count, which the Engine has anyway, since
+# it reads the gradients once: `engine.census()`. It has a limit: what FP16 made zero *at the current
+# scale* was zero before it could be counted, so the census of an FP16 run always finds next to
+# nothing lost at its own scale. The numbers just above the limit, those with fewer bits, show it
+# indirectly: if they are few, those below are fewer still. And an occasional backward pass in FP32, as
+# in section 2, gives the exact count, also for what flows between layers.
 #
 # Train the GPT for a few more steps in FP16:
 
@@ -2046,8 +2043,8 @@ assert short < 0.01
 assert lost["weights"] < 0.0001 < lost["activations"] < 0.005
 
 # %% [markdown]
-# For every *other* scale and format the census answers well. As a picture: the share that would be
-# lost if the gradients of weights were stored in a format, with no scale, or with the best one for each
+# For every *other* scale and format the census is exact. The figure shows the share that would be lost
+# if the gradients of weights were stored in a format, without a scale, or with the best one for each
 # layer.
 
 # %% tags=["hide-input"]
@@ -2105,9 +2102,9 @@ assert share_of["E4M3\neach layer"] < share_of["E4M3\nno scale"] / 2
 # %% [markdown]
 # ### Zeros are not a symptom
 #
-# "More than 5 % zero gradients means that training is about to fail" is a rule without a reason.
-# Look at what was counted in section 2, in FP32, where nothing is lost. Wherever a ReLU is closed,
-# a gradient is zero, and so are those of letters that did not occur:
+# "More than 5 % zero gradients means that training is about to fail" is not true. Look at the count
+# of section 2, in FP32, where nothing is lost. Where a ReLU is off, a gradient is zero, and so are
+# those of letters that did not occur:
 
 # %%
 closed = {
@@ -2126,15 +2123,15 @@ assert min(closed.values()) > 0.4
 assert whole.zeros / whole.count > 0.2
 
 # %% [markdown]
-# What matters is the share that is *not* zero in wider arithmetic and becomes zero in the narrow
-# one, at the present scale, and whether it grows. The rules
+# What matters is the share that is *not* zero in a wider format and becomes zero in the narrow one,
+# at the current scale, and whether it grows. The rules
 # [AMP601](../rules/AMP601-gradient-underflow.md) and [AMP602](../rules/AMP602-underflow-rising.md)
-# go by that: they estimate it from the numbers just above the limit.
+# estimate that share from the numbers just above the limit.
 #
-# ### A run, watched from outside
+# ### Watching an unmodified script
 #
-# `ampwise run train.py` watches a script that knows nothing of ampwise, and changes none of its
-# results. Here is one with several of the mistakes above:
+# `ampwise run train.py` watches a script without changes to it, and without changing its results.
+# Here is a script with several of the mistakes above:
 
 # %%
 SCRIPT = """\
@@ -2165,18 +2162,18 @@ folder = Path(scratch.name)
 (folder / "train.py").write_text(SCRIPT, encoding="utf-8")
 
 # %% [markdown]
-# It runs to its end without an error. This is what is found:
+# It runs to its end without an error. These are the findings:
 
 
 # %%
-def tell(text):
-    """Print it, with long lines folded."""
+def print_wrapped(text):
+    """Print a text with long lines wrapped."""
     for line in text.splitlines():
         print(textwrap.fill(line, 88, subsequent_indent="    "))
 
 
 def ampwise_says(*words):
-    """What the command line prints, run in the script's folder, and its exit code."""
+    """Run the command in the script's folder; return its exit code and output."""
     out, err = io.StringIO(), io.StringIO()
     with (
         contextlib.chdir(folder),
@@ -2196,44 +2193,41 @@ _, text = ampwise_says("report", "first", "--json")
 first = json.loads(text)
 found = sorted({finding["code"] for finding in first["findings"]})
 for finding in first["findings"]:
-    told = f"{finding['code']} {finding['name']}: {finding['message']}"
-    tell(told)
+    print_wrapped(f"{finding['code']} {finding['name']}: {finding['message']}")
 assert code == 0
 assert {"AMP101", "AMP204"} <= set(found)
 
 # %% [markdown]
-# `ampwise report first -o page.html` makes a page of it, with curves, layers and the fix of each
-# finding.
+# `ampwise report first -o page.html` writes a page with curves, layers and the fix of each finding.
 #
 # ## 11. A checklist that runs
 #
-# A checklist that one ticks off by hand is soon ticked off by habit. This one runs. Its first half
-# reads the script: the linter finds the mistakes without running anything, mends what it safely
-# can, and says what is left.
+# This checklist is code. Its first half reads the script: the linter finds the mistakes without
+# running anything, fixes what it safely can, and reports the others.
 
 # %%
 code, text = ampwise_says("check", "--output-format", "concise", "train.py")
-tell(text)
+print_wrapped(text)
 assert code == 1
 assert "AMP101" in text
 assert "AMP204" in text
 
 # %% [markdown]
-# `--fix` mends what it can without changing anything else, here the order of `unscale_` and the
-# clip. What depends on what you want is left to you, by name and line:
+# `--fix` fixes what it can without changing anything else, here the order of `unscale_` and
+# clipping. What depends on your intent is reported with its line:
 
 # %%
 ampwise_says("check", "--fix", "train.py")
-mended = (folder / "train.py").read_text(encoding="utf-8")
+fixed = (folder / "train.py").read_text(encoding="utf-8")
 code, text = ampwise_says("check", "--output-format", "concise", "train.py")
-tell(text)
-assert mended.index("unscale_") < mended.index("clip_grad_norm_")
+print_wrapped(text)
+assert fixed.index("unscale_") < fixed.index("clip_grad_norm_")
 assert code == 1
 assert "AMP101" not in text
 
 # %% [markdown]
-# So hold the scheduler on a skip, and save the scaler. Then the linter has nothing to say, and
-# neither has a watched run:
+# So do not advance the scheduler on a skip, and save the scaler. Then neither the linter nor a watched
+# run has findings:
 
 # %%
 held = """\
@@ -2242,11 +2236,11 @@ held = """\
     if scaler.get_scale() >= before:
         scheduler.step()
 """
-mended = mended.replace("    scaler.update()\n    scheduler.step()\n", held)
-mended = mended.replace(
+fixed = fixed.replace("    scaler.update()\n    scheduler.step()\n", held)
+fixed = fixed.replace(
     "optimizer.state_dict()}", 'optimizer.state_dict(), "scaler": scaler.state_dict()}'
 )
-(folder / "train.py").write_text(mended, encoding="utf-8")
+(folder / "train.py").write_text(fixed, encoding="utf-8")
 code, text = ampwise_says("check", "--output-format", "concise", "train.py")
 print(f"check: exit code {code}, {text}", end="")
 ampwise_says("run", "--quiet", "--no-timing", "--output", "second", "train.py")
@@ -2256,13 +2250,14 @@ assert code == 0
 assert not second["findings"]
 
 # %% [markdown]
-# The second half asks the run itself. Take it along: give it your engine, a batch and your loss,
-# after a few hundred steps. (Its last question is a step with NaN, which halves the scale.)
+# The second half checks the run itself. Copy it into your project, and call it with your engine, a
+# batch and your loss after a few hundred steps. (Its last check is a step with NaN, which halves the
+# scale.)
 
 
 # %%
 def checklist(engine, model, optimizer, loss_fn, batch):
-    """What should hold of an FP16 run, as pairs of a sentence and whether it does."""
+    """Yield the checks of an FP16 run, each as a sentence and whether it holds."""
     scales, skips = engine.history["scale"], engine.history["skipped"]
     recent, k = len(skips) // 2, round(math.log2(scales[-1]))
     gradients, weights = engine.census().total(), copy.deepcopy(model.state_dict())
@@ -2298,13 +2293,13 @@ def checklist(engine, model, optimizer, loss_fn, batch):
 
 
 # %% [markdown]
-# Asked of two runs of the small model: an ordinary one, and one on a loss that is too small for the
-# scale that it was given.
+# Applied to two runs of the small model: a normal one, and one with a loss that is too small for its
+# scale.
 
 
 # %%
 def answers_of(scaling, weight=1.0):
-    """The checklist's, after 60 steps on a loss of this weight."""
+    """Return the checklist's results after 60 steps on a loss of this weight."""
     model, x, y = toy()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     engine = ampwise.Engine(
@@ -2321,7 +2316,7 @@ def answers_of(scaling, weight=1.0):
 
 well, ill = answers_of({}), answers_of({"init_scale": 1.0}, weight=1e-4)
 table(
-    ["", "a run", "one on a loss of 1e-4, at a scale of 1"],
+    ["", "a normal run", "a run with a loss of 1e-4, at a scale of 1"],
     [[asked, *("yes" if run[asked] else "NO" for run in (well, ill))] for asked in well],
 )
 assert all(well.values())
@@ -2331,16 +2326,15 @@ assert [asked for asked in ill if not ill[asked]] == [
 ]
 
 # %% [markdown]
-# And what no code can check for you: that you compared the loss with an FP32 run over the first few
-# hundred steps, once; that `ampwise compare` says it is faster on *your* device; and that you know
-# what you would do if it were not.
+# What no code can check for you: that you compared the loss with an FP32 run once, over the first few
+# hundred steps, and that `ampwise compare` shows a gain on *your* device.
 #
 # ## 12. Exercises
 #
-# Each has its solution in a folded cell below it.
+# The solutions are in the folded cells.
 #
-# **A.** A gradient of 2e-9 should survive in FP16. What is the smallest power of two that does as a
-# loss scale? And the largest, if the largest gradient is 0.5?
+# **A.** A gradient of 2e-9 should survive in FP16. What is the smallest power of two that suffices as
+# a loss scale? And what is the largest possible, if the largest gradient is 0.5?
 
 # %% tags=["hide-cell"]
 smallest = next(k for k in range(64) if fp16(2e-9 * 2.0**k) > 0)
@@ -2351,7 +2345,7 @@ assert ampwise.census(torch.tensor([2e-9, 0.5])).flushed("fp16", smallest) == 0
 
 # %% [markdown]
 # **B.** What is the smallest learning rate at which plain SGD in BF16 moves a weight of 1.0 down,
-# if the gradient is 1? Why is it not the same for a weight of 1.0 that should go up?
+# if the gradient is 1? Why does moving it up need another learning rate?
 
 # %% tags=["hide-cell"]
 one = torch.tensor(1.0, dtype=torch.bfloat16)
@@ -2366,7 +2360,7 @@ up = next(
     if (one.float() + rate * 1.01).bfloat16() != one
 )
 print(f"just above 2^{math.log2(down):.0f} down, 2^{math.log2(up):.0f} up:")
-print("below 1 the neighbours are twice as near as above it")
+print("below 1, neighbouring numbers are half as far apart as above it")
 assert (down, up) == (2.0**-9, 2.0**-8)
 
 # %% [markdown]
@@ -2381,8 +2375,8 @@ print(f"1e-8 becomes {fp16(1e-8)}, and 0 / 0 is {moved.tolist()}")
 assert moved.isnan().all()
 
 # %% [markdown]
-# **D.** By the counts of section 10, which layer would lose most in E4M3 with one scale for the
-# whole model, and how much with a scale of its own?
+# **D.** According to the counts of section 10, which layer would lose most in E4M3 with one scale for
+# the whole model, and how much would it lose with its own scale?
 
 # %% tags=["hide-cell"]
 common = everything.best_scale("e4m3")
@@ -2398,16 +2392,15 @@ assert own < shares[worst]
 # %% [markdown]
 # ## In short
 #
-# - FP16 has range to lose, BF16 has precision to lose. FP16 needs a loss scale; BF16 needs FP32
-#   weights, and so does FP16.
-# - What a loss scale saves is what flows *between* layers. It moves the histogram; a power of two
-#   costs nothing.
-# - A skipped step is ordinary while the scale finds its place. An inf in the forward pass is not.
-# - Under autocast there are 16 bytes a parameter in every precision; activations shrink.
+# - FP16 has little range, BF16 has little precision. FP16 needs a loss scale; both need FP32 weights.
+# - A loss scale saves the gradients that flow *between* layers. It shifts the histogram; a power of
+#   two loses no bits.
+# - Skipped steps are normal while the scale adapts. An inf in the forward pass is not.
+# - Under autocast there are 16 bytes per parameter in every precision; activations shrink.
 # - Measure the speed on your own device, with your own model.
 # - The order is scale, backward, unscale, clip, step, update, scheduler. Or `engine.step(loss_fn,
 #   x, y)`.
 #
-# From here: [a whole run in production](../guides/production.md), [the Engine](../engine.md), [the
+# Next: [a whole run in production](../guides/production.md), [the Engine](../engine.md), [the
 # scaler](../scaler.md), [where a NaN came from](../trace.md), [FP8](../fp8.md),
 # [memory](../memory.md), [all rules](../rules/index.md).

@@ -1,26 +1,18 @@
-"""Mixed-precision training for PyTorch that is correct by construction and explains itself when it breaks.
+"""Find and fix mixed-precision bugs in PyTorch training.
 
-The public names are those in ``__all__``. They are loaded on first use: ``import ampwise`` brings in neither
-torch nor anything else that is slow, so that reading and explaining source works on a machine without torch.
+The public names are those in ``__all__``. They are loaded on first use: ``import ampwise`` imports neither torch
+nor anything else that is slow, so that ``ampwise check`` works on a machine without torch.
 """
 
 from __future__ import annotations
 
 import importlib
+import sys
 
 TYPE_CHECKING = False  # as in typing, which takes milliseconds to import
 if TYPE_CHECKING:
     from typing import Any
 
-    from ampwise.census.algebra import Census as Census
-    from ampwise.census.count import Count as Count
-    from ampwise.census.device import DeviceCensus as DeviceCensus
-    from ampwise.census.measure import census as census
-    from ampwise.engine.capsules import Capsules as Capsules
-    from ampwise.engine.engine import Engine as Engine
-    from ampwise.engine.precision.keep import keep as keep
-    from ampwise.engine.precision.policy import Policy as Policy
-    from ampwise.engine.scaling.scaler import GradScaler as GradScaler
     from ampwise.errors import AmpwiseError as AmpwiseError
     from ampwise.errors import BadInput as BadInput
     from ampwise.errors import MissingDependency as MissingDependency
@@ -33,93 +25,118 @@ if TYPE_CHECKING:
     from ampwise.finding import Place as Place
     from ampwise.finding import Rule as Rule
     from ampwise.finding import Severity as Severity
-    from ampwise.float8.recipe import Fp8 as Fp8
-    from ampwise.formats import BlockFormat as BlockFormat
-    from ampwise.formats import Format as Format
-    from ampwise.formats import find_format as find_format
-    from ampwise.formats.cast import cast as cast
-    from ampwise.guard.ends import Stopped as Stopped
     from ampwise.guard.guard import Guard as Guard
     from ampwise.guard.ladder import Ladder as Ladder
+    from ampwise.guard.stopping import Stopped as Stopped
     from ampwise.hardware import Gpu as Gpu
     from ampwise.hardware import describe_machine as describe_machine
     from ampwise.hardware import find_gpu as find_gpu
-    from ampwise.low_bit.optimizers import make_optimizer as make_optimizer
-    from ampwise.record.reader import Run as Run
+    from ampwise.numbers.census.algebra import Census as Census
+    from ampwise.numbers.census.count import Count as Count
+    from ampwise.numbers.census.device_census import DeviceCensus as DeviceCensus
+    from ampwise.numbers.census.measure import census as census
+    from ampwise.numbers.formats import BlockFormat as BlockFormat
+    from ampwise.numbers.formats import Format as Format
+    from ampwise.numbers.formats import find_format as find_format
+    from ampwise.numbers.formats.cast import cast as cast
     from ampwise.report.comparison.comparison import Comparison as Comparison
+    from ampwise.report.notebook import Run as Run
     from ampwise.rules import find_rule as find_rule
+    from ampwise.trace.capsule.saving import Capsules as Capsules
     from ampwise.trace.tracing import trace as trace
+    from ampwise.train.engine import Engine as Engine
+    from ampwise.train.float8.recipe import Fp8 as Fp8
+    from ampwise.train.low_bit.optimizers import make_optimizer as make_optimizer
+    from ampwise.train.precision.keep import keep as keep
+    from ampwise.train.precision.policy import Policy as Policy
+    from ampwise.train.scaler.grad_scaler import GradScaler as GradScaler
     from ampwise.tune.advise.asking import advise as advise
     from ampwise.tune.align.align import align as align
     from ampwise.tune.align.pad import pad_ as pad_
     from ampwise.tune.align.pad import unpad_ as unpad_
-    from ampwise.tune.compare.comparing import compare as compare
+    from ampwise.tune.compare.compare import compare as compare
     from ampwise.tune.compare.result import PrecisionComparison as PrecisionComparison
-    from ampwise.tune.diff.diffing import diff as diff
+    from ampwise.tune.diff.diff import diff as diff
     from ampwise.tune.diff.result import Difference as Difference
     from ampwise.tune.memory.estimate import memory as memory
     from ampwise.tune.search.found import Found as Found
-    from ampwise.tune.search.searching import search as search
+    from ampwise.tune.search.search import search as search
 
 _HOMES = {
     "AmpwiseError": "errors",
     "BadInput": "errors",
-    "BlockFormat": "formats",
-    "Capsules": "engine.capsules",
-    "Census": "census.algebra",
+    "BlockFormat": "numbers.formats",
+    "Capsules": "trace.capsule.saving",
+    "Census": "numbers.census.algebra",
     "Comparison": "report.comparison.comparison",
-    "Count": "census.count",
-    "DeviceCensus": "census.device",
+    "Count": "numbers.census.count",
+    "DeviceCensus": "numbers.census.device_census",
     "Difference": "tune.diff.result",
     "Edit": "finding",
-    "Engine": "engine.engine",
+    "Engine": "train.engine",
     "Finding": "finding",
-    "Format": "formats",
-    "Fp8": "float8.recipe",
+    "Format": "numbers.formats",
     "Found": "tune.search.found",
+    "Fp8": "train.float8.recipe",
     "Gpu": "hardware",
-    "GradScaler": "engine.scaling.scaler",
+    "GradScaler": "train.scaler.grad_scaler",
     "Guard": "guard.guard",
     "Ladder": "guard.ladder",
     "MissingDependency": "errors",
     "Place": "finding",
-    "Policy": "engine.precision.policy",
+    "Policy": "train.precision.policy",
     "PrecisionComparison": "tune.compare.result",
     "PrecisionUnavailable": "errors",
     "Rule": "finding",
-    "Run": "record.reader",
+    "Run": "report.notebook",
     "ScaleCollapsed": "errors",
     "Severity": "finding",
-    "Stopped": "guard.ends",
+    "Stopped": "guard.stopping",
     "UnknownName": "errors",
     "UnsupportedTensor": "errors",
     "advise": "tune.advise.asking",
     "align": "tune.align.align",
-    "cast": "formats.cast",
-    "census": "census.measure",
-    "compare": "tune.compare.comparing",
+    "cast": "numbers.formats.cast",
+    "census": "numbers.census.measure",
+    "compare": "tune.compare.compare",
     "describe_machine": "hardware",
-    "diff": "tune.diff.diffing",
-    "find_format": "formats",
+    "diff": "tune.diff.diff",
+    "find_format": "numbers.formats",
     "find_gpu": "hardware",
     "find_rule": "rules",
-    "keep": "engine.precision.keep",
-    "make_optimizer": "low_bit.optimizers",
+    "keep": "train.precision.keep",
+    "make_optimizer": "train.low_bit.optimizers",
     "memory": "tune.memory.estimate",
     "pad_": "tune.align.pad",
-    "search": "tune.search.searching",
+    "search": "tune.search.search",
     "trace": "trace.tracing",
     "unpad_": "tune.align.pad",
 }
 
-_FRAMEWORKS = ("accelerate", "lightning", "transformers")  # a module for each: ``ampwise.lightning``
+_FRAMEWORKS = ("accelerate", "lightning", "transformers")  # short names of modules in ``ampwise.integrations``
+
+
+class _Frameworks:
+    """Finder for the short names: ``import ampwise.lightning`` loads ``integrations/lightning.py``."""
+
+    @staticmethod
+    def find_spec(name: str, path: Any = None, target: Any = None) -> Any:
+        head, _, tail = name.rpartition(".")
+        if head != __name__ or tail not in _FRAMEWORKS:
+            return None
+        from importlib.util import spec_from_file_location
+
+        return spec_from_file_location(name, f"{__path__[0]}/integrations/{tail}.py")
+
+
+sys.meta_path.append(_Frameworks)
 
 __all__ = sorted(_HOMES)
 
 
 def __getattr__(name: str) -> Any:
     if name == "__version__":
-        from ampwise.printers.tool import installed_version
+        from ampwise.finding.version import installed_version
 
         return installed_version() or "unknown"
     if name in _FRAMEWORKS:
@@ -131,11 +148,9 @@ def __getattr__(name: str) -> Any:
     except ModuleNotFoundError as error:
         if error.name != "torch":
             raise
-        from ampwise.errors import MissingDependency
+        from ampwise.errors import needs_torch
 
-        raise MissingDependency(
-            f"ampwise.{name} needs torch, which is not installed. Get it with: pip install 'ampwise[torch]'"
-        ) from error
+        raise needs_torch(f"ampwise.{name}") from error
     return getattr(home, name)
 
 
@@ -144,7 +159,7 @@ def __dir__() -> list[str]:
 
 
 def load_ipython_extension(shell: Any) -> None:
-    """Called by ``%load_ext ampwise``; then ``%%ampwise`` at the top of a cell watches it."""
+    """Load the extension for ``%load_ext ampwise``; then ``%%ampwise`` at the top of a cell watches it."""
     from ampwise.watch.notebook import load_ipython_extension
 
     load_ipython_extension(shell)

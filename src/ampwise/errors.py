@@ -1,14 +1,14 @@
-"""The exceptions, as one tree.
+"""The exceptions that ampwise raises.
 
     AmpwiseError
-    ├── UnknownName          a format, rule or device nobody has heard of (also a LookupError)
-    ├── BadInput             an argument that makes no sense (also a ValueError)
+    ├── UnknownName          an unknown format, rule or device (also a LookupError)
+    ├── BadInput             an invalid argument (also a ValueError)
     ├── UnsupportedTensor    a tensor that cannot be measured or cast (also a TypeError)
-    ├── MissingDependency    an optional package is needed and absent (also an ImportError)
-    ├── PrecisionUnavailable a precision that the device cannot run (also a RuntimeError)
+    ├── MissingDependency    an optional package is needed and not installed (also an ImportError)
+    ├── PrecisionUnavailable a precision that the device does not support (also a RuntimeError)
     └── ScaleCollapsed       gradients overflow at the lowest loss scale allowed (also a FloatingPointError)
 
-Every message says what was asked, what is possible, and what to do. The command line prints it as one line
+Every message says what was given, what is expected, and what to do. The command line prints it as one line
 and exits with 2.
 """
 
@@ -29,11 +29,11 @@ __all__ = [
 
 
 class AmpwiseError(Exception):
-    """The root: catch this to catch whatever ampwise raises on purpose."""
+    """Base class of all exceptions that ampwise raises on purpose."""
 
 
 class UnknownName(AmpwiseError, LookupError):
-    """A name that is in no catalog, with the nearest ones that are."""
+    """An unknown name, with suggestions of similar known names."""
 
     def __init__(self, kind: str, name: str, known: Iterable[str], *, listing: str) -> None:
         self.kind, self.name = kind, name
@@ -42,37 +42,44 @@ class UnknownName(AmpwiseError, LookupError):
         super().__init__(f"unknown {kind} {name!r}. {guess}{listing}")
 
     def __reduce__(self) -> tuple[object, ...]:
-        # Pickle would call the class with the message alone; this one takes more, and crosses processes too.
+        # By default pickle calls the class with the message alone, and this class takes more arguments.
         return copyreg.__newobj__, (type(self), *self.args), self.__dict__  # type: ignore[attr-defined]
 
 
 class BadInput(AmpwiseError, ValueError):
-    """An argument that cannot be worked with."""
+    """An invalid argument."""
 
 
 class UnsupportedTensor(AmpwiseError, TypeError):
-    """A tensor of a kind that has no values to look at, or none that make sense here."""
+    """A tensor without values that can be read, or of an unsupported type."""
 
 
 class MissingDependency(AmpwiseError, ImportError):
-    """An optional package is needed for what was asked."""
+    """An optional package is needed and not installed."""
 
 
 class PrecisionUnavailable(AmpwiseError, RuntimeError):
-    """A precision was asked for that the device has no means to run."""
+    """A precision that the device does not support."""
 
 
 class ScaleCollapsed(AmpwiseError, FloatingPointError):
-    """No loss scale helps: gradients are not finite at the lowest one allowed. The weights are untouched."""
+    """Gradients are not finite even at the lowest loss scale allowed. The weights are unchanged."""
+
+
+def needs_torch(name: str) -> MissingDependency:
+    """Return the error for a public name that cannot be loaded without torch."""
+    return MissingDependency(
+        f"{name} needs torch, which is not installed. Install it with: pip install 'ampwise[torch]'"
+    )
 
 
 def nearest(name: str, known: Iterable[str], limit: int = 3) -> list[str]:
-    """The known names most like ``name``, best first, ignoring case.
+    """Return the known names most similar to ``name``, best first, ignoring case.
 
     >>> nearest("fp61", ["fp16", "bf16", "e4m3fn"])
     ['fp16', 'bf16']
     """
-    import difflib  # which only a mistake pays for
+    import difflib  # slow to import, and needed only for an error
 
     by_lower = {candidate.lower(): candidate for candidate in known}
     close = difflib.get_close_matches(name.lower(), by_lower, n=limit, cutoff=0.5)

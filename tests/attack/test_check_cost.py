@@ -8,7 +8,7 @@ import cProfile
 
 import pytest
 
-from ampwise.lint.check import Task, check_texts, source_rules
+from ampwise.check.linter import CheckTask, check_texts, source_rules
 
 from .effort import FULL
 from .hostile import SOURCES
@@ -45,7 +45,7 @@ def warm():
 
 def cost(files):
     codes = frozenset(rule.code for rule in source_rules())
-    task = Task(tuple(files), dict.fromkeys(files, codes), files)
+    task = CheckTask(tuple(files), dict.fromkeys(files, codes), files)
     profile = cProfile.Profile()
     report = profile.runcall(check_texts, task)
     assert report.files_checked + len(report.unreadable) == len(files)

@@ -14,16 +14,16 @@ import pytest
 import torch
 
 from ampwise import BadInput, Capsules, Engine, Guard
-from ampwise.census.algebra import Census
 from ampwise.cli import main
 from ampwise.errors import AmpwiseError
 from ampwise.finding import Place
-from ampwise.guard.disk.catalog import checkpoints, promote
-from ampwise.randomness import random_state
-from ampwise.record.rows import LayerSample, Seen, StepRow
-from ampwise.record.writer import Writer
+from ampwise.guard.disk.catalog import checkpoints, mark_good
+from ampwise.numbers.census.algebra import Census
 from ampwise.rules import find_rule
-from ampwise.trace.capsule import Contents, read, write
+from ampwise.rules.evidence.rows import CountedFinding, LayerSample, StepRow
+from ampwise.runs.writer import RecordWriter
+from ampwise.trace.capsule import CapsuleContents, read, write
+from ampwise.train.random_state import plain_random_state
 
 from .effort import rounds
 
@@ -184,7 +184,7 @@ def train(directory, steps):
 def saved(tmp_path_factory):
     home = tmp_path_factory.mktemp("forged") / "checkpoints"
     train(home, 4)
-    promote(checkpoints(home)[0])
+    mark_good(checkpoints(home)[0])
     return home
 
 
@@ -234,9 +234,9 @@ def test_capsules(tmp_path, capsys, monkeypatch):
     script = tmp_path / "made_for_forgeries.py"
     script.write_text(MAKE)
     model = torch.nn.Linear(2, 1)
-    contents = Contents(
+    contents = CapsuleContents(
         args=({"a": torch.ones(3, 2)}, (torch.zeros(3, 1), [1, None, "text", float("nan")])),
-        random=random_state(CPU),
+        random=plain_random_state(CPU),
         weights=dict(model.named_parameters()),
         precision="fp16",
         scale=2.0,
@@ -267,7 +267,7 @@ def test_capsules(tmp_path, capsys, monkeypatch):
 def record(tmp_path_factory):
     home = tmp_path_factory.mktemp("forged") / "run"
     for rank in (0, 1):
-        writer = Writer.create(home, rank=rank, world_size=2, command=["train.py"], script="train.py")
+        writer = RecordWriter.create(home, rank=rank, world_size=2, command=["train.py"], script="train.py")
         for step in range(1, 6):
             writer.step(StepRow(step=step, loss=1 / step, scale=65536.0, norm=0.5, lr=0.1, skipped=step == 4))
         weights = Census(binades={-20: 3}, amax=2**-19.5, amin=2**-19.5)
@@ -275,7 +275,9 @@ def record(tmp_path_factory):
         place = Place(file="train.py", line=2, module="head", step=1, rank=rank)
         finding = find_rule("AMP101").at(place, "clipped", evidence={"norm": 2.0, "trace": {"trials": [{"a": 1}]}})
         excerpt = {"first_line": 1, "lines": ["backward()", "clip()"]}
-        writer.findings([Seen(finding=finding, count=9, first_step=1, last_step=5, ranks=[rank], excerpt=excerpt)])
+        writer.findings(
+            [CountedFinding(finding=finding, count=9, first_step=1, last_step=5, ranks=[rank], excerpt=excerpt)]
+        )
         facts = {"precision": "fp16", "steps": 5, "optimizers": ["AdamW"], "settings": {"tf32": True}}
         facts |= {"timing": {"step": 0.1}, "memory": {"peak": 5}, "not_measured": ["activations"], "scaler": {"a": 1}}
         for name, fact in facts.items():
@@ -309,7 +311,7 @@ def test_what_was_found_by_hand(record, tmp_path, capsys):
     findings["findings"][0]["place"]["step"] = [None]
     (tmp_path / "run" / "findings.json").write_text(json.dumps(findings))
     assert main(["report", str(tmp_path / "run")]) == 0
-    assert "findings.json: 1 of 1 findings make no sense and were left out." in capsys.readouterr().out
+    assert "findings.json: 1 of 1 findings are invalid and were ignored." in capsys.readouterr().out
 
 
 # --- links ---------------------------------------------------------------------------------------------------------
@@ -319,7 +321,7 @@ def test_a_guard_does_not_write_through_a_symlink_in_its_directory(tmp_path):
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "received").mkdir()
     (tmp_path / "received" / "capsules").symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(BadInput, match=r"capsules in it is a symlink, and nothing is written through one\. Remove it"):
+    with pytest.raises(BadInput, match=r"capsules in it is a symlink, .* does not write through symlinks\. Remove it"):
         train(tmp_path / "received", 1)
     (tmp_path / "mine").symlink_to(tmp_path / "elsewhere")  # which the user names is the user's
     train(tmp_path / "mine", 1)
@@ -331,5 +333,5 @@ def test_a_report_does_not_write_through_a_symlink_in_its_record(record, tmp_pat
     shutil.copytree(record, tmp_path / "run")
     (tmp_path / "run" / "report.html").symlink_to(tmp_path / "new")
     assert main(["report", str(tmp_path / "run"), "--open"]) == 2
-    assert "it is a symlink, and no page is written through one. Give -o." in capsys.readouterr().err
+    assert "is a symlink and is not written to. Name another file with -o." in capsys.readouterr().err
     assert not (tmp_path / "new").exists()

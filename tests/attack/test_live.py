@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from ampwise.live import server as server_module
-from ampwise.live.server import serve
-from ampwise.record.follow import Follower
-from ampwise.record.writer import Writer
+from ampwise.report.live import server as server_module
+from ampwise.report.live.server import serve
+from ampwise.runs.follower import RecordFollower
+from ampwise.runs.writer import RecordWriter
 
 from .effort import rounds
 
@@ -22,8 +22,8 @@ SECRET = "hunter2"
 
 @pytest.fixture
 def server(tmp_path):
-    writer = Writer.create(tmp_path / "run", script="train.py")
-    running = serve(Follower(writer.folder), page=lambda _: SECRET, update=lambda _: {"data": SECRET})
+    writer = RecordWriter.create(tmp_path / "run", script="train.py")
+    running = serve(RecordFollower(writer.folder), page=lambda _: SECRET, update=lambda _: {"data": SECRET})
     yield running
     running.shutdown()
     running.server_close()

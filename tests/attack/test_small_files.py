@@ -11,15 +11,15 @@ import pytest
 from ampwise import BadInput
 from ampwise.cli import main
 from ampwise.guard.disk.catalog import checkpoints
-from ampwise.guard.disk.manifest import Damaged, Manifest
-from ampwise.record.reader import Run
-from ampwise.tensors_on_disk import read_tensors
+from ampwise.guard.disk.manifest import CheckpointManifest, DamagedCheckpoint
+from ampwise.runs.reader import Run
+from ampwise.runs.tensor_files import read_tensors
 from ampwise.trace.capsule import read
 
 from .test_forged import sealed, train
 
 MANY = '{"":0},' * 1_500_000  # 10 MB, of which Python makes 360 MB
-MOST = "lists and objects, and 1,000,000 is the most"
+MOST = "lists and objects; the limit is 1,000,000"
 
 
 @contextmanager
@@ -56,7 +56,7 @@ def test_a_state_of_an_optimizer_that_the_files_do_not_have(tmp_path, key, form)
     digest = hashlib.sha256(plain.read_bytes()).hexdigest()
     manifest["files"][plain.name] = {"bytes": plain.stat().st_size, "sha256": digest}
     sealed(checkpoint.path / "checkpoint.json", checkpoint.path / "checkpoint.sha256", json.dumps(manifest))
-    with pytest.raises(BadInput, match="is of another shape or dtype among the tensors"):
+    with pytest.raises(BadInput, match="is stored with another shape or dtype"):
         train(tmp_path, 3)
 
 
@@ -79,10 +79,10 @@ def test_a_manifest_of_many_lists_or_ranks():
     ranks = {"step": 1, "number": 1, "saved": 1, "world_size": 100_000, "about": {}, "files": {}, "tensors": {}}
     few = json.dumps({"format": "ampwise-checkpoint", "version": 2, **ranks}).encode()
     with little_memory(1_000_000):
-        with pytest.raises(Damaged, match="lists and objects, and 3,000,000 is the most"):
-            Manifest.parse(many)
-        with pytest.raises(Damaged, match="does not name two files for each of 100000 ranks"):
-            Manifest.parse(few)
+        with pytest.raises(DamagedCheckpoint, match="lists and objects; the limit is 3,000,000"):
+            CheckpointManifest.parse(many)
+        with pytest.raises(DamagedCheckpoint, match="does not name two files for each of 100000 ranks"):
+            CheckpointManifest.parse(few)
 
 
 @pytest.mark.nightly
@@ -99,5 +99,5 @@ def test_a_record_of_many_lists(tmp_path, capsys):
     assert len(run.steps) == 1
     assert not run.layers
     assert f"findings.json cannot be read: it has 1,500,003 {MOST}." in run.trouble
-    assert "layers.jsonl: 2 of 2 lines cannot be read and were left out, the first of them line 1." in run.trouble
+    assert "layers.jsonl: 2 of 2 lines cannot be read and were ignored; the first is line 1." in run.trouble
     assert main(["report", str(tmp_path)]) == 0

@@ -189,7 +189,7 @@ def everything(run, *, resumed):
 def test_a_training_that_much_happens_to_ends_as_one_that_nothing_happened_to(seed, tmp_path, capsys):
     draw = random.Random(1000 + seed)
     oracle = started(seed, tmp_path / "oracle", every=1000)
-    size = oracle.engine._window.size
+    size = oracle.engine._accumulator.size
     windows = draw.randint(8, 14)
     bad_windows = set()
     for first in range(3, windows - 2, 4):  # with enough healthy steps between them to go back to

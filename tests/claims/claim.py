@@ -1,13 +1,14 @@
-"""A claim and the test that settles it, in one place: docs/claims.md is made of them (tools/claims_page.py).
+"""Claims, each next to the test that settles it; docs/claims.md is generated from them (tools/claims_page.py).
 
-The way in: in a module here, whose docstring is the theme, write a test that fails if the truth is another, and put
-over it what is said, the verdict and the truth. The page is made by reading, not by running: all of it is literal.
+To add one: in a module here, whose docstring is the heading, write a test that fails if the truth is different, and
+decorate it with the claim, the verdict and the truth. The page is generated without running the tests, so all arguments
+are literals.
 
     @claim("BF16 needs multiples of 16.", verdict="false", truth="8 will do ...", also=["tests/...::test_x"])
     def test_sizes(truth): ...
 
-``also`` names tests elsewhere that hold it, too. The fixture ``truth`` is the text, for figures that are read from a
-published result: the test then holds the sentence to the file.
+``also`` names other tests of the same claim. The fixture ``truth`` is the text, so that a test can compare its figures
+with a published result.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ class Claim:
 
 
 def claim(said: str, *, verdict: str, truth: str, also: Sequence[str] = ()) -> Callable[[Any], Any]:
-    """Decorator: this test settles what is said."""
+    """Mark a test as the one that settles a claim."""
     settled = Claim(said=said, verdict=verdict, truth=truth, also=tuple(also))
 
     def put_on(test: Any) -> Any:

@@ -21,7 +21,7 @@ def on_cpu(compute, dtype=BF16):
     "Autocast runs LayerNorm in FP32.",
     verdict="depends",
     truth="On CUDA it does, and GroupNorm; RMSNorm in torch 2.13 and not yet in 2.6. A CPU's autocast leaves them in "
-    "16 bits. BatchNorm is on neither list: it gives back the type that it gets.",
+    "16 bits. BatchNorm is on neither list: its output has the dtype of its input.",
     also=[
         "tests/tune/memory/test_autocast_ops.py::test_each_list_is_the_headers",
         "tests/rules/choice/test_facts.py::test_what_cuda_autocast_keeps_in_fp32",
@@ -54,7 +54,7 @@ def test_sums(cuda):
 @claim(
     "softmax overflows in FP16.",
     verdict="false",
-    truth="It subtracts the largest score first, and CUDA's autocast computes it in FP32 besides. One written with "
+    truth="It subtracts the largest score first, and CUDA's autocast also computes it in FP32. One written with "
     "`exp` and a division does overflow, from a score of 11.09 on.",
     also=["tests/rules/choice/test_facts.py::test_what_cuda_autocast_keeps_in_fp32"],
 )
@@ -69,8 +69,8 @@ def test_softmax(cuda):
 @claim(
     "Under autocast, weights and gradients are in FP16.",
     verdict="false",
-    truth="Weights, their gradients and the optimizer's state are kept in FP32. What is in 16 bits are copies of the "
-    "weights, for as long as they are used, and activations. A gradient is computed from these in 16 bits and then "
+    truth="Weights, their gradients and the optimizer's state are kept in FP32. Only activations and "
+    "temporary copies of the weights are in 16 bits. A gradient is computed from these in 16 bits and then "
     "cast, so what FP16 loses is lost before. There is nothing to convert before a checkpoint or an evaluation.",
     also=["tests/tune/memory/test_tracker.py::test_autocasts_copies_of_weights_are_told_from_those_of_inputs"],
 )
@@ -175,10 +175,10 @@ def test_validation_without_autocast():
 
 
 @claim(
-    "`@torch.cuda.amp.autocast(enabled=False)` mends a loss that overflows.",
+    "`@torch.cuda.amp.autocast(enabled=False)` fixes a loss that overflows.",
     verdict="false",
     truth="It is deprecated, it switches off CUDA's autocast only, and it casts nothing: what comes in 16 bits is "
-    "computed in 16 bits. `torch.autocast(device_type, enabled=False)` with `.float()` on the inputs does mend it.",
+    "computed in 16 bits. `torch.autocast(device_type, enabled=False)` with `.float()` on the inputs does fix it.",
     also=["tests/rules/choice/test_facts.py::test_switching_autocast_off_casts_nothing"],
 )
 def test_autocast_off_around_a_loss():

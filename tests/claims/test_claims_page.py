@@ -41,12 +41,12 @@ def test_a_claim_is_shown_with_its_verdict_its_truth_and_its_tests(made):
     text = made(GOOD)
     assert text.endswith(
         "## Formats: what they hold\n\n"
-        "| said | verdict |\n| --- | --- |\n| [One is two](#one) | false |\n\n"
+        "| claim | verdict |\n| --- | --- |\n| [One is two](#one) | false |\n\n"
         '<a id="one"></a>\n\n### One is two\n\n**False.** One is one.\n\n'
         "- [`tests/claims/test_formats.py::test_one`](../tests/claims/test_formats.py#L4)\n"
         "- [`tests/other/test_there.py::test_other`](../tests/other/test_there.py)\n"
     )
-    assert "1 things that guides, threads and colleagues say. 1 are false, 0 true, and 0 depend" in text
+    assert "1 claims from guides, forum threads and colleagues. 1 are false, 0 true, and 0 depend" in text
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ def compared(published):
     "FP16 is faster than BF16.",
     verdict="depends",
     truth="Peaks are the same on every NVIDIA GPU of the catalog from Ampere on; before, of the two only FP16 has "
-    "matrix units. Whole steps differ, and either way. On one H200, FP16 and BF16: GPT-2 124M 341,800 and 349,600 "
+    "tensor cores. Whole steps differ, in both directions. On one H200, FP16 and BF16: GPT-2 124M 341,800 and 349,600 "
     "tokens a second, GPT 1.3 B 48,210 and 51,480, ResNet-50 5,319 and 4,292 images a second.",
     also=["tests/hardware/test_catalog.py::test_bf16_runs_at_the_rate_of_fp16_from_ampere_on"],
 )

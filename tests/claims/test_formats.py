@@ -23,8 +23,8 @@ def device(request):
     "means, is 2⁻¹⁴, or 6.10e-5; below it, each halving takes a significant bit. What is 2⁻²⁵ or less becomes zero, "
     "and what is just above it 2⁻²⁴.",
     also=[
-        "tests/formats/test_format.py::test_the_two_smallest_of_fp16",
-        "tests/formats/test_format.py::test_thresholds_are_where_a_cast_changes_its_answer",
+        "tests/numbers/formats/test_format.py::test_the_two_smallest_of_fp16",
+        "tests/numbers/formats/test_format.py::test_thresholds_are_where_a_cast_changes_its_answer",
     ],
 )
 def test_the_smallest_of_fp16():
@@ -42,7 +42,7 @@ def test_the_smallest_of_fp16():
     "1e-7 and 1.2e-7 become zero in FP16.",
     verdict="false",
     truth="Both become 1.19e-7, which is 2⁻²³. Further down, 3e-8 becomes 5.96e-8, and 2.98e-8 is lost.",
-    also=["tests/formats/test_cast_contract.py::test_what_fp16_really_loses"],
+    also=["tests/numbers/formats/test_cast_contract.py::test_what_fp16_really_loses"],
 )
 def test_what_is_left_of_small_numbers():
     assert torch.tensor([1e-7, 1.2e-7]).to(FP16).tolist() == [2**-23, 2**-23]
@@ -73,7 +73,7 @@ def test_where_exp_overflows(cuda):
     verdict="false",
     truth="It reaches as far as FP32 and has 8 significant bits; FP16 has 11 and ends at 65504. After 1 comes 1.0078 "
     "in BF16 and 1.00098 in FP16, and 256 + 1 is 256 in BF16.",
-    also=["tests/formats/test_format.py::test_limits_are_what_torch_says"],
+    also=["tests/numbers/formats/test_format.py::test_limits_are_what_torch_says"],
 )
 def test_bf16_has_range_and_fp16_has_bits():
     after_one = {
@@ -134,9 +134,9 @@ def after_adam(dtype, **options):
 
 
 @claim(
-    "A matrix product in FP16 is added up in FP16.",
+    "A matmul in FP16 is accumulated in FP16.",
     verdict="false",
-    truth="It is added up in FP32 and rounded at the end, on a CPU and on CUDA, unless one asks for less "
+    truth="It is accumulated in FP32 and rounded at the end, on a CPU and on CUDA, unless one asks for less "
     "(`allow_fp16_accumulation`). The end is where it overflows: a product of 70,000 ones is inf. Long sums may be "
     "rounded between their parts on CUDA, as `allow_fp16_reduced_precision_reduction` is on by default.",
 )

@@ -39,9 +39,9 @@ def test_clipping_spreads_what_is_not_finite():
 @claim(
     "More than 5% of zeros among the gradients means that they underflow.",
     verdict="false",
-    truth="Zeros are ordinary. In a small text model that learns well in FP32, more than 90% of the embedding's "
+    truth="Zeros are normal. In a small text model that learns well in FP32, more than 90% of the embedding's "
     "gradients and more than 40% of all are exactly 0: words that a batch does not have, units that ReLU switches "
-    "off. What matters is the share that is not 0 in FP32 and would be in FP16 at the present scale, here none, and "
+    "off. What matters is the share that is not 0 in FP32 and would be in FP16 at the current scale, here none, and "
     "whether it grows.",
     also=["tests/rules/gradient/test_clean_runs.py::test_a_real_run_is_clean"],
 )
@@ -72,7 +72,7 @@ def test_zeros_of_a_healthy_run():
     truth="With 8 significant bits, a change below 1/512 of a weight is rounded away: after 1,000 steps of SGD that "
     "take 0.001 each, a weight of 1 is 1 in BF16 and 0 in FP32. It takes weights in FP32, stochastic rounding, or a "
     "Kahan sum ([low_bit](low_bit.md)).",
-    also=["tests/low_bit/test_parity.py::test_a_gpt_ends_where_fp32_weights_end_and_plain_bf16_does_not"],
+    also=["tests/train/low_bit/test_parity.py::test_a_gpt_ends_where_fp32_weights_end_and_plain_bf16_does_not"],
 )
 def test_updates_that_bf16_rounds_away():
     def trained(dtype):
@@ -90,10 +90,10 @@ def test_updates_that_bf16_rounds_away():
 @claim(
     "A step that the scaler skips changes nothing.",
     verdict="false",
-    truth="Weights and the optimizer's state stay as they were. BatchNorm has taken up the batch in the forward "
-    "pass, and a batch that is not finite leaves NaN in its statistics. A scheduler that is stepped all the same "
-    "moves on.",
-    also=["tests/engine/test_schedule.py::test_a_scheduler_follows_late_news_before_the_next_step_and_once"],
+    truth="Weights and the optimizer's state stay as they were. BatchNorm has already used the batch in the forward "
+    "pass, and a batch that is not finite leaves NaN in its statistics. A scheduler that is stepped anyway "
+    "advances.",
+    also=["tests/train/test_schedule.py::test_a_scheduler_follows_late_news_before_the_next_step_and_once"],
 )
 def test_what_a_skipped_step_changes():
     model = nn.Sequential(nn.BatchNorm1d(2), nn.Linear(2, 1))

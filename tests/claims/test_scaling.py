@@ -31,12 +31,12 @@ def step(scaler, optimizer, weight, slope):
     "The loss scale is 65536 at most and doubles after every good step.",
     verdict="false",
     truth="It begins at 65536 and doubles after 2,000 good steps in a row. There is no ceiling but FP32's own: it "
-    "goes on to 2¹²⁷. And no floor: after 166 overflows in a row it is 0, `found_inf` then says that all is well, and "
+    "goes on to 2¹²⁷. And no floor: after 166 overflows in a row it is 0, `found_inf` then reports no overflow, and "
     "the next good batch makes NaN of the weights.",
     also=[
-        "tests/engine/scaling/test_torch_demands.py::test_the_defaults_are_torchs",
-        "tests/engine/scaling/test_torch_demands.py::test_growth_and_backoff_are_counted_exactly",
-        "tests/engine/scaling/test_torch_demands.py::test_the_scale_never_grows_to_inf",
+        "tests/train/scaler/test_torch_demands.py::test_the_defaults_are_torchs",
+        "tests/train/scaler/test_torch_demands.py::test_growth_and_backoff_are_counted_exactly",
+        "tests/train/scaler/test_torch_demands.py::test_the_scale_never_grows_to_inf",
     ],
 )
 def test_how_the_scale_moves():
@@ -73,7 +73,7 @@ def overflows_until_zero(scaler, optimizer, weight):
     "`if scaler._found_inf_per_device(optimizer):` tells that the step was skipped.",
     verdict="false",
     truth="It is a dict of tensors by device: true where every gradient is finite, and empty after `update()`. "
-    "Nothing that torch's scaler has in public tells (pytorch#67590); `ampwise.GradScaler` has `skipped`.",
+    "torch's scaler has no public way to tell (pytorch#67590); `ampwise.GradScaler` has `skipped`.",
     also=["tests/conformance/test_peers.py::test_what_is_recorded_is_what_happens"],
 )
 def test_found_inf_is_a_dict():
@@ -99,7 +99,7 @@ def test_found_inf_is_a_dict():
     "Clipping before `unscale_` does nothing.",
     verdict="false",
     truth="It does far too much: gradients that are multiplied by 65536 and clipped to a norm of 1 have, unscaled, a "
-    "norm of 1.5e-5. Nothing is said, and training stands almost still.",
+    "norm of 1.5e-5. There is no error, and training almost stops.",
     also=["tests/conformance/test_peers.py::test_what_is_recorded_is_what_happens"],
 )
 def test_clipping_scaled_gradients():
@@ -165,9 +165,9 @@ def test_two_ranks_with_two_scales(warm, tmp_path):
 @claim(
     "BF16 needs a GradScaler, to be safe.",
     verdict="false",
-    truth="BF16 has the exponents of FP32, so there is nothing to lift: trained with a scale of 65536 and without, "
-    "the weights are the same bit for bit. The one thing a scaler adds is that it skips steps that are not finite.",
-    also=["tests/formats/test_format.py::test_which_formats_need_a_loss_scale"],
+    truth="BF16 has the exponents of FP32, so there is no underflow to prevent: trained with a scale of 65536 and "
+    "without, the weights are the same bit for bit. A scaler only adds that bad steps are skipped.",
+    also=["tests/numbers/formats/test_format.py::test_which_formats_need_a_loss_scale"],
 )
 def test_a_scale_changes_nothing_in_bf16():
     def trained(enabled):
@@ -192,7 +192,7 @@ def test_a_scale_changes_nothing_in_bf16():
 @claim(
     "Multiplying the loss by 1000 is as good as a GradScaler.",
     verdict="false",
-    truth="In FP16, gradients below 2.98e-11 are then still lost, and those above 65.5 are inf: nobody looks, and "
+    truth="In FP16, gradients below 2.98e-11 are then still lost, and those above 65.5 are inf: nothing checks, and "
     "the optimizer applies them. A GradScaler begins with 65536, skips the step that overflows, and halves its scale.",
     also=["tests/rules/choice/test_choice_rules.py::test_the_price_of_a_manual_scale_is_worked_out"],
 )
@@ -221,7 +221,7 @@ def test_scaling_by_hand():
     truth="Weights in FP16 have gradients in FP16, and `unscale_` refuses them, as does `step`: “Attempting to unscale "
     "FP16 gradients.” Only `step` with a fused optimizer takes them, and rounds its updates to FP16: 0.0001 less than "
     "1 is 1. Mixed precision is weights in FP32 under autocast.",
-    also=["tests/engine/scaling/test_torch_demands.py::test_fp16_gradients_are_refused"],
+    also=["tests/train/scaler/test_torch_demands.py::test_fp16_gradients_are_refused"],
 )
 def test_half_weights_with_a_scaler():
     weight, scaler = weights_of(1.0, dtype=FP16), torch.amp.GradScaler("cpu")

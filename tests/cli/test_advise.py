@@ -12,7 +12,7 @@ import pytest
 
 import ampwise.hardware
 from ampwise.cli import main
-from ampwise.hardware import Cpu, Fp32Switches, Machine, TorchFacts
+from ampwise.hardware import Cpu, Fp32Switches, Machine, TorchInfo
 
 WITHOUT_TORCH = """
 import sys
@@ -38,7 +38,7 @@ def plain_page(monkeypatch):
 @pytest.fixture
 def on_a_cpu(monkeypatch):
     """A machine without a GPU."""
-    facts = TorchFacts(
+    facts = TorchInfo(
         version="2.13.0",
         cuda=None,
         hip=None,
@@ -85,21 +85,20 @@ def test_the_answer_is_in_the_first_two_lines(capsys):
     assert said.err == ""
     lines = said.out.splitlines()
     assert lines[:4] == [
-        "NO: V100 SXM2 16GB (compute capability 7.0) has no BF16 matrix units: torch emulates BF16 there, and says "
-        "that",
-        "it is supported.",
+        "NO: V100 SXM2 16GB (compute capability 7.0) has no BF16 tensor cores: torch emulates BF16 there, yet reports",
+        "it as supported.",
         "Train a model in FP16 with a dynamic loss scale on V100 SXM2 16GB.",
         "",
     ]
     assert "no        AMP701 bf16-without-matrix-units" in lines
-    assert "instead   Use FP16 with a GradScaler on this GPU, and ask" in lines
+    assert "instead   Use FP16 with a GradScaler on this GPU, and check" in lines
     assert any(line.startswith("to know   ampwise compare train:make --precisions fp32,fp16,bf16") for line in lines)
     assert "          1.0–6.6×" not in lines
     assert (
-        "speed-up  1.0–6.6× FP32 [derived: ceiling 8.0× by dense peaks (datasheet); as wide as this because the size is"
+        "speed-up  1.0–6.6× FP32 [derived: ceiling 8.0× by dense peaks (datasheet); the range is wide because the size"
         in lines
     )
-    assert "scaler = torch.amp.GradScaler(device)  # from 65536; finds its scale by itself" in lines
+    assert "scaler = torch.amp.GradScaler(device)  # starts at 65536, adjusts itself" in lines
     assert 'engine = ampwise.Engine(model.to(device), optimizer, "fp16", clip_norm=1.0)' in lines
 
 
@@ -109,7 +108,7 @@ def test_a_plain_question_has_a_plain_answer(capsys):
     assert said.out.startswith(
         "Train a transformer of 124 M parameters in BF16 without a loss scale on H200 SXM 141GB.\n\nwhy "
     )
-    assert "GPT-2 124 M, 16×1024 tokens: 6.0 times FP32 (325 k tokens/s) [measured on one H200]" in said.out
+    assert "GPT-2 124 M, 16×1024 tokens: 6.0x as fast as FP32 (325 k tokens/s) [measured on one H200]" in said.out
     assert len(said.out.splitlines()) < 60
 
 
@@ -192,7 +191,7 @@ def test_a_cpu_by_name_needs_no_torch(capsys):
 def test_measured(capsys):
     code, said = advised(capsys, "--gpu", "a100-40", "--params", "124M", "--want", "bf16", "--measured", "1.05x")
     assert code == 1
-    assert said.out.startswith("NO: 1.05 times the speed of FP32, as you measured it, is no gain.\n")
+    assert said.out.startswith("NO: the measured 1.05x over FP32 is no gain.\n")
     assert "in TF32 on A100 40GB." in said.out
 
 
@@ -208,23 +207,23 @@ def test_the_names_are_listed(capsys):
     ("words", "message"),
     [
         (["--gpu", "580"], "unknown device '580'."),
-        (["--gpu", "99.9"], "compute capability '99.9': there are 3.x to 12.x; `ampwise gpu --list` shows devices"),
-        (["--gpu", "0.0"], "compute capability '0.0': there are 3.x to 12.x;"),
+        (["--gpu", "99.9"], "compute capability '99.9': expected 3.x to 12.x; `ampwise gpu --list` shows devices"),
+        (["--gpu", "0.0"], "compute capability '0.0': expected 3.x to 12.x;"),
         (["--gpu", "v100"], "unknown device 'v100'. Did you mean v100-"),
         (
             ["--gpu", "h200", "--params", "lots"],
-            "params 'lots': a number of parameters is expected, such as 124M, 7B or 1.3e9.",
+            "params 'lots': expected a number of parameters, such as 124M, 7B or 1.3e9.",
         ),
-        (["--gpu", "h200", "--params", "-1"], "params '-1': a number of parameters is expected"),
+        (["--gpu", "h200", "--params", "-1"], "params '-1': expected a number of parameters"),
         (["--gpu", "h200", "--want", "int3"], "unknown precision 'int3'."),
         (["--gpu", "h200", "--idea", "autocast"], "unknown idea 'autocast'. Did you mean autocast-off"),
         (["--gpu", "h200", "--symptom", "nap"], "unknown symptom 'nap'. Did you mean nan"),
         (["--gpu", "h200", "--arch", "brain"], "unknown kind of model 'brain'."),
-        (["--gpu", "h200", "--scaling", "some"], "scaling 'some': none, dynamic, manual or manual:1000 is expected."),
-        (["--gpu", "h200", "--measured", "fast"], "--measured 'fast': a number such as 1.8 is expected."),
+        (["--gpu", "h200", "--scaling", "some"], "scaling 'some': expected none, dynamic, manual or manual:1000."),
+        (["--gpu", "h200", "--measured", "fast"], "--measured 'fast': expected a number such as 1.8."),
         (["nowhere:make", "--gpu", "h200"], "nowhere:make: nowhere cannot be loaded"),
-        (["train", "--gpu", "h200"], "'train': expected is module:function or file.py:function"),
-        (["train:make", "--params", "7B", "--gpu", "h200"], "a model and params: give one of them"),
+        (["train", "--gpu", "h200"], "'train': expected module:function or file.py:function"),
+        (["train:make", "--params", "7B", "--gpu", "h200"], "advise(): give either a model or params"),
     ],
 )
 def test_nonsense_is_one_clear_line(capsys, words, message):
@@ -272,7 +271,7 @@ def test_enter_takes_what_is_in_brackets(capsys, answering, on_a_cpu):
 
 
 def test_what_is_in_brackets_may_be_typed(capsys, answering, on_a_cpu):
-    asked = answering("This machine", "not known", "NOT KNOWN", "none", "nothing")
+    asked = answering("This machine", "unknown", "UNKNOWN", "none", "nothing")
     code, said = advised(capsys)
     assert (code, len(asked)) == (0, 5)
     assert said.out.startswith("Train a model in BF16 without a loss scale on this CPU (a Xeon).")
@@ -286,7 +285,7 @@ def test_nonsense_is_asked_again(capsys, answering):
         word for word in ("Which", "How", "What", "Which", "What") for _ in (0, 1)
     ]
     assert said.err.count("  unknown ") == 4
-    assert "  params 'many': a number of parameters is expected" in said.err
+    assert "  params 'many': expected a number of parameters" in said.err
     assert "a mixture of experts of 7 B parameters in FP16" in said.out
 
 
@@ -329,12 +328,12 @@ def test_without_torch_it_says_so_and_advises(tmp_path):
     bare = run("advise")
     assert bare.returncode == 0, bare.stderr
     assert bare.stdout.startswith(
-        "Train a model in BF16 where the device has units for it, else FP16 with a loss scale.\n"
+        "Train a model in BF16 where the device has tensor cores for it, else FP16 with a loss scale.\n"
     )
-    assert "torch is not here, so what this machine has is not known" in " ".join(bare.stdout.split())
+    assert "torch is not installed, so this machine's devices are unknown" in " ".join(bare.stdout.split())
     model = run("advise", "train:make", "--gpu", "h200")
     assert model.returncode == 2
     assert model.stderr == (
-        "ampwise: error: advise looks at a model with torch, which is not installed: pip install 'ampwise[torch]'. "
+        "ampwise: error: advise needs torch to inspect a model: pip install 'ampwise[torch]'. "
         "Or give its size and kind: --params 124M --arch transformer.\n"
     )

@@ -47,14 +47,14 @@ def test_a_table_and_what_to_do(train, capsys):
     assert lines[2] == "layer  product M×N×K   off → better         cost"
     assert lines[3] == "0      4096×4093×1024  outputs 4093 → 4096  40.0% of the work" or "60.0%" in lines[3]
     assert lines[-2] in ("0, 2: ampwise.pad_(model)", "2, 0: ampwise.pad_(model)")
-    assert lines[-1] == "worth mending: 2 of 2 layers (ampwise explain AMP503)"
+    assert lines[-1] == "worth fixing: 2 of 2 layers (ampwise explain AMP503)"
     assert err == "ampwise: running a step without memory\nhello from the user's code\n"
 
 
 def test_nothing_to_mend(train, capsys):
     assert train("fine", "-q") == 0
     out, err = capsys.readouterr()
-    assert out.splitlines()[-1] == "every product lies well (layers looked at: 1)"
+    assert out.splitlines()[-1] == "every matmul is aligned (layers checked: 1)"
     assert err == ""
 
 
@@ -63,7 +63,7 @@ def test_json(train, capsys):
     found = json.loads(capsys.readouterr().out)
     assert found["rows"] == 512
     assert found["step_ms"] is None
-    assert {layer["name"]: layer["worth_mending"] for layer in found["layers"]} == {"0": True, "2": True}
+    assert {layer["name"]: layer["worth_fixing"] for layer in found["layers"]} == {"0": True, "2": True}
     assert [step["names"] for step in found["padding"]["padded"]] == [["0"], ["2"]]
     assert {finding["code"] for finding in found["findings"]} == {"AMP503"}
 
@@ -88,13 +88,16 @@ def test_other_multiples_and_precisions(train, capsys):
     ("words", "said"),
     [
         (["odd", "--precision", "fp61"], "unknown precision 'fp61'. Did you mean fp16"),
-        (["odd", "--to", "7"], "to=7: bf16 wants multiples of 8: 8, 16, 64, 128."),
-        (["odd", "--batch", "-1"], "align_me.py:odd: a batch of -1 rows makes no sense."),
+        (["odd", "--to", "7"], "to=7 is not a multiple of 8, which bf16 needs; use 8, 16, 64 or 128."),
+        (["odd", "--batch", "-1"], "align_me.py:odd: expected a batch of at least 1 row, got -1."),
         (["odd", "--gpu", "h1000"], "unknown device 'h1000'."),
-        (["odd", "--device", "tpu"], "device 'tpu': expected is cuda, such as cuda:1, or cpu."),
+        (["odd", "--device", "tpu"], "device 'tpu': expected cpu or cuda, such as cuda:1."),
         (["nothing"], "align_me.py:nothing: align_me.py has no function 'nothing'."),
-        (["needs"], "align_me.py:needs: it needs arguments (width), and is called without: give them defaults."),
-        (["wrong"], "align_me.py:wrong: it returned an int; expected is a function that returns the model"),
+        (
+            ["needs"],
+            "align_me.py:needs: it must be callable without arguments, but requires width: give them defaults.",
+        ),
+        (["wrong"], "align_me.py:wrong: it returned an int; expected a function that returns the model"),
     ],
 )
 def test_bad_input_is_one_line_and_two(train, capsys, words, said):
@@ -107,5 +110,5 @@ def test_bad_input_is_one_line_and_two(train, capsys, words, said):
 def test_a_gpu_was_asked_for_and_there_is_none(train, capsys):
     assert train("odd", "--device", "cuda") == 2
     assert capsys.readouterr().err == (
-        "ampwise: error: device 'cuda': torch sees no CUDA device here. Leave it out: costs are then derived.\n"
+        "ampwise: error: device 'cuda': torch sees no CUDA device. Omit it to derive the costs on the CPU.\n"
     )

@@ -1,4 +1,4 @@
-"""The verb: what it prints where, what it writes, and its exit codes."""
+"""``ampwise check``: what it prints where, what it writes, and its exit codes."""
 
 import ast
 import gc
@@ -10,9 +10,9 @@ import types
 
 import pytest
 
+from ampwise.check.rule_entry import RuleEntry
 from ampwise.cli import main
 from ampwise.finding import Rule, Severity
-from ampwise.rules import Listed
 
 BAD = "x = 1\nbad(x)  # é\n"
 MENDED = "x = 1\ngood(x)  # é\n"
@@ -54,7 +54,7 @@ def check(tmp_path, monkeypatch, capsys):
         plant("AMP201", "call-plain", "plain"),
         plant("AMP301", "call-crash", "crash"),
     ]
-    monkeypatch.setattr("ampwise.lint.check.source_rules", lambda: [Listed.of(module) for module in modules])
+    monkeypatch.setattr("ampwise.check.linter.source_rules", lambda: [RuleEntry.of(module) for module in modules])
     monkeypatch.setattr("ampwise.rules.registered", lambda: ())
     monkeypatch.chdir(tmp_path)
     for variable in ("AMPWISE_OUTPUT_FORMAT", "GITHUB_ACTIONS", "AMPWISE_DEBUG", "FORCE_COLOR"):
@@ -87,7 +87,7 @@ def test_the_collector_rests_only_during_a_check(check, write, monkeypatch):
         at_work.append(gc.isenabled())
         return []
 
-    monkeypatch.setattr("ampwise.lint.check._reports", reports)
+    monkeypatch.setattr("ampwise.check.linter._reports", reports)
     write(a="x = 1\n")
     for before in (gc.enable, gc.disable):
         before()
@@ -151,7 +151,7 @@ def test_unreadable_files_are_named_and_the_rest_goes_on(check, write):
         "ampwise: b.py: cannot check: syntax error at line 1: invalid syntax",
         "ampwise: c.py: cannot check: not UTF-8 (byte 0xff at line 1); save it as UTF-8, or declare its encoding "
         "in the first line (PEP 263)",
-        "ampwise: gone.py: cannot check: there is no such file or folder",
+        "ampwise: gone.py: cannot check: no such file or folder",
     ]
     assert out.splitlines()[-1] == "3 paths could not be checked."
 
@@ -369,12 +369,23 @@ def test_settings_decide_what_the_command_line_leaves_open(check, write):
     assert check("--config", "other.toml")[0] == 0
 
 
+def test_an_unknown_output_format_in_the_settings_is_refused(check, write):
+    folder = write(a=BAD)
+    (folder / "ampwise.toml").write_text("output-format = 'jsn'\n")
+    code, out, err = check()
+    assert (code, out) == (2, "")
+    assert "ampwise.toml 'jsn'. Did you mean json?" in err
+    assert check("--output-format", "concise")[0] == 1
+
+
 @pytest.mark.parametrize("key", ["fix", "unsafe-fixes"])
 def test_settings_cannot_make_it_write(check, write, key):
     """The project may be a stranger's, and a file in it a link to one of the user's."""
     folder = write(a=BAD)
     (folder / "pyproject.toml").write_text(f"[tool.ampwise]\n{key} = true\n")
-    told = f"ampwise: error: ./pyproject.toml: {key} is for the command line, not for settings: ampwise check --{key}\n"
+    told = (
+        f"ampwise: error: ./pyproject.toml: {key} is not a setting; use it on the command line: ampwise check --{key}\n"
+    )
     for words in ([], ["--fix"], ["--add-noqa"]):
         code, out, err = check(*words)
         assert (code, out, err.replace(str(folder), ".")) == (2, "", told)
@@ -391,15 +402,14 @@ def test_nothing_is_written_outside_of_where_one_stands(check, write, tmp_path_f
     code, _, err = check(*words)
     assert (code, err) == (
         0,
-        "ampwise: 2 symlinks lead out of the folder that is checked, not followed: link.py, sub\n",
+        "ampwise: 2 symlinks lead out of the checked folder and were not followed: link.py, sub\n",
     )
     for named in ("link.py", "sub", "sub/b.py"):
         code, _, err = check(*words, named)
         path = "sub/b.py" if named == "sub" else named
         assert code == 1, "checked, as it was named"
         assert err == (
-            f"ampwise: {path}: not written: a symlink that leads out of {folder}; "
-            f"name the file itself: {outside / 'b.py'}\n"
+            f"ampwise: {path}: not written: it is a symlink out of {folder}; name the real file: {outside / 'b.py'}\n"
         )
     assert (outside / "b.py").read_text() == BAD
     assert sorted(path.name for path in outside.iterdir()) == ["b.py"]
@@ -421,12 +431,12 @@ def test_a_link_within_the_folder_is_fixed_once_and_stays(check, write):
     [
         (["--select", "AMP9"], "unknown rule selector 'AMP9'. Did you mean"),
         (["--ignore", "call-bed"], "unknown rule selector 'call-bed'. Did you mean call-bad"),
-        (["--select", ""], "check --select: it names no rule, so nothing would be checked"),
-        (["--select", " ,"], "check --select: it names no rule, so nothing would be checked"),
-        (["-", "a.py"], "check -: stdin is checked alone"),
-        (["-", "--add-noqa"], "check --add-noqa -: it writes files, and stdin is none"),
-        (["--add-noqa", "--fix"], "check --add-noqa: it goes with neither --fix nor --diff"),
-        (["--config", "gone.toml"], "check --config gone.toml: there is no such file"),
+        (["--select", ""], "check --select: no rule was given"),
+        (["--select", " ,"], "check --select: no rule was given"),
+        (["-", "a.py"], "check -: cannot combine stdin with other paths"),
+        (["-", "--add-noqa"], "check --add-noqa -: --add-noqa writes files and cannot be used with stdin"),
+        (["--add-noqa", "--fix"], "check --add-noqa: cannot be combined with --fix or --diff"),
+        (["--config", "gone.toml"], "check --config gone.toml: no such file"),
     ],
 )
 def test_mistakes_are_one_line_and_exit_2(check, write, words, message):
@@ -441,11 +451,11 @@ def test_mistakes_are_one_line_and_exit_2(check, write, words, message):
 def test_jobs_is_a_number(check, capsys, jobs):
     with pytest.raises(SystemExit):
         check("--jobs", jobs)
-    assert f"{jobs!r} is not a number of processes, from 1 on" in capsys.readouterr().err
+    assert f"expected a number of processes of 1 or more, got {jobs!r}" in capsys.readouterr().err
 
 
 def test_the_help_names_every_key_of_the_settings(check, capsys):
-    from ampwise.lint.config import KEYS
+    from ampwise.check.config import KEYS
 
     with pytest.raises(SystemExit):
         check("--help")
@@ -459,7 +469,7 @@ SLOW = ("tomllib", "json", "multiprocessing", "concurrent.futures", "rich", "log
 def test_what_is_slow_to_import_is_not_imported_for_a_clean_file(tmp_path):
     (tmp_path / "a.py").write_text("x = 1\n")
     code = (
-        "import sys, ampwise.lint.check as c\n"
+        "import sys, ampwise.check.linter as c\n"
         "c.source_rules = list\n"
         "from ampwise.cli import main\n"
         "code = main(['check', 'a.py'])\n"

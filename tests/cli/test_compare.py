@@ -124,14 +124,14 @@ def test_a_row_that_the_device_lacks_says_so(compare):
 def test_kept_modules_are_named(compare):
     code, out, _ = compare("train.py:make", "--precisions", "bf16", "--keep", "fp32=2", "--clip", "none", "-q")
     assert code == 0
-    assert "Rows of 16 bits keep in FP32: 2." in out
+    assert "16-bit rows keep in FP32: 2." in out
 
 
 def test_a_page_is_written_and_written_over(compare, tmp_path):
     words = ("--precisions", "bf16", "-q", "--html", "page.html")
     code, out, _ = compare("train.py:make", *words)
     assert code == 0
-    assert out.endswith("\nThe page is page.html\n")
+    assert out.endswith("\nWrote page.html\n")
     page = (tmp_path / "page.html").read_text()
     assert '<meta name="generator" content="ampwise report">' in page
     assert compare("train.py:make", *words)[0] == 0
@@ -141,26 +141,26 @@ def test_a_page_is_written_and_written_over(compare, tmp_path):
     ("words", "said"),
     [
         (("train:missing",), "train has no function 'missing'"),
-        (("train.py:needs",), "it needs arguments (width)"),
-        (("train.py:infinite",), "train.py:infinite: FP32's loss is inf before any precision is compared"),
-        (("train.py:frozen",), "train.py:frozen: the model has no parameter that is trained"),
-        (("train.py:nothing",), "it returned None; expected is a function that returns the model"),
-        (("train",), "expected is module:function or file.py:function"),
+        (("train.py:needs",), "it must be callable without arguments, but requires width"),
+        (("train.py:infinite",), "train.py:infinite: FP32's loss is inf before any comparison"),
+        (("train.py:frozen",), "train.py:frozen: no parameter has requires_grad=True"),
+        (("train.py:nothing",), "it returned None; expected a function that returns the model"),
+        (("train",), "expected module:function or file.py:function"),
         (("nowhere:make",), "nowhere"),
-        (("train.py:make", "--precisions", "fp8"), "there is nothing left to compare with fp32: there are no FP8"),
+        (("train.py:make", "--precisions", "fp8"), "so fp32 has no counterpart: cpu has no FP8"),
         (("train.py:make", "--precisions", "bf61"), "unknown precision 'bf61'. Did you mean bf16"),
         (("train.py:make", "--precisions", ""), "unknown precision ''"),
-        (("train.py:make", "--batch", "0"), "a batch of 0 rows makes no sense"),
-        (("train.py:make", "--clip", "-1"), "--clip -1: a norm above zero is expected, or none."),
-        (("train.py:make", "--clip", "nan"), "--clip nan: a norm above zero is expected, or none."),
-        (("train.py:make", "--keep", "head"), "--keep head: expected is fp32=PATTERN"),
+        (("train.py:make", "--batch", "0"), "expected a batch of at least 1 row, got 0"),
+        (("train.py:make", "--clip", "-1"), "--clip -1: expected a norm above zero, or none."),
+        (("train.py:make", "--clip", "nan"), "--clip nan: expected a norm above zero, or none."),
+        (("train.py:make", "--keep", "head"), "--keep head: expected fp32=PATTERN"),
         (("train.py:make", "--keep", "fp32=*.head", "--precisions", "bf16"), "unknown module '*.head'"),
         (("train.py:make", "--optimizer", "adamm"), "unknown optimizer 'adamm'. Did you mean"),
-        (("train.py:make", "--device", "tpu9"), "--device tpu9: torch has no such device here"),
-        (("train.py:make", "--rounds", "0"), "rounds=0 makes no sense"),
-        (("train.py:make", "--html", "."), "--html .: a folder; name a file"),
+        (("train.py:make", "--device", "tpu9"), "--device tpu9: not available here"),
+        (("train.py:make", "--rounds", "0"), "expected rounds of at least 1, got 0"),
+        (("train.py:make", "--html", "."), "--html .: is a folder. Give a file"),
         (("train.py:make", "--html", "no/page.html"), "--html no/page.html: there is no folder no."),
-        (("train.py:make", "--html", "train.py"), "--html train.py: exists and is no earlier page of ours; -f writes"),
+        (("train.py:make", "--html", "train.py"), "--html train.py: exists and is not an ampwise page. Use -f"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(compare, words, said):

@@ -65,7 +65,7 @@ def diff(tmp_path, monkeypatch, capsys):
 def test_what_rounding_explains_is_no_finding(diff):
     code, out, err = diff("healthy")
     assert code == 0
-    assert out.startswith("bf16 against fp32: all of it is explained by rounding; modules are up to ")
+    assert out.startswith("bf16 against fp32: rounding explains everything; modules are up to ")
     assert "loading" not in out
     assert "loading" in err
     assert "diff: a (fp32), forward\n" in err
@@ -108,12 +108,12 @@ def test_json_is_the_whole_result(diff):
 def test_a_page_is_written_and_not_over_anything_else(diff, tmp_path):
     code, out, _ = diff("healthy", "-q", "--html", "page.html")
     assert code == 0
-    assert out.endswith("The page is page.html\n")
+    assert out.endswith("Wrote page.html\n")
     assert (tmp_path / "page.html").read_text().startswith("<!doctype html>")
     assert diff("healthy", "-q", "--html", "page.html")[0] == 0  # an earlier page of ours
     (tmp_path / "notes.html").write_text("mine")
     assert diff("healthy", "-q", "--html", "notes.html")[2].startswith(
-        "ampwise: error: --html notes.html: exists and is no earlier page of ours; -f writes over it"
+        "ampwise: error: --html notes.html: exists and is not an ampwise page. Use -f to overwrite it"
     )
     assert (tmp_path / "notes.html").read_text() == "mine"
     assert diff("healthy", "-q", "--html", "notes.html", "-f")[0] == 0
@@ -125,14 +125,14 @@ def test_a_page_is_written_and_not_over_anything_else(diff, tmp_path):
     [
         (["healthy", "--b", "bf61"], "unknown precision 'bf61'. Did you mean "),
         (["healthy", "--b", "tf32"], "diff: tf32: "),
-        (["healthy", "--a", "bf16,fast"], "diff: 'bf16,fast': there is no option 'fast'"),
+        (["healthy", "--a", "bf16,fast"], "diff: 'bf16,fast': unknown option 'fast'"),
         (["healthy", "--modules", "layers.*"], "unknown module 'layers.*'."),
-        (["healthy", "--html", "."], "--html .: a folder; name a file, such as page.html."),
+        (["healthy", "--html", "."], "--html .: is a folder. Give a file, such as page.html."),
         (["healthy", "--html", "no/page.html"], "--html no/page.html: there is no folder no."),
-        (["nothing"], "train.py:nothing: it returned None; expected is a function that returns the model"),
+        (["nothing"], "train.py:nothing: it returned None; expected a function that returns the model"),
         (["none"], "train.py:none: train.py has no function 'none'."),
         (["fails"], "diff: fp32: the step failed: RuntimeError: "),
-        (["healthy", "--batch", "0"], "train.py:healthy: a batch of 0 rows makes no sense."),
+        (["healthy", "--batch", "0"], "train.py:healthy: expected a batch of at least 1 row, got 0."),
     ],
 )
 def test_what_cannot_be_done_is_a_line(diff, words, told):

@@ -62,8 +62,8 @@ def test_the_page():
     ("fixable", "lines"),
     [
         ("", []),
-        ("always", ["  Mended by `ampwise check --fix`."]),
-        ("sometimes", ["  Sometimes mended by `ampwise check --fix`."]),
+        ("always", ["  Fixed by `ampwise check --fix`."]),
+        ("sometimes", ["  Sometimes fixed by `ampwise check --fix`."]),
     ],
 )
 def test_the_page_says_whether_it_can_be_mended(fixable, lines):

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from ampwise.cli import main
-from ampwise.formats import BLOCK_FORMATS, FORMATS
+from ampwise.numbers.formats import BLOCK_FORMATS, FORMATS
 
 pytest.importorskip("rich")
 
@@ -61,7 +61,7 @@ def test_the_overview_has_every_number(capsys):
     start = lines.index("                      smallest   smallest            decimal  needs")
     assert lines[start : start + 8] == [
         "                      smallest   smallest            decimal  needs",
-        "format      largest     normal  subnormal   epsilon   digits  scaling  matrix units since",
+        "format      largest     normal  subnormal   epsilon   digits  scaling  tensor cores since",
         "fp64      1.80e+308  2.23e-308  4.94e-324  2.22e-16     16.0  no       A100 (Ampere)",
         "fp32       3.40e+38   1.18e-38   1.40e-45  1.19e-07      7.2  no       MI100 (none on NVIDIA)",
         "tf32       3.40e+38   1.18e-38   1.15e-41  9.77e-04      3.3  no       A100 (Ampere)",
@@ -75,8 +75,8 @@ def test_the_overview_has_every_number(capsys):
 
 def test_the_overview_has_the_block_formats(capsys):
     lines = told(capsys)
-    assert "mxfp4         e2m1     e8m0                      32      4.25  B200, MI355X" in lines
-    assert "nvfp4         e2m1     e4m3fn, fp32 a tensor     16       4.5  B200 (Blackwell)" in lines
+    assert "mxfp4         e2m1     e8m0                        32      4.25  B200, MI355X" in lines
+    assert "nvfp4         e2m1     e4m3fn, fp32 per tensor     16       4.5  B200 (Blackwell)" in lines
     assert all(any(line.startswith(name) for line in lines) for name in BLOCK_FORMATS)
 
 
@@ -124,7 +124,7 @@ def test_formats_side_by_side(capsys):
         "infinities          yes                   yes",
         "NaNs                yes                   yes",
         "needs scaling       loss                  no",
-        "matrix units since  V100 (Volta)          A100 (Ampere), TPU v2, MI100",
+        "tensor cores since  V100 (Volta)          A100 (Ampere), TPU v2, MI100",
         "torch dtype         torch.float16         torch.bfloat16",
         "aliases             half, float16, f16    bfloat16, bfloat",
         "",

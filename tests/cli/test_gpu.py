@@ -11,7 +11,7 @@ import pytest
 
 import ampwise.hardware
 from ampwise.cli import main
-from ampwise.hardware import Cpu, Device, Fp32Switches, Machine, TorchFacts, find_gpu
+from ampwise.hardware import Cpu, CudaDevice, Fp32Switches, Machine, TorchInfo, find_gpu
 
 pytest.importorskip("rich")
 
@@ -29,8 +29,8 @@ sys.exit(main(sys.argv[1:]))
 """
 
 
-def device(name: str, capability: str, index: int = 0) -> Device:
-    return Device(
+def device(name: str, capability: str, index: int = 0) -> CudaDevice:
+    return CudaDevice(
         index=index,
         name=name,
         capability=capability,
@@ -41,13 +41,13 @@ def device(name: str, capability: str, index: int = 0) -> Device:
     )
 
 
-def machine(*devices: Device) -> Machine:
+def machine(*devices: CudaDevice) -> Machine:
     return Machine(
         python="3.12.1",
         platform="Linux-6.8",
         cpu=Cpu(model="a Xeon", features=("amx_bf16",)),
         driver="570.86.15",
-        torch=TorchFacts(
+        torch=TorchInfo(
             version="2.13.0",
             cuda="12.8",
             hip=None,
@@ -87,12 +87,12 @@ def test_a_machine_with_gpus(on, capsys):
         "python  3.12.1 on Linux-6.8",
         "CPU     a Xeon; amx_bf16 (BF16 matrix tiles)",
         "torch   2.13.0 (CUDA 12.8, NVIDIA driver 570.86.15)",
-        "FP32    matrix products in full FP32, convolutions in TF32 (as torch starts; a script may change it)",
+        "FP32    matmuls in full FP32, convolutions in TF32 (torch's defaults; a script may change them)",
         "",
         "cuda:0,1  2 × NVIDIA H200",
         "compute capability 9.0, 139.0 GiB, in the catalog as h200",
         "torch.cuda.is_bf16_supported(): True, without emulation: True",
-        "format  matrix units  dense peak, TFLOP/s  ridge, FLOP/byte",
+        "format  tensor cores  dense peak, TFLOP/s  ridge, FLOP/byte",
         "fp32    no                           66.9                14",
         "tf32    yes                         494.7               103",
         "fp16    yes                         989.4               206",
@@ -102,9 +102,9 @@ def test_a_machine_with_gpus(on, capsys):
         "mxfp4   no                              -                 -",
         "nvfp4   no                              -                 -",
         "",
-        "AMP703 tf32-disabled-on-device: FP32 matrix products on 2 × NVIDIA H200 do not use its TF32 tensor "
-        "cores: dense peak 67 instead of 495 TFLOP/s",
-        '  fix: Write `torch.set_float32_matmul_precision("high")` before training, if 10 mantissa bits are enough.',
+        "AMP703 tf32-disabled-on-device: FP32 matmuls on 2 × NVIDIA H200 do not use its TF32 tensor cores: dense peak "
+        "67 instead of 495 TFLOP/s",
+        '  fix: Call `torch.set_float32_matmul_precision("high")` before training, if 10 mantissa bits are enough.',
     ]
 
 
@@ -112,8 +112,8 @@ def test_a_gpu_outside_the_catalog_has_formats_and_no_peaks(on, capsys):
     on(machine(device("NVIDIA GeForce RTX 4060", "8.9")))
     assert main(["gpu"]) == 0
     shown = lines(capsys)
-    assert "compute capability 8.9, 139.0 GiB, not in the catalog, so no peaks are known" in shown
-    assert "format  matrix units" in shown
+    assert "compute capability 8.9, 139.0 GiB, not in the catalog, so its peaks are unknown" in shown
+    assert "format  tensor cores" in shown
     assert "fp8     yes" in shown
     assert "nvfp4   no" in shown
 
@@ -128,7 +128,7 @@ def test_worse_findings_come_first(on, capsys):
 def test_want_is_a_gate(on, capsys, fmt, code):
     on(machine(device("NVIDIA H200", "9.0")))
     assert main(["gpu", "--want", fmt]) == code
-    assert ("has no nvfp4 matrix units" in capsys.readouterr().out) == bool(code)
+    assert ("has no nvfp4 tensor cores" in capsys.readouterr().out) == bool(code)
 
 
 @pytest.mark.parametrize(
@@ -151,8 +151,8 @@ def test_the_help_says_when_it_exits_with_1(capsys):
         main(["gpu", "--help"])
     described = " ".join(capsys.readouterr().out.split())
     assert (
-        "The exit code is 1 when --want names a format that a GPU here lacks, or when --want is given and torch "
-        "sees no GPU to use; else 0, also when it is not known."
+        "The exit code is 1 if --want names a format that a GPU here lacks, or if --want is given and torch "
+        "sees no usable GPU; else 0, also if support is unknown."
     ) in described
 
 
@@ -176,7 +176,7 @@ def test_machine_as_json(on, capsys):
     assert main(["gpu", "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert told["machine"]["torch"]["devices"][0]["catalog_id"] == "h200"
-    assert told["machine"]["torch"]["devices"][0]["matrix_units"]["nvfp4"] is False
+    assert told["machine"]["torch"]["devices"][0]["tensor_cores"]["nvfp4"] is False
     assert told["machine"]["torch"]["fp32"]["matmul_tf32"] is False
     assert [finding["code"] for finding in told["findings"]] == ["AMP703"]
 
@@ -184,7 +184,7 @@ def test_machine_as_json(on, capsys):
 def test_without_torch_it_says_so_and_succeeds():
     done = subprocess.run([sys.executable, "-c", WITHOUT_TORCH, "gpu"], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert "torch   not installed; so nothing is known about a GPU here" in done.stdout
+    assert "torch   not installed, so GPUs of this machine are unknown" in done.stdout
 
 
 def test_a_torch_that_does_not_load(on, capsys):
@@ -192,14 +192,14 @@ def test_a_torch_that_does_not_load(on, capsys):
     on(replace(machine(), torch=None, torch_problem="OSError: [red]libcudart.so\x1b[2J"))
     assert main(["gpu"]) == 0
     shown = capsys.readouterr().out
-    assert r"torch   does not load: OSError: [red]libcudart.so\x1b[2J; so nothing" in shown
+    assert r"torch   does not load: OSError: [red]libcudart.so\x1b[2J, so GPUs" in shown
 
 
 def test_without_a_gpu_it_says_so_and_succeeds(on, capsys):
     on(replace(machine(), driver=None))
     assert main(["gpu"]) == 0
     shown = capsys.readouterr().out
-    assert "torch   2.13.0 (CUDA 12.8); no GPU that torch can use: it computes on the CPU" in shown
+    assert "torch   2.13.0 (CUDA 12.8); torch finds no usable GPU and computes on the CPU" in shown
     assert "AMP" not in shown
     assert "FP32" not in shown, "the TF32 switches are about a GPU"
 
@@ -209,8 +209,8 @@ def test_a_mac(on, capsys):
     on(replace(mac, cpu=Cpu(model=None, features=None), torch=replace(mac.torch, cuda=None, mps=True)))
     assert main(["gpu"]) == 0
     shown = capsys.readouterr().out
-    assert "Apple's GPU, through MPS" in shown
-    assert "CPU     of unknown model; what it has for BF16 and FP16 is not known" in shown
+    assert "Apple GPU through MPS" in shown
+    assert "CPU     unknown model; its BF16 and FP16 instructions are unknown" in shown
 
 
 def test_a_device_of_the_catalog(capsys):
@@ -266,13 +266,13 @@ def test_list_as_json(capsys):
         ),
         (
             ["--want", "fp9"],
-            "unknown matrix format 'fp9'. Did you mean fp8 or fp16 or nvfp4? "
+            "unknown format 'fp9'. Did you mean fp8 or fp16 or nvfp4? "
             "--want takes tf32, fp16, bf16, fp8, mxfp8, mxfp4, nvfp4.",
         ),
         (["h200", "--list"], "gpu h200 --list: give a NAME or --list, not both"),
         (
             ["h200", "--want", "fp8"],
-            "gpu --want: it asks about this machine; give it without a NAME and without --list",
+            "gpu --want: it is about this machine and cannot be combined with a NAME or --list",
         ),
     ],
 )
@@ -288,4 +288,4 @@ def test_findings_alone_in_a_format_other_tools_read(capsys):
     assert main(["gpu", "--output-format", "json"]) == 0
     assert isinstance(json.loads(capsys.readouterr().out), list)
     assert main(["gpu", "h200", "--output-format", "json"]) == 2
-    assert "gpu --output-format: it asks about this machine" in capsys.readouterr().err
+    assert "gpu --output-format: it is about this machine" in capsys.readouterr().err

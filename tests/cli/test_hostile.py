@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from ampwise.cli import build_parser, verbs
+from ampwise.cli import build_parser, commands
 from ampwise.guard.disk.layout import MANIFEST
 
 from ..hostile import (
@@ -43,25 +43,28 @@ ampwise.hardware.describe_machine = lambda: machine
 
 
 # A record that may yet come is waited for.
-IMPATIENT = "from ampwise.live.records import wait_for_record\nwait_for_record.__kwdefaults__['patience_s'] = 0.0\n"
+IMPATIENT = """
+from ampwise.report.live.wait_for_record import wait_for_record
+wait_for_record.__kwdefaults__["patience_s"] = 0.0
+"""
 
 
 def given(*words, **more):
     return {"words": [str(word) for word in words], **more}
 
 
-def generic(verb):
+def generic(command):
     """An argument too many, an option that there is not, and such a value for each option that has one."""
-    parser = build_parser([verb])._subparsers._group_actions[0].choices[verb]
+    parser = build_parser([command])._subparsers._group_actions[0].choices[command]
     needed = [GONE for action in parser._actions if not action.option_strings and action.nargs is None]
-    yield given(verb, *needed, NAME)
-    yield given(verb, NAME, *needed[1:])
-    yield given(verb, *needed, f"--{NAME}")
-    yield given(verb, *needed, f"-{NAME}")
+    yield given(command, *needed, NAME)
+    yield given(command, NAME, *needed[1:])
+    yield given(command, *needed, f"--{NAME}")
+    yield given(command, *needed, f"-{NAME}")
     for action in parser._actions:
         if action.option_strings and action.nargs != 0 and not isinstance(action, argparse.BooleanOptionalAction):
-            yield given(verb, action.option_strings[-1], NAME, *needed)
-            yield given(verb, f"{action.option_strings[-1]}={NAME}", *needed)
+            yield given(command, action.option_strings[-1], NAME, *needed)
+            yield given(command, f"{action.option_strings[-1]}={NAME}", *needed)
 
 
 def of_check(folder):
@@ -123,12 +126,12 @@ def of_replay(folder):
     yield given("replay", resealed(copied(saved, "sealed", "capsule.json", poisoned)))
 
 
-def of_records(folder, verb):
+def of_records(folder, command):
     first, second = record(folder / f"first{NAME}"), record(folder / "second")
     for file in ("manifest.json", "findings.json"):
         other = copied(first, f"{file}{NAME}", file, poisoned)
-        yield given(verb, other, *(["--once"] if verb == "watch" else []))
-    if verb == "watch":
+        yield given(command, other, *(["--once"] if command == "watch" else []))
+    if command == "watch":
         yield given("watch", "--once", first)
         yield given("watch", first)
         yield given("watch", "--once", folder)
@@ -156,10 +159,10 @@ def of_resume(folder):
     yield given("resume", newest)
 
 
-def of_a_model(verb, *options):
+def of_a_model(command, *options):
     for name in ("make", "fails", "odd", TEXT):
-        yield given(verb, f"train:{name}", *options)
-    yield given(verb, "train:make", *options, "--json")
+        yield given(command, f"train:{name}", *options)
+    yield given(command, "train:make", *options, "--json")
 
 
 CASES = {
@@ -185,21 +188,21 @@ CASES = {
 
 
 def test_every_command_has_a_hostile_case():
-    assert sorted(CASES) == verbs()
+    assert sorted(CASES) == commands()
 
 
 @pytest.mark.half_by_day
-@pytest.mark.parametrize("verb", verbs(), ids="ampwise-{}".format)
-def test_nothing_acts_on_the_terminal(warm, tmp_path, verb):
+@pytest.mark.parametrize("command", commands(), ids="ampwise-{}".format)
+def test_nothing_acts_on_the_terminal(warm, tmp_path, command):
     (tmp_path / "train.py").write_text(TRAIN, encoding="utf-8")
-    cases = [*CASES[verb](tmp_path), *generic(verb)]
-    cases = [{"setup": IMPATIENT, **case} for case in cases] if verb == "watch" else cases
+    cases = [*CASES[command](tmp_path), *generic(command)]
+    cases = [{"setup": IMPATIENT, **case} for case in cases] if command == "watch" else cases
     told = shown(warm, cases, tmp_path)
     crashed = [words for words, _, _ in told if words.startswith(b" crashed")]
     assert not crashed
     assert len(told) == len(cases)
     assert not [words for words, _, text in told if not text.strip()], "a case that shows nothing tests nothing"
-    found = {words[:300]: act for words, _, text in told if (act := acting(text, moves=verb in MOVES))}
+    found = {words[:300]: act for words, _, text in told if (act := acting(text, moves=command in MOVES))}
     assert not found
 
 
@@ -207,7 +210,7 @@ def test_words_that_are_no_command(warm, tmp_path):
     cases = [given(NAME), given(f"--{NAME}"), given(f"--{NAME}", "check"), given("--version"), given("--help")]
     told = shown(warm, cases, tmp_path)
     assert not [(words, act) for words, _, text in told if (act := acting(text))]
-    assert b"ampwise: error: unknown verb" in told[0][2]
+    assert b"ampwise: error: unknown command" in told[0][2]
 
 
 def test_our_own_styles_come_through(warm, tmp_path):

@@ -1,4 +1,4 @@
-"""The frame around the verbs, run as a person runs it."""
+"""The frame around the commands, run as a person runs it."""
 
 import os
 import signal
@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from ampwise.cli import main, verbs
+from ampwise.cli import commands, main
 
-VERBS = {
+TEST_COMMANDS = {
     "sleep": "print('ready', flush=True); import time; time.sleep(60)",
     "crash": "raise RuntimeError('a bug')",
     "refuse": "from ampwise.errors import BadInput; raise BadInput('asked for 3, possible are 1 and 2')",
@@ -42,10 +42,10 @@ def ampwise(*words, **options):
 
 
 @pytest.fixture(scope="module")
-def with_test_verbs(tmp_path_factory):
-    """The command that runs ampwise with a few verbs added that misbehave on demand."""
-    folder = tmp_path_factory.mktemp("verbs")
-    for name, body in VERBS.items():
+def with_test_commands(tmp_path_factory):
+    """The command that runs ampwise with a few commands added that misbehave on demand."""
+    folder = tmp_path_factory.mktemp("commands")
+    for name, body in TEST_COMMANDS.items():
         (folder / f"{name}.py").write_text(VERB_FILE.format(name=name, body=body))
     return [sys.executable, "-c", RUNNER, str(folder)]
 
@@ -73,14 +73,17 @@ def here(capsys, monkeypatch):
 def test_bare_prints_help_and_is_content():
     done = ampwise()
     assert (done.returncode, done.stderr) == (0, "")
-    assert all(verb in done.stdout for verb in verbs())
+    assert all(command in done.stdout for command in commands())
     assert ampwise("--help").stdout == done.stdout
 
 
 @pytest.mark.parametrize(
     ("words", "line"),
     [
-        (["explan", "x"], "unknown verb 'explan'. Did you mean explain or replay? `ampwise --help` lists the verbs."),
+        (
+            ["explan", "x"],
+            "unknown command 'explan'. Did you mean explain or replay? `ampwise --help` lists the commands.",
+        ),
         (["--bogus"], "unknown option '--bogus'. See `ampwise --help`."),
         (["rules", "--jsn"], "unknown option '--jsn'; did you mean --json? See `ampwise rules --help`."),
         (["rules", "--js"], "unknown option '--js'; did you mean --json? See `ampwise rules --help`."),
@@ -88,11 +91,11 @@ def test_bare_prints_help_and_is_content():
         (["rules", "-z"], "unknown option '-z'. See `ampwise rules --help`."),
         (
             ["--json", "formats"],
-            "unknown option '--json'; options of a verb come after the verb. See `ampwise --help`.",
+            "unknown option '--json'; options of a command come after the command. See `ampwise --help`.",
         ),
         (
             ["--want", "fp8", "gpu"],
-            "unknown option '--want'; options of a verb come after the verb. See `ampwise --help`.",
+            "unknown option '--want'; options of a command come after the command. See `ampwise --help`.",
         ),
         (["rules", "more"], "unexpected argument 'more'. See `ampwise rules --help`."),
         (["explain"], "the following arguments are required: RULE. See `ampwise explain --help`."),
@@ -102,11 +105,11 @@ def test_a_mistake_is_one_line_and_exit_2(here, words, line):
     assert here(*words) == (2, "", f"ampwise: error: {line}\n")
 
 
-@pytest.mark.parametrize("verb", verbs())
-def test_every_verb_explains_itself_with_an_example(here, verb):
-    code, said, complained = here(verb, "--help")
+@pytest.mark.parametrize("command", commands())
+def test_every_command_explains_itself_with_an_example(here, command):
+    code, said, complained = here(command, "--help")
     assert (code, complained) == (0, "")
-    assert f"  ampwise {verb}" in said
+    assert f"  ampwise {command}" in said
 
 
 def test_version():
@@ -115,34 +118,36 @@ def test_version():
     assert done.stdout.startswith("ampwise ")
 
 
-def test_brackets_and_percents_in_help_are_kept(with_test_verbs):
-    one = run(with_test_verbs, "three", "--help").stdout
+def test_brackets_and_percents_in_help_are_kept(with_test_commands):
+    one = run(with_test_commands, "three", "--help").stdout
     assert "Odd [brackets] and 100% of {braces}." in one
     assert '  ampwise three [--opt] "a[0]"' in one
     assert "a [bracketed] help" in one
-    assert "Odd [brackets] and 100% of {braces}" in run(with_test_verbs).stdout
+    assert "Odd [brackets] and 100% of {braces}" in run(with_test_commands).stdout
 
 
-def test_a_verb_decides_its_exit_code(with_test_verbs):
-    assert run(with_test_verbs, "three").returncode == 3
+def test_a_verb_decides_its_exit_code(with_test_commands):
+    assert run(with_test_commands, "three").returncode == 3
 
 
-def test_an_error_on_purpose_is_one_line(with_test_verbs):
-    done = run(with_test_verbs, "refuse")
+def test_an_error_on_purpose_is_one_line(with_test_commands):
+    done = run(with_test_commands, "refuse")
     assert (done.returncode, done.stderr) == (2, "ampwise: error: asked for 3, possible are 1 and 2\n")
 
 
-def test_a_bug_is_a_traceback(with_test_verbs):
-    done = run(with_test_verbs, "crash")
+def test_a_bug_is_a_traceback(with_test_commands):
+    done = run(with_test_commands, "crash")
     assert done.returncode == 1
     assert done.stderr.startswith("Traceback")
     assert done.stderr.endswith("RuntimeError: a bug\n")
 
 
-def test_ctrl_c_is_a_line_and_130(with_test_verbs):
+def test_ctrl_c_is_a_line_and_130(with_test_commands):
     # A shell's background job ignores Ctrl-C, and so do its children, unless told otherwise.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    process = subprocess.Popen([*with_test_verbs, "sleep"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [*with_test_commands, "sleep"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
     signal.signal(signal.SIGINT, before)
     assert process.stdout.readline() == "ready\n"
     process.send_signal(signal.SIGINT)
@@ -150,10 +155,12 @@ def test_ctrl_c_is_a_line_and_130(with_test_verbs):
     assert (process.returncode, err) == (130, "ampwise: interrupted\n")
 
 
-@pytest.mark.parametrize("verb", ["flood", "drip", "--help"])
-def test_a_reader_who_leaves_is_met_quietly(with_test_verbs, verb):
+@pytest.mark.parametrize("command", ["flood", "drip", "--help"])
+def test_a_reader_who_leaves_is_met_quietly(with_test_commands, command):
     reader, writer = os.pipe()
-    process = subprocess.Popen([*with_test_verbs, verb], stdout=writer, stderr=subprocess.PIPE, text=True, env=PLAIN)
+    process = subprocess.Popen(
+        [*with_test_commands, command], stdout=writer, stderr=subprocess.PIPE, text=True, env=PLAIN
+    )
     os.close(writer)
     os.close(reader)
     _, err = process.communicate(timeout=120)
@@ -202,8 +209,8 @@ def in_a_shell(redirection, *words):
     return ["sh", "-c", f'"$@" {redirection}', "sh", *COMMAND, *words]
 
 
-def test_an_error_of_the_system_that_is_not_about_output_is_a_bug(with_test_verbs):
-    done = run(with_test_verbs, "lose")
+def test_an_error_of_the_system_that_is_not_about_output_is_a_bug(with_test_commands):
+    done = run(with_test_commands, "lose")
     assert done.returncode == 1
     assert done.stderr.startswith("Traceback")
 

@@ -25,12 +25,10 @@ def test_another_version_is_a_line(monkeypatch, capsys):
     pytest.importorskip("mcp")
     monkeypatch.setattr("importlib.metadata.version", lambda name: "1.28.1")
     assert main(["mcp"]) == 2
-    assert "and 1.28.1 is installed" in capsys.readouterr().err
+    assert "but 1.28.1 is installed" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("root", "said"), [("/", "the whole machine"), ("gone", "--root gone: there is no such folder")]
-)
+@pytest.mark.parametrize(("root", "said"), [("/", "the whole machine"), ("gone", "--root gone: no such folder")])
 def test_a_root_that_is_none(capsys, root, said):
     assert main(["mcp", "--root", root]) == 2
     assert said in capsys.readouterr().err

@@ -36,7 +36,7 @@ def plain_page(monkeypatch):
     """The same page whatever terminal and GPU the tests run with."""
     monkeypatch.setenv("COLUMNS", "110")
     monkeypatch.setenv("NO_COLOR", "1")
-    monkeypatch.setattr("ampwise.tune.memory.estimate.room_here", lambda: None)
+    monkeypatch.setattr("ampwise.tune.memory.estimate.local_memory", lambda: None)
 
 
 @pytest.fixture
@@ -58,7 +58,7 @@ def test_a_table_with_a_column_for_each_precision(capsys):
     assert rows["parameters"][-1] == rows["peak"][-1] == "derived"
     assert rows["CUDA context"][-2:] == ["600.0", "allowance"]
     assert rows["fits a GPU of"][-1] == "datasheet"
-    assert "The model is assumed" in out
+    assert "Assumed model" in out
     assert err == ""
 
 
@@ -92,14 +92,14 @@ def test_a_gpu_that_it_does_not_fit_is_exit_code_1(capsys):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ([], "nothing is asked about: give a function such as train:make, or sizes such as --params 7B."),
-        (["--params", "many"], "--params many: expected is a number of parameters, such as 124M, 7B or 1.3e9."),
-        ([*SIZES, "--batch", "two"], "--batch two: expected are numbers of rows, such as 8 or 8,16,32."),
-        ([*SIZES, "--batch", "0"], "--batch 0: a batch has at least 1 row."),
-        ([*SIZES, "--fsdp", "8", "--ddp"], "--fsdp and --ddp: gradients are exchanged by one or by the other."),
+        ([], "no model given: name a function such as train:make, or give sizes such as --params 7B."),
+        (["--params", "many"], "--params many: expected a number of parameters, such as 124M, 7B or 1.3e9."),
+        ([*SIZES, "--batch", "two"], "--batch two: expected whole numbers of rows, such as 8 or 8,16,32."),
+        ([*SIZES, "--batch", "0"], "--batch 0: expected at least 1 row."),
+        ([*SIZES, "--fsdp", "8", "--ddp"], "--fsdp and --ddp exclude each other: give one of them."),
         ([*SIZES, "--gpu", "h300"], "unknown device 'h300'."),
         ([*SIZES, "--optimizer", "adamv"], "unknown optimizer 'adamv'."),
-        ([*SIZES, "--precision", "fp8"], "precision 'fp8': there is such a precision, and its memory is not counted."),
+        ([*SIZES, "--precision", "fp8"], "precision 'fp8': its memory cannot be predicted yet."),
         (
             [*SIZES, "--precision", "bf16-pure,kahn"],
             "unknown precision 'kahn'. Did you mean kahan? The precisions are fp32, tf32, fp16, bf16, bf16-pure; after "
@@ -108,9 +108,9 @@ def test_a_gpu_that_it_does_not_fit_is_exit_code_1(capsys):
         ([*SIZES, "--precision", "bf16,kahan"], "'kahan' is an option of bf16-pure: bf16-pure,kahan."),
         ([*SIZES, "--heads", "3"], "the hidden size is not divisible by the number of heads."),
         (["{train}:nonesuch"], "has no function 'nonesuch'."),
-        (["{train}:needs"], "it needs arguments (width)"),
-        (["{train}:asks"], "it asks for the values of a tensor (.item()) (train.py:16)"),
-        (["{train}:make", "--hidden", "64"], "a model that a function makes has its own sizes; leave out --hidden."),
+        (["{train}:needs"], "it must be callable without arguments, but requires width"),
+        (["{train}:asks"], "the step reads the values of a tensor (.item()) (train.py:16)"),
+        (["{train}:make", "--hidden", "64"], "a model from a function has its own sizes; leave out --hidden."),
         (["{train}:make", "--checkpointing"], "no repeated blocks were found in this model"),
     ],
 )
@@ -118,7 +118,7 @@ def test_what_cannot_be_counted_is_exit_code_2(words, said, train, capsys):
     assert main(["memory", "-q", *(word.format(train=train) for word in words)]) == 2
     out, err = capsys.readouterr()
     assert out == ""
-    assert err.splitlines()[-1].startswith("ampwise: error: ") or "expected is a function" in err
+    assert err.splitlines()[-1].startswith("ampwise: error: ") or "expected a function" in err
     assert said in err
 
 

@@ -4,15 +4,16 @@ from pathlib import Path
 
 import pytest
 
-from ampwise.census.algebra import Census
 from ampwise.cli import main
 from ampwise.finding import Place
-from ampwise.record import follow, reader
-from ampwise.record.reader import Part, Run
-from ampwise.record.rows import LayerSample, Seen, StepRow
-from ampwise.record.writer import Writer
+from ampwise.numbers.census.algebra import Census
 from ampwise.rules import find_rule
-from ampwise.watch.ranks import add_findings_of_ranks
+from ampwise.rules.evidence.rows import CountedFinding, LayerSample, StepRow
+from ampwise.runs import follower as follow
+from ampwise.runs import reader
+from ampwise.runs.reader import RankRecord, Run
+from ampwise.runs.writer import RecordWriter
+from ampwise.watch.rank_findings import add_findings_of_ranks
 
 RANKS = 3
 
@@ -26,7 +27,7 @@ def _plain(monkeypatch):
 def write_ranks(folder, level):
     """Each rank has its own steps, scales and findings, and layers that no other has."""
     for rank in range(RANKS):
-        writer = Writer.create(folder, rank=rank, world_size=RANKS, script="train.py", command=["train.py"])
+        writer = RecordWriter.create(folder, rank=rank, world_size=RANKS, script="train.py", command=["train.py"])
         for step in range(1, 9):
             writer.step(StepRow(step=step, loss=level / step, scale=2.0 ** (16 - rank), norm=0.5, skipped=step == rank))
         binade = rank - round(10 * level)
@@ -34,7 +35,7 @@ def write_ranks(folder, level):
         layers = {"head.weight": counted, f"only.on.rank{rank}": counted}
         writer.layers(LayerSample(first=1, last=1, scale=65536.0, layers=layers))
         finding = find_rule("AMP101").at(Place(file="train.py", line=2 + rank), "clipped while scaled")
-        writer.findings([Seen(finding=finding, count=1 + rank, first_step=1, last_step=8)])
+        writer.findings([CountedFinding(finding=finding, count=1 + rank, first_step=1, last_step=8)])
         writer.close("finished", 0)
     add_findings_of_ranks(folder)
     return str(folder)
@@ -51,7 +52,7 @@ def with_all(monkeypatch):
 
     def read_all():
         monkeypatch.setattr(Run, "read", classmethod(lambda _, folder, read=Run.read, **__: read(folder)))
-        monkeypatch.setattr(follow, "Part", lambda folder, **_: Part(folder))
+        monkeypatch.setattr(follow, "RankRecord", lambda folder, **_: RankRecord(folder))
 
     return read_all
 
@@ -77,7 +78,7 @@ def test_a_report_is_the_same_with_and_without_them(two, tmp_path, capsys, with_
 
 @pytest.mark.parametrize("words", [["--once"], []], ids=["once", "to the end"])
 def test_a_live_view_is_the_same_with_and_without_them(two, capsys, with_all, words, monkeypatch):
-    monkeypatch.setattr("ampwise.live.terminal.LATE_S", 0.0)  # nothing is added to it any more
+    monkeypatch.setattr("ampwise.report.live.terminal.LATE_S", 0.0)  # nothing is added to it any more
     without = told(["watch", two[0], *words], capsys, None)
     with_all()
     assert told(["watch", two[0], *words], capsys, None) == without

@@ -9,10 +9,10 @@ import pytest
 
 from ampwise.cli import main
 from ampwise.finding import Place
-from ampwise.record.rows import Seen, StepRow
-from ampwise.record.writer import Writer
-from ampwise.report.page import MARK
+from ampwise.report.page import GENERATOR_MARK
 from ampwise.rules import find_rule
+from ampwise.rules.evidence.rows import CountedFinding, StepRow
+from ampwise.runs.writer import RecordWriter
 
 
 @pytest.fixture(autouse=True)
@@ -22,11 +22,11 @@ def _plain(monkeypatch):
 
 
 def write_record(folder, *lines, level=2.0, steps=40):
-    writer = Writer.create(folder, command=["train.py"], script="train.py", environment={"torch": "2.13.0"})
+    writer = RecordWriter.create(folder, command=["train.py"], script="train.py", environment={"torch": "2.13.0"})
     for step in range(1, steps + 1):
         writer.step(StepRow(step=step, loss=level + step % 2 / 100, scale=65536.0, norm=0.5))
     places = [Place(file="train.py", line=line) for line in lines]
-    writer.findings([Seen(finding=find_rule("AMP101").at(place, "clipped while scaled")) for place in places])
+    writer.findings([CountedFinding(finding=find_rule("AMP101").at(place, "clipped while scaled")) for place in places])
     writer.fact("precision", "fp16")
     writer.close("finished", 0)
     return folder
@@ -64,8 +64,8 @@ def test_the_page(two, tmp_path, capsys):
     paper = tmp_path / "two.html"
     for _ in range(2):  # an earlier page gives way to the next
         assert report(*two, "-o", paper) == 0
-    assert MARK in paper.read_text()
-    assert capsys.readouterr().out.endswith(f"The page is {paper}\n")
+    assert GENERATOR_MARK in paper.read_text()
+    assert capsys.readouterr().out.endswith(f"Wrote {paper}\n")
 
 
 def test_open_puts_the_page_into_the_later_record(two, monkeypatch, capsys):
@@ -86,7 +86,7 @@ def test_a_record_beside_itself(two, capsys):
 def test_three_are_too_many(two, capsys):
     assert report(*two, two[0]) == 2
     assert capsys.readouterr().err == (
-        "ampwise: error: report takes one record, or two to compare, and was given 3. Compare them by twos.\n"
+        "ampwise: error: report: expected one record, or two to compare, got 3. Compare two at a time.\n"
     )
 
 
@@ -95,7 +95,7 @@ def test_the_one_that_cannot_be_read_is_named(two, capsys, which):
     (two[which] / "manifest.json").unlink()
     assert report(*two) == 2
     error = capsys.readouterr().err
-    assert error.startswith(f"ampwise: error: {two[which]} holds no record")
+    assert error.startswith(f"ampwise: error: {two[which]} is not a record")
     assert error.endswith(f"`ampwise report {two[1 - which]}` shows the other one.\n")
 
 
@@ -111,7 +111,7 @@ def test_what_is_left_of_a_torn_record_is_compared(two, capsys):
 
 
 def test_a_run_that_is_still_going(two, tmp_path, capsys):
-    writer = Writer.create(tmp_path / "c", script="train.py")
+    writer = RecordWriter.create(tmp_path / "c", script="train.py")
     writer.step(StepRow(step=1, loss=2.0))
     writer.flush()
     assert report(two[0], tmp_path / "c") == 0

@@ -1,4 +1,4 @@
-"""`ampwise rules`: all of them, by room."""
+"""`ampwise rules`: all of them, by category."""
 
 import json
 import sys
@@ -9,10 +9,10 @@ from ampwise.finding import Rule, Severity
 from ampwise.rules import RegisteredRule, registered
 
 
-def entry(code, name, room, **more):
+def entry(code, name, category, **more):
     texts = {"summary": f"About {name}", "why": "w", "fix": "f", "bad": "b", "good": "g"}
     rule = Rule(code=code, name=name, severity=Severity.WARNING, **texts, **more)
-    return RegisteredRule(rule=rule, room=room, module=sys)
+    return RegisteredRule(rule=rule, category=category, module=sys)
 
 
 def test_the_table():
@@ -32,7 +32,7 @@ def test_the_table():
         "  AMP900  old                warning       About old (off by default)\n"
         "\n"
         "4 rules; `ampwise explain CODE` explains one.\n"
-        "[*] is mended by `ampwise check --fix`, [-] sometimes.\n"
+        "[*] is fixed by `ampwise check --fix`, [-] sometimes.\n"
     )
 
 
@@ -61,7 +61,7 @@ def test_every_rule_is_listed(capsys):
 def test_json(capsys):
     assert main(["rules", "--json"]) == 0
     rules = json.loads(capsys.readouterr().out)
-    assert rules == [{**entry.rule.as_dict(), "room": entry.room} for entry in registered()]
+    assert rules == [{**entry.rule.as_dict(), "category": entry.category} for entry in registered()]
 
 
 def test_no_rules():

@@ -20,9 +20,9 @@ def test_without_torch_it_says_where_to_install_it_and_runs_nothing(script, tmp_
     out, said = capsys.readouterr()
     assert out == ""
     assert said == (
-        f"ampwise: error: ampwise run needs torch, and this Python has none: {sys.executable}. A script runs in the "
-        "Python that ampwise is installed in: install it beside the script's own packages, pip install "
-        "'ampwise[torch]'. (What pipx and uvx run has an environment of its own.)\n"
+        f"ampwise: error: ampwise run needs torch, which is not installed in this Python: {sys.executable}. "
+        "Scripts run in the Python that ampwise is installed in: install it in the script's environment, pip install "
+        "'ampwise[torch]'. (pipx and uvx use an environment of their own.)\n"
     )
     assert [path.name for path in tmp_path.iterdir()] == [script]
 

@@ -64,9 +64,9 @@ def test_it_says_what_was_found_and_writes_it(capsys, folder):
         capsys, "train_searched.py:make", "--tolerance", "0.5", "--gpu", "h200", "--out", "policy.json"
     )
     assert code == 0
-    assert out.startswith("train_searched.py:make: 4 in e4m3, of 4 modules with matrix products; error 0.0")
+    assert out.startswith("train_searched.py:make: 4 in e4m3, of 4 modules with matmuls; error 0.0")
     assert "by the peaks of h200 (datasheet)" in out
-    assert out.endswith("Written to policy.json: ampwise.Found.load('policy.json')\n")
+    assert out.endswith("Wrote policy.json; load it with ampwise.Found.load('policy.json')\n")
     assert "what the user prints" not in out
     assert "ampwise: 4 in e4m3: error" in err
     assert "s left" in err
@@ -100,13 +100,13 @@ def test_json_is_all_of_it(capsys):
 def test_where_nothing_can_be_narrower_it_is_1(capsys):
     code, out, _ = run(capsys, "train_searched:make", "--tolerance", "1e-6", "-q", "--batches", "1")
     assert code == 1
-    assert "nothing passes at a tolerance of 1e-06 but FP32 everywhere (of e4m3, bf16)" in out
+    assert "at a tolerance of 1e-06 only FP32 everywhere passes (tried: e4m3, bf16)" in out
 
 
 def test_batches_that_do_not_differ_verify_nothing(capsys):
     code, out, _ = run(capsys, "train_searched:always_the_same", "--tolerance", "0.5", "-q")
     assert code == 0
-    assert "There was one batch: nothing was held back to verify it on." in out
+    assert "There was only one batch, so nothing was held back for verification." in out
 
 
 def test_only_some_modules(capsys):
@@ -131,7 +131,7 @@ def test_ctrl_c_says_how_to_go_on_and_that_goes_on(capsys, folder):
     (folder / "again").touch()
     code, out, _ = run(capsys, *command.split()[2:])
     assert code in (0, 1)
-    assert f"{kept} trials were there from an earlier run." in out
+    assert f"{kept} trials came from an earlier run." in out
     assert not part.exists()
 
 
@@ -141,7 +141,7 @@ def test_without_resume_it_begins_anew(capsys, folder):
     code, _, err = run(capsys, *words)
     assert code == 2
     assert (
-        "ampwise-search.part has the trials of a search that was interrupted. Go on from them with --resume, or begin"
+        "ampwise-search.part has the trials of an interrupted search. Continue with --resume, or start over with -f."
         in err
     )
     assert run(capsys, *words, "-f")[0] == 0
@@ -149,29 +149,32 @@ def test_without_resume_it_begins_anew(capsys, folder):
     (folder / "ampwise-search.part").write_text("of something else")
     code, _, err = run(capsys, "train_searched:make", "--tolerance", "0.5", "-q", "--resume")
     assert code == 2
-    assert "search(resume='ampwise-search.part'): that is no file to go on from" in err
+    assert "search(resume='ampwise-search.part'): cannot resume from it" in err
 
 
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["train_searched:make", "--batches", "0"], "search --batches 0: one is the least and 16 the most"),
-        (["train_searched:make", "--batches", "17"], "search --batches 17: one is the least and 16 the most"),
-        (["train_searched:make", "--out", ".", "-f"], "search --out .: no file can be written there"),
-        (["train_searched:make", "--out", "nowhere/policy.json"], "search --out nowhere/policy.json: no file can be"),
-        (["train_searched:make", "--formats", "e4m3"], "search(formats=('e4m3',)): there have to be 'fp32'"),
+        (["train_searched:make", "--batches", "0"], "search --batches 0: expected 1 to 16"),
+        (["train_searched:make", "--batches", "17"], "search --batches 17: expected 1 to 16"),
+        (["train_searched:make", "--out", ".", "-f"], "search --out .: cannot write there"),
+        (["train_searched:make", "--out", "nowhere/policy.json"], "search --out nowhere/policy.json: cannot write"),
+        (["train_searched:make", "--formats", "e4m3"], "search(formats=('e4m3',)): expected 'fp32'"),
         (["train_searched:make", "--formats", "e4m4,fp32"], "unknown format 'e4m4'"),
         (["train_searched:make", "--modules", "decoder"], "unknown module 'decoder'"),
         (["train_searched:make", "--gpu", "h2000"], "unknown device 'h2000'"),
-        (["train_searched:make", "--tolerance", "0"], "search(tolerance=0.0): a number above 0 is expected"),
-        (["train_searched:make", "--device", "tpu"], "--device tpu: torch has no such device here"),
+        (["train_searched:make", "--tolerance", "0"], "search(tolerance=0.0): expected a number above 0"),
+        (["train_searched:make", "--device", "tpu"], "--device tpu: not available here"),
         (
             ["train_searched:make", "--out", "train_searched.py"],
-            "it is there already. Name another file, or write over it with -f",
+            "the file exists. Name another one, or overwrite it with -f",
         ),
-        (["train_searched:make", "--trials", "0"], "search(trials=0): how many assignments may be tried: 1 or more"),
+        (
+            ["train_searched:make", "--trials", "0"],
+            "search(trials=0): expected the number of assignments to try, at least 1",
+        ),
         (["train_searched:nothing"], "has no function 'nothing'"),
-        (["train_searched"], "'train_searched': expected is module:function"),
+        (["train_searched"], "'train_searched': expected module:function"),
     ],
 )
 def test_mistakes_are_a_line_and_2(capsys, words, said):

@@ -30,7 +30,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
 
 from ampwise import Engine
-from ampwise.engine import engine as engine_module
+from ampwise.train import engine as engine_module
 
 WIDE, NARROW = 32, 8  # so that the gradients are many more numbers than a small reduction has
 MAX_NORM = 0.3
@@ -349,11 +349,11 @@ class Failing(torch.autograd.Function):
 
 def auto(alike):
     """precision="auto", with ranks that choose alike or not: what is said, and the error."""
-    choose, rank, said = engine_module.choose, dist.get_rank(), io.StringIO()
+    choose, rank, said = engine_module.choose_precision, dist.get_rank(), io.StringIO()
     if not alike and rank == 1:
-        engine_module.choose = lambda asked, device: choose("fp32", device)
+        engine_module.choose_precision = lambda asked, device: choose("fp32", device)
     elif not alike:
-        engine_module.choose = lambda asked, device: choose("bf16", device)
+        engine_module.choose_precision = lambda asked, device: choose("bf16", device)
     error = None
     try:
         with redirect_stderr(said):
@@ -362,7 +362,7 @@ def auto(alike):
     except ValueError as caught:
         error = str(caught)
     finally:
-        engine_module.choose = choose
+        engine_module.choose_precision = choose
     return {"error_text": error, "said": said.getvalue()}
 
 

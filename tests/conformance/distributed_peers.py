@@ -18,7 +18,7 @@ def trained_fsdp1(contender, **arguments):
 FSDP2 = Case(
     "fsdp2-overflow-on-one-rank",
     title="FSDP2: one rank's shard overflows",
-    why="Only that rank sees it; unless all ranks skip, each goes on with weights and a scale of its own.",
+    why="Only that rank sees it; unless all ranks skip, each continues with different weights and a different scale.",
 )
 
 
@@ -30,8 +30,8 @@ def fsdp2(contender):
 REPLICATED_FIRST = Case(
     "fsdp2-replicated-parameter-first",
     title="DTensors: the first parameter is replicated, a sharded one overflows",
-    why="Tensor parallelism replicates norms and biases next to sharded matrices; whether the ranks have to talk "
-    "cannot be read off the first gradient.",
+    why="Tensor parallelism replicates norms and biases next to sharded matrices; whether the ranks have to "
+    "communicate cannot be seen from the first gradient.",
 )
 
 
@@ -55,7 +55,7 @@ def mixed(contender):
 ONE_COLLECTIVE = Case(
     "fsdp2-clip-with-one-collective",
     title="FSDP2: check for overflow and clip by the norm, with one small reduction",
-    why="Each reduction is a wait for the slowest rank; the norm and the overflow can travel together.",
+    why="Each reduction waits for the slowest rank; the norm and the overflow flag can share one.",
 )
 
 

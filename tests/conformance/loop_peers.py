@@ -179,8 +179,8 @@ def moved(trained, due, *, what="the weights move by"):
 MEAN = Case(
     "accumulated-mean",
     title="Accumulate four batches",
-    why="The gradient of four small batches should be that of the large one they make: their mean. Where the loss is "
-    "not divided, the step is four times as long, and nothing says so.",
+    why="The gradient of four small batches should be that of one large batch: their mean. If the loss is not "
+    "divided, the step is four times too large, without an error.",
 )
 
 
@@ -196,8 +196,8 @@ def mean(contender):
 UNEVEN = Case(
     "accumulated-mean-at-the-end-of-an-epoch",
     title="Accumulate by two, and the data ends after three batches",
-    why="The last batch is alone in its window, and its mean is its own gradient. Divided by two all the same, it "
-    "counts for half; left over, it does not count, or counts in the next epoch.",
+    why="The last batch is alone in its window, and its mean is its own gradient. If it is divided by two anyway, it "
+    "counts half; if it is left over, it is lost, or counts in the next epoch.",
 )
 
 
@@ -211,8 +211,8 @@ TOKENS = Case(
     "accumulated-mean-over-tokens",
     title="Accumulate a batch of one token and one of three",
     why="Batches of text differ in length. The mean of their means lets a token of a short batch count for more, so "
-    "that the result depends on how the text was cut; wanted is the mean over all tokens. Ours is told how much a "
-    "batch weighs: `weight=len`.",
+    "that the result depends on how the text was cut; the mean over all tokens is right. ampwise takes the weight "
+    "of a batch: `weight=len`.",
 )
 
 
@@ -226,8 +226,8 @@ def tokens(contender):
 BAD_BATCH = Case(
     "overflow-in-a-window",
     title="One of the accumulated batches overflows",
-    why="Its window is lost, whichever place it had there, and no other: the next has gradients and a scale of its "
-    "own, and the scale must not move in the middle of a window.",
+    why="Only its accumulation window may be lost, wherever the batch is in it: the next has its own gradients, and "
+    "the scale must not change in the middle of a window.",
 )
 
 
@@ -246,7 +246,7 @@ def bad_batch(contender):
 BAD_BATCH_BF16 = Case(
     "bf16-nan-in-a-window",
     title="BF16: one of the accumulated batches is NaN",
-    why="There is no scaler to look at gradients, so nobody does.",
+    why="There is no scaler to check the gradients, so nothing does.",
 )
 
 
@@ -261,8 +261,8 @@ def bad_batch_bf16(contender):
 BY_VALUE = Case(
     "bf16-inf-clipped-by-value",
     title="BF16, an infinite gradient, clipped by value",
-    why="Clipping makes a number of it like any other, and no trace is left of the overflow: the step goes as far as "
-    "the limit allows, in whatever direction the overflow had.",
+    why="Clipping turns it into a finite number and hides the overflow: the step is as large as the limit allows, in "
+    "the direction of the overflow.",
 )
 
 
@@ -276,8 +276,8 @@ def by_value(contender):
 STATISTICS = Case(
     "batchnorm-after-a-skipped-step",
     title="BatchNorm, after a step was skipped",
-    why="The forward pass moves the running statistics before anybody knows of the overflow. The step is skipped, and "
-    "the weights are kept, but infinity stays in the statistics for ever: the model trains well and evaluates to NaN.",
+    why="The forward pass updates the running statistics before the overflow is detected. The step is skipped, and "
+    "the weights are kept, but infinity stays in the statistics: the model trains well and evaluates to NaN.",
 )
 
 
@@ -321,8 +321,7 @@ def told(contender):
 CLIPPED_WINDOW = Case(
     "accumulated-fused-and-clipped",
     title="FP16: accumulate, clip, with a fused optimizer",
-    why="All three at once, as in a large run: the mean of the batches is clipped, once, in true units "
-    "(Lightning#21435).",
+    why="All three at once, as in a large run: the unscaled mean of the batches is clipped once (Lightning#21435).",
 )
 
 
@@ -397,7 +396,7 @@ FIRST_OVERFLOWS = Case(
     "two-optimizers-first-overflows",
     title="Two optimizers, the first one's step overflows",
     why="The scale falls then. If it falls before the second has divided its gradients by it, the second step is "
-    "twice as long.",
+    "twice as large.",
 )
 NAN_SPREADS = Case(
     "two-optimizers-nan-in-one-clipped",
@@ -432,7 +431,8 @@ def the_second(layers):
 RESUMED = Case(
     "resumed-scale",
     title="Save, and resume in a new process",
-    why="A scale that begins anew overflows until it has found its value again: steps are lost at every restart.",
+    why="A scale that starts from its initial value overflows until it is right again: steps are lost at every "
+    "restart.",
 )
 
 
@@ -520,8 +520,8 @@ def resumed_fabric(file):
 IN_THE_MIDDLE = Case(
     "resumed-in-the-middle-of-a-window",
     title="Save in the middle of a window, and resume",
-    why="A job is stopped when its time is up, not when a window is. What was accumulated is part of the state: "
-    "without it, the first step after resuming is made of half the batches and divided by all.",
+    why="A job may be stopped in the middle of an accumulation window. The accumulated gradients are part of the "
+    "state: without it, the first step after resuming is made of half the batches and divided by all.",
 )
 
 

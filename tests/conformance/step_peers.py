@@ -93,9 +93,9 @@ def readings_after_overflow(contender, of):
 CLIP_IN_ONE_CALL = Case(
     "clip-without-unscale",
     title="Clip, with no call of `unscale_` before",
-    why="Gradients in memory are multiplied by the loss scale, and clipping that does not know it clips far too hard. "
-    "torch's documentation asks for `unscale_` first; forgotten, nothing is said, and training crawls. Ours has a call "
-    "that cannot forget.",
+    why="Gradients in memory are multiplied by the loss scale, and clipping that does not know it clips far too "
+    "hard. torch's documentation asks for `unscale_` first; without it there is no error, and training is very "
+    "slow. ampwise has one call for both.",
 )
 
 
@@ -144,7 +144,7 @@ TWO_DEVICES = Case(
     "overflow-on-two-devices",
     title="Fused AdamW, overflow on two devices",
     why="The fused kernels skip only where the flag is exactly 1; flags of two devices added up are 2, and the bad "
-    "step is applied. (The second device is played here: its flag is put beside the first one's.)",
+    "step is applied. (The second device is simulated here: its flag is added to the first one's.)",
 )
 
 
@@ -205,7 +205,7 @@ MOMENTUM = Case(
     title="Fused SGD with momentum, first step skipped",
     why="The first steps are the likeliest to overflow, while the scale is still settling. torch has by then made "
     "momentum buffers of uninitialised memory, which the next step uses. (Shown by torch's own setting that fills "
-    "such memory with NaN; without it, it is whatever lay there.)",
+    "such memory with NaN; otherwise it has any values.)",
 )
 
 
@@ -235,8 +235,8 @@ def uninitialised_memory_is_nan():
 COLLAPSE = Case(
     "scale-collapse",
     title="Every step overflows",
-    why="Halved often enough, a scale without a floor is 0. From then on gradients are 0 times infinity, and the first "
-    "good batch destroys the weights.",
+    why="Halved often enough, a scale without a minimum becomes 0. From then on gradients are 0 times infinity, and "
+    "the first good batch destroys the weights.",
 )
 
 
@@ -284,7 +284,7 @@ def zero_scale_loaded(contender):
 CLOSURE = Case(
     "positional-closure",
     title="`step(optimizer, closure)`",
-    why="A closure runs the backward pass again, behind the scaler: the optimizer would apply gradients still "
+    why="A closure runs the backward pass again, without the scaler: the optimizer would apply gradients still "
     "multiplied by the scale. torch refuses one passed by keyword, but not by position.",
 )
 

@@ -201,7 +201,7 @@ def test_ddp_can_be_flushed(train, weighed):
 @needs_fsdp2
 def test_fsdp2_cannot_be_flushed_and_says_what_to_do(ask):
     for answer in ask("late_flush", wrapper="fsdp2"):
-        assert answer["refusal"].startswith("flush(): sharded gradients are exchanged in the backward pass only.")
+        assert answer["refusal"].startswith("flush(): sharded gradients can only be exchanged in a backward pass.")
         assert "engine.batches(loader)" in answer["refusal"]
         assert answer["closed"] == [False, True], "the window goes on"
         assert answer["away"] <= AWAY["fp32"]
@@ -221,8 +221,8 @@ def test_ranks_that_choose_alike_speak_once(ask):
 def test_ranks_that_choose_differently_are_refused(ask):
     for answer in ask("auto", alike=False):
         assert answer["error_text"] == (
-            "Engine(precision='auto'): the ranks' devices differ: bf16 on rank 0, fp32 on rank 1. "
-            "Name one that all can run."
+            "Engine(precision='auto') chose different precisions: bf16 on rank 0, fp32 on rank 1. "
+            "Name one that all ranks can run."
         )
         assert not answer["said"]
 
@@ -295,8 +295,8 @@ def test_fsdp2_in_the_middle_of_a_window_is_not_saved():
     """The window's gradients are in FSDP2 itself, and would be lost without a word."""
     for answer in the_ranks().ask("engine_resume", wrapper="fsdp2", precision="fp16", after=4):
         assert answer["error"] == (
-            "BadInput: state_dict() in the middle of a window: FSDP2 has its gradients, and does not give them. "
-            "Save when step.closed is true."
+            "BadInput: state_dict() between the micro-batches of a step: FSDP2 holds the gradients "
+            "internally, where they cannot be saved. Save when step.closed is true."
         )
 
 

@@ -45,7 +45,7 @@ def test_the_page_has_verdicts_versions_and_what_was_seen(page, record):
     assert "| lightning + ampwise | lightning 2.6.6, torch 2.13.0 | 2025-12-31 |\n" in text
     assert text.endswith(
         '<a id="a-case"></a>\n\n### Clip | step\n\n`a-case`\n\nIt matters.\n\n'
-        "|  |  | seen |\n| --- | --- | --- |\n| ampwise | right | is 1 |\n| torch | **wrong** | is nan |\n"
+        "|  |  | outcome |\n| --- | --- | --- |\n| ampwise | right | is 1 |\n| torch | **wrong** | is nan |\n"
     )
 
 

@@ -191,7 +191,7 @@ SCHEDULER = Case(
     "scheduler-waits-for-skipped-step",
     title="The learning rate waits when a step is skipped",
     why="A scheduler that runs ahead of the optimizer ends the warm-up early and shortens the run; a first step that "
-    "overflows is ordinary in FP16.",
+    "overflows is normal in FP16.",
 )
 
 
@@ -260,8 +260,8 @@ def fall(before, after, where=""):
 SMALL_GRADIENTS = Case(
     "clipping-leaves-small-gradients",
     title="FP16 with clipping, gradients below the limit",
-    why="A gradient below the limit must not be touched; where the limit is held against gradients still multiplied "
-    "by the scale, every step is clipped.",
+    why="A gradient below the limit must not be changed; if the limit is compared with gradients that are still "
+    "scaled, every step is clipped.",
 )
 
 
@@ -285,12 +285,12 @@ def left_alone(share, where=""):
 FUSED_CLIP = Case(
     "fp16-fused-and-clipped",
     title="FP16, a fused optimizer and clipping together",
-    why="The fastest optimizer and the commonest safeguard: wanted together in nearly every large run.",
+    why="The fastest optimizer and the most common safeguard: nearly every large run uses both.",
 )
 BF16_FUSED_CLIP = Case(
     "bf16-fused-and-clipped",
     title="BF16, a fused optimizer and clipping together",
-    why="The same without a scale: nothing has to be unscaled, so nothing stands in the way.",
+    why="The same without a scale: nothing has to be unscaled, so both should work.",
 )
 
 
@@ -319,7 +319,7 @@ TWO_CLIPPED = Case(
 TWO_CLIPPED_APART = Case(
     "two-optimizers-clipped-apart",
     title="Two optimizers, each clipped on its own, then stepped",
-    why="The usual way when the two want different limits.",
+    why="The usual way if the two need different limits.",
 )
 
 
@@ -378,8 +378,8 @@ def two_accelerate_steps(contender, layers, apart):
 BF16_BAD = Case(
     "bf16-nan-gradient",
     title="BF16, one gradient is NaN",
-    why="BF16 needs no scale, so the scaler is off, and with it goes the only check: one bad batch and the weight is "
-    "lost for good.",
+    why="BF16 needs no scale, so the scaler is off, and with it the only check: after one bad batch the weight is "
+    "lost.",
 )
 BF16_BAD_CLIPPED = Case(
     "bf16-nan-gradient-clipped",

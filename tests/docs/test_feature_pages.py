@@ -13,9 +13,10 @@ from torch import nn
 from torch.nn import functional as F
 
 import ampwise
-from ampwise.cli import build_parser, verbs
-from ampwise.engine import engine as engines
-from ampwise.engine.precision.precision import BEYOND, Chosen
+from ampwise.cli import build_parser
+from ampwise.cli import commands as all_commands
+from ampwise.train import engine as engines
+from ampwise.train.precision.precision import EXTRA_PRECISIONS, ChosenPrecision
 
 from .pages import Reading, commands, pieces
 
@@ -23,15 +24,15 @@ pytestmark = pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")  # a CPU 
 ROOT = Path(__file__).parents[2]
 PAGES = [*sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "docs").glob("*/*.md")), ROOT / "README.md"]
 NOT_RUN = {  # fences that begin so, and what runs the same
-    "from ampwise.lightning import": "tests/integrations",
-    "from ampwise.transformers import": "tests/integrations",
-    "from ampwise.accelerate import": "tests/integrations",
+    "from ampwise.integrations.lightning import": "tests/integrations",
+    "from ampwise.integrations.transformers import": "tests/integrations",
+    "from ampwise.integrations.accelerate import": "tests/integrations",
     "loss_scaler = NativeScaler": "tests/integrations",
     "self._guard = ampwise.GradScaler": "tests/integrations",
-    "from ampwise.float8.by_torchao import": "tests/float8, with torchao, which takes long to import",
-    "engine = Engine(\n    model, optimizer, sinks=": "tests/sinks",
-    'engine = ampwise.Engine(model, optimizer, "bf16-pure")': "tests/low_bit, with torchao",
-    'engine = ampwise.Engine(model, optimizer, precision="fp8")': "tests/low_bit, with torchao",
+    "from ampwise.train.float8.torchao_backend import": "tests/train/float8, with torchao, which takes long to import",
+    "engine = Engine(\n    model, optimizer, sinks=": "tests/runs/sinks",
+    'engine = ampwise.Engine(model, optimizer, "bf16-pure")': "tests/train/low_bit, with torchao",
+    'engine = ampwise.Engine(model, optimizer, precision="fp8")': "tests/train/low_bit, with torchao",
 }
 WIDE = 512  # below, a layer does not become FP8
 
@@ -142,8 +143,10 @@ def folder(tmp_path, monkeypatch):
     program = tmp_path / "notify-send"  # what an alert starts
     program.touch(0o700)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
-    real, fp8 = engines.choose, Chosen(BEYOND["fp8"], "in a test")
-    monkeypatch.setattr(engines, "choose", lambda asked, device: fp8 if asked == "fp8" else real(asked, device))
+    real, fp8 = engines.choose_precision, ChosenPrecision(EXTRA_PRECISIONS["fp8"], "in a test")
+    monkeypatch.setattr(
+        engines, "choose_precision", lambda asked, device: fp8 if asked == "fp8" else real(asked, device)
+    )
     return tmp_path
 
 
@@ -186,7 +189,7 @@ def test_every_command_can_be_given(command):
     words = shlex.split(command)[1:]
     words = words[: next((at for at, word in enumerate(words) if word in ("|", "&&")), None)]
     if any(map(PLACEHOLDER.search, words)):
-        assert words[0] in verbs()  # a summary, such as [-o RUN]
+        assert words[0] in all_commands()  # a summary, such as [-o RUN]
         return
     args, unknown = build_parser(words).parse_known_args(words)
     assert not unknown

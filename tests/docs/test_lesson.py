@@ -56,11 +56,11 @@ def test_code_that_is_shown_fits_a_screen():
     assert max(len(source.splitlines()) for source in shown) <= 50
 
 
-def test_every_pitfall_fails_first_and_is_mended_next():
-    failing, mended = pitfalls("failing"), pitfalls("mended")
-    assert list(failing) == list(mended)
-    order = [kind for cell in CODE for kind in ("failing", "mended") if kind in tags(cell)]
-    assert order == ["failing", "mended"] * len(failing)
+def test_every_pitfall_fails_first_and_is_fixed_next():
+    failing, fixed = pitfalls("failing"), pitfalls("fixed")
+    assert list(failing) == list(fixed)
+    order = [kind for cell in CODE for kind in ("failing", "fixed") if kind in tags(cell)]
+    assert order == ["failing", "fixed"] * len(failing)
     assert f"{NUMBERS[len(failing)]} ways in which it goes wrong" in " ".join(WORDS.split())
 
 
@@ -69,7 +69,7 @@ def test_pitfalls_are_numbered_as_they_come():
     assert numbers == list(range(1, len(pitfalls("failing")) + 1))
 
 
-@pytest.mark.parametrize("kind", ["failing", "mended"])
+@pytest.mark.parametrize("kind", ["failing", "fixed"])
 @pytest.mark.parametrize("name", pitfalls("failing"))
 def test_a_pitfall_proves_what_it_says(kind, name):
     source = pitfalls(kind)[name]

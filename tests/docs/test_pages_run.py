@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ampwise.formats import FORMATS
+from ampwise.numbers.formats import FORMATS
 from ampwise.rules import built_in
 from ampwise.tune.advise import advise
 
@@ -144,9 +144,9 @@ def told():
     """Numbers that a page tells in a sentence: the page, the sentence's piece, with the number of the benchmark."""
     compiled = {row["row"]: row["×FP32"] for row in result("compare_gpt2_compiled_gpu")}
     yield "guides/choose_a_precision.md", f"from {compiled['bf16']:.2f} to {compiled['bf16 compiled']:.2f} times"
-    yield "guides/distributed.md", f"takes {result('ddp_cpu')[0]['ratio']:.2f} of the loop by hand"
+    yield "guides/distributed.md", f"takes {result('ddp_cpu')[0]['ratio']:.2f}x the time of the hand-written loop"
     guard = {row["what"]: row["value"] for row in result("guard_host_gpu")}
-    yield "guides/production.md", f"{guard['whole run, over plain']} of the time without"
+    yield "guides/production.md", f"{guard['whole run, over plain']}x the time of a run without"
     watched = {row["step"]: row["ratio"] for row in result("watch_gpu")}
     yield "guides/production.md", f"around it: {watched['ampwise run']:.2f}"
     overflow, derivative = result("trace_gpu")[:2]

@@ -68,7 +68,9 @@ def test_the_list_of_rules_has_those_that_the_sidebar_has_not():
 
 def names_of(module):
     """A module's ``__all__``, without loading the framework that it is for."""
-    found = re.search(r"^__all__ = (\[.*\])$", (ROOT / "src/ampwise" / f"{module}.py").read_text(), re.MULTILINE)
+    found = re.search(
+        r"^__all__ = (\[.*\])$", (ROOT / "src/ampwise/integrations" / f"{module}.py").read_text(), re.MULTILINE
+    )
     return ast.literal_eval(found[1])
 
 
@@ -80,7 +82,9 @@ def test_every_public_name_is_documented_once():
     listed = re.findall(r"^   ~([\w.]+)$", (DOCS / "reference" / "index.md").read_text(encoding="utf-8"), re.MULTILINE)
     assert len(directives) == len({*directives})
     assert sorted(directives) == sorted(listed)
-    frameworks = [f"ampwise.{module}.{name}" for module in ampwise._FRAMEWORKS for name in names_of(module)]
+    frameworks = [
+        f"ampwise.integrations.{module}.{name}" for module in ampwise._FRAMEWORKS for name in names_of(module)
+    ]
     assert {*(f"ampwise.{name}" for name in ampwise.__all__), *frameworks} <= {*directives}
 
 

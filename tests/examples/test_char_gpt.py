@@ -1,4 +1,4 @@
-"""The demo: it trains, it counts in true units, and what it prints is what was counted."""
+"""The demo: it trains, it counts unscaled gradients, and what it prints is what was counted."""
 
 from __future__ import annotations
 
@@ -86,17 +86,17 @@ def test_a_narrow_terminal_gets_two_tables(small):
 
 def test_the_json_agrees_with_the_gradients_themselves(small, monkeypatch, tmp_path):
     kept = []
-    judge, census = GradScaler._judge, GradScaler.census
+    check, census = GradScaler._check_all, GradScaler.census
 
-    def keep_and_judge(scaler, optimizers, max_norm):
+    def keep_and_check(scaler, optimizers, max_norm):
         kept.append({id(p): p.grad / scaler.get_scale() for p in optimizers[0].param_groups[0]["params"]})
-        return judge(scaler, optimizers, max_norm)
+        return check(scaler, optimizers, max_norm)
 
     def name_and_count(scaler, model):
         kept[-1] = {name: kept[-1][id(p)] for name, p in model.named_parameters()}
         return census(scaler, model)
 
-    monkeypatch.setattr(GradScaler, "_judge", keep_and_judge)
+    monkeypatch.setattr(GradScaler, "_check_all", keep_and_check)
     monkeypatch.setattr(GradScaler, "census", name_and_count)
     path = tmp_path / "counts.json"
     small.main(["--steps", "2", "--json", str(path)])
@@ -159,7 +159,7 @@ def test_nothing_to_show_is_said(small, capsys):
     assert "no step was completed without overflow" in err
 
 
-def test_the_census_is_in_true_units_whatever_the_scale(small):
+def test_the_census_is_unscaled_whatever_the_scale(small):
     low, high = (train(small, 1, scale_exponent).rows for scale_exponent in (10, 14))
     for name in low:
         a, b = low[name], high[name]
@@ -177,11 +177,11 @@ def test_gradients_are_counted_before_they_are_clipped(small, monkeypatch):
     assert train(small, 1).rows == expected
 
 
-def test_the_matrix_units_agree_with_torch_in_fp16(demo):
+def test_emulated_tensor_cores_agree_with_torch_in_fp16(demo):
     torch.manual_seed(0)
     x, weight = torch.randn(8, 16), torch.randn(4, 16, requires_grad=True)
     results = []
-    for multiply in (torch.nn.functional.linear, lambda *xs: demo.as_matrix_units_do(torch.nn.functional.linear, *xs)):
+    for multiply in (torch.nn.functional.linear, lambda *xs: demo.as_on_tensor_cores(torch.nn.functional.linear, *xs)):
         with torch.autocast("cpu", dtype=torch.float16):
             product = multiply(x, weight)
         (gradient,) = torch.autograd.grad((product.float() ** 2).sum(), weight)
@@ -195,7 +195,7 @@ def test_the_matrix_units_agree_with_torch_in_fp16(demo):
 
 def test_without_autocast_nothing_is_rounded(demo):
     x, weight = torch.randn(8, 16), torch.randn(4, 16)
-    product = demo.as_matrix_units_do(torch.nn.functional.linear, x, weight)
+    product = demo.as_on_tensor_cores(torch.nn.functional.linear, x, weight)
     assert torch.equal(product, torch.nn.functional.linear(x, weight))
 
 

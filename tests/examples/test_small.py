@@ -29,7 +29,7 @@ def test_a_guarded_training_passes_over_what_is_broken_and_can_be_started_again(
     again = run(capfd, monkeypatch, "guarded.py", "--directory", tmp_path, "--epochs", 1)
     (weights,) = (line for line in first.out.splitlines() if line.startswith("weights: "))
     assert weights in again.out.splitlines()  # it is over: the same weights
-    assert "going on from" in again.err
+    assert "resuming from" in again.err
 
 
 def test_a_nan_is_hunted_down_to_its_line(capfd, monkeypatch):

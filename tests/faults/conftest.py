@@ -18,7 +18,7 @@ from .programs import Outcome, cheap
 PROGRAM = Path(__file__).with_name("programs.py")
 LIMIT_S = 120
 LOADED = [
-    *("ampwise.guard.guard", "ampwise.guard.disk.reading", "ampwise.guard.disk.writing", "ampwise.trace.explaining"),
+    *("ampwise.guard.guard", "ampwise.guard.disk.reading", "ampwise.guard.disk.writing", "ampwise.trace.diagnosis"),
     *("torch.distributed.fsdp", "torch.nn.parallel", "torch.utils.data"),
 ]
 

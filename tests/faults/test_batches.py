@@ -40,7 +40,7 @@ def test_several_in_a_row_are_gone_around(tmp_path, unbroken, kind):
     outcome = train(tmp_path / "run", fault=kind, at=IN_A_ROW)
     assert outcome.told == ["step-skipped", "step-skipped", "rolled-back"]
     assert outcome.passed_over == PLACES
-    assert "passes over batches 8, 9, 10 of epoch 1" in outcome.messages[-1]
+    assert "batches 8, 9, 10 of epoch 1" in outcome.messages[-1]
     # None twice, none lost but for these.
     passed = [unbroken.lineage[number + 1] for number in IN_A_ROW]
     lost = {sample for batch in passed for sample in batch}
@@ -62,7 +62,7 @@ def test_without_end_it_is_given_up(tmp_path, capsys, kind):
     second = "precision-changed" if kind == "huge" else "rolled-back"  # which might hold it; no format holds a NaN
     assert outcome.told == [*skips, "rolled-back", *skips, second, *skips, "training-stopped"]
     assert "training was stopped" in outcome.why
-    assert "tried without success: going back to step" in outcome.why
+    assert "tried without success: rollback to step" in outcome.why
     said = capsys.readouterr().err
     assert ("bad-batch" in said) == (kind != "huge")
     assert "ampwise replay" in said
@@ -77,7 +77,7 @@ def test_from_the_first_step_it_is_given_up_with_the_weights_of_the_beginning(tm
     assert outcome.code == 70
     assert outcome.lineage == {}
     assert outcome.loss == train(tmp_path / "none", guarded=False, epochs=0).loss
-    assert "it begins anew" not in outcome.why
+    assert "it starts over" not in outcome.why
 
 
 def test_a_sample_that_is_always_bad_costs_its_batch_in_each_epoch(tmp_path, unbroken):
@@ -113,7 +113,7 @@ def test_weights_that_turn_to_nan_never_reach_the_disk(tmp_path):
     assert "rolled-back" in outcome.told
     assert outcome.code == 0
     assert outcome.told.count("weights-not-finite") <= 3
-    back = [message for message in outcome.messages if message.startswith("went back")]
+    back = [message for message in outcome.messages if message.startswith("rolled back")]
     assert len(back) == 1, "good means good: the snapshot of the very step that spoilt the weights is no way back"
     assert outcome.lineage[48 - 3]
     again = train(tmp_path)

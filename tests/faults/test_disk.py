@@ -77,7 +77,7 @@ def test_a_disk_that_is_full_and_then_is_not(small_disk, monkeypatch, tmp_path):
     assert outcome.code == 0
     assert outcome.told
     assert set(outcome.told) == {"checkpoint-failed"}
-    assert all("the disk is full" in message and "training goes on" in message for message in outcome.messages)
+    assert all("the disk is full" in message and "training continues" in message for message in outcome.messages)
     assert outcome.weights == train(tmp_path / "whole").weights
     assert whole(small_disk / "run")[0] == LAST, "and the last one is there"
     assert not list((small_disk / "run").glob(".step-*")), "nothing is left of those that failed"
@@ -96,7 +96,7 @@ def test_a_disk_that_stays_full_keeps_what_is_whole(small_disk, monkeypatch, fro
     )
     assert outcome.code == 0
     assert set(outcome.told) == {"checkpoint-failed"}
-    assert ("there is no whole one yet" in outcome.messages[-1]) == from_the_start
+    assert ("there is no complete one yet" in outcome.messages[-1]) == from_the_start
     assert "failure in a row" in outcome.messages[-1]
     assert whole(small_disk / "run") == before
 
@@ -156,7 +156,7 @@ def test_a_folder_that_is_removed_is_made_again(tmp_path, monkeypatch):
 
 def test_a_folder_that_cannot_be_had_is_refused_at_once(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(BadInput, match="no such directory can be made") as refused:
+    with pytest.raises(BadInput, match="cannot create this directory") as refused:
         train(tmp_path / "file" / "run")
     assert "\n" not in str(refused.value)
 
@@ -261,7 +261,7 @@ def test_where_all_are_damaged_nothing_is_begun_in_their_place(half, tmp_path):
     shutil.copytree(half[0], directory)
     for each in checkpoints(directory):
         flip(each.path / FILES[0])
-    with pytest.raises(BadInput, match="none to go on from") as refused:
+    with pytest.raises(BadInput, match="none can be resumed") as refused:
         train(directory)
     assert "\n" not in str(refused.value)
     assert len(checkpoints(directory)) == 3
@@ -276,11 +276,11 @@ def test_weights_in_a_checkpoint_that_are_not_finite_are_not_gone_on_from(half, 
     import torch
 
     from ampwise.guard.disk.writing import write_checkpoint
-    from ampwise.guard.plain import to_json
-    from ampwise.guard.state import Whole
+    from ampwise.guard.exact_json import to_json
+    from ampwise.guard.state import TrainingState
 
-    live = Whole(run.engine, {}).live()
-    live.plain.update(run.guard._besides())
+    live = TrainingState(run.engine, {}).live()
+    live.plain.update(run.guard._extra_state())
     spoilt = {name: tensor.detach().clone() for name, tensor in live.tensors.items()}
     spoilt["model.net.0.weight"][0, 0] = torch.nan
     plain = to_json(live.plain, "the state")
@@ -315,5 +315,5 @@ def test_the_lock_of_a_run_that_is_no_more_is_taken_over(children, tmp_path):
     assert killed.code == -9
     outcome = train(tmp_path / "run")
     assert outcome.told[0] == "lock-taken-over"
-    assert "which is no more" in outcome.messages[0]
+    assert "which no longer exists" in outcome.messages[0]
     assert outcome.code == 0

@@ -95,7 +95,7 @@ def test_a_run_that_is_over_goes_on_with_nothing(tmp_path):
 def test_two_guards_on_one_engine_are_one_too_many(tmp_path):
     model = torch.nn.Linear(2, 1)
     engine = Engine(model, torch.optim.SGD(model.parameters(), 0.1), "fp32")
-    with Guard(engine, tmp_path / "one"), pytest.raises(ValueError, match="has a guard already"):
+    with Guard(engine, tmp_path / "one"), pytest.raises(ValueError, match="already has a guard"):
         Guard(engine, tmp_path / "two").begin()
 
 

@@ -19,7 +19,7 @@ def test_no_rung_but_the_last(tmp_path, capsys):
     outcome = train(tmp_path, fault="nan", at=IN_A_ROW, ladder={"rollbacks": 0, "change_precision": False})
     assert "nothing else is allowed" in stops(outcome, tmp_path)
     assert outcome.told == ["step-skipped", "step-skipped", "training-stopped"]
-    assert "`x` was given to the step with" in capsys.readouterr().err
+    assert "`x` was passed to the step with" in capsys.readouterr().err
 
 
 def test_the_first_bad_step_can_be_the_last(tmp_path):

@@ -97,12 +97,12 @@ def test_on_another_number_of_ranks_the_epoch_begins_anew_and_that_is_said(child
     (tmp_path / "run" / "passed_over.json").write_text('{"passed_over": [[1, 1]]}')
     two = children.train(tmp_path / "run", ranks=2, epochs=2, fault="SIGTERM", at=[14], on_rank=1)
     assert [each.code for each in two] == [0, 0], two[0].said + two[1].said
-    assert "1 batch that failed before will be passed over" in two[0].said
+    assert "1 batch that failed before will be left out" in two[0].said
     one = children.train(tmp_path / "run", epochs=2)
     assert one.outcome.told == ["ranks-changed"]
     assert one.outcome.began_at == 15
     assert [len(samples) for _, samples, _ in one.outcome.steps] == 12 * [8], "all of the second epoch"
     assert one.outcome.passed_over == []
-    assert "each rank draws other random numbers, and its data begins the epoch anew" in one.said
-    assert "ampwise: the data is not as it was: it goes on at the beginning of epoch 1\n" in one.said
-    assert "ampwise: 1 batch that failed before will be used: batches have other numbers now\n" in one.said
+    assert "each rank gets new random numbers and restarts the epoch's data" in one.said
+    assert "ampwise: the data has changed: continuing at the start of epoch 1\n" in one.said
+    assert "ampwise: 1 batch that failed before will be used again: batches have other numbers now\n" in one.said

@@ -24,9 +24,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ampwise import Engine, Guard, Ladder, Stopped
-from ampwise.guard import ends
+from ampwise.guard import stopping as ends
 from ampwise.guard.disk import catalog, reading, writing
-from ampwise.guard.disk.catalog import Damaged, checkpoints
+from ampwise.guard.disk.catalog import DamagedCheckpoint, checkpoints
 
 LIMIT_S = 120  # for a case; all of them take a second or two if all is well, and a rank that waits for another longer
 LADDER = Ladder(skips=1, healthy=3, rollbacks=2)
@@ -139,7 +139,7 @@ def damaged_for_one(rank, directory):
 
     def read_plain(checkpoint, its_rank):
         if checkpoint.step == 8 and rank == 1:
-            raise Damaged("plain-00001.json cannot be read: Input/output error.")
+            raise DamagedCheckpoint("plain-00001.json cannot be read: Input/output error.")
         return read(checkpoint, its_rank)
 
     reading.read_plain = read_plain

@@ -12,7 +12,7 @@ import pytest
 from ampwise.errors import BadInput
 from ampwise.finding import Place
 from ampwise.guard import alert_kinds
-from ampwise.guard.alerts import MOST_WAITING, Alerts, Flood, command, stderr, webhook
+from ampwise.guard.alerts import MOST_WAITING, Alerts, RateLimiter, command, stderr, webhook
 from ampwise.rules import find_rule
 
 STOPPED, SKIPPED = find_rule("training-stopped"), find_rule("step-skipped")
@@ -103,7 +103,7 @@ def test_sending_does_not_wait_for_a_slow_alert_and_it_holds_up_no_other(alertin
     alerts.send(finding())
     assert seen.wait(120)
     alerts.close(timeout=0.1)
-    assert "stuck was still busy at the end, and was not waited for" in capsys.readouterr().err
+    assert "stuck was still busy at the end; it was not waited for" in capsys.readouterr().err
     release.set()
 
 
@@ -122,7 +122,7 @@ def test_an_alert_that_fails_is_said_once_and_tried_again(alerting, capsys, erro
     assert len(tried) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("ampwise: warning: the alert ")
-    assert "broken failed, and is tried again with the next finding: " + type(error).__name__ in line
+    assert "broken failed; the next finding will be tried again: " + type(error).__name__ in line
     assert "\x1b" not in line
 
 
@@ -177,9 +177,9 @@ def test_of_a_slow_alert_the_latest_findings_wait_and_memory_is_flat(alerting):
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        (print, r"alerts: a list of functions is expected that take a finding: alerts=\[stderr\(\)\]\."),
-        ("stderr", "alerts: a list of functions is expected"),
-        (["stderr"], r"alerts: 'stderr' cannot be called; give webhook\(url\), command\(\[\.\.\.\]\) or a function\."),
+        (print, r"alerts: expected a list of functions that take a finding: alerts=\[stderr\(\)\]\."),
+        ("stderr", "alerts: expected a list of functions"),
+        (["stderr"], r"alerts: 'stderr' is not callable; give webhook\(url\), command\(\[\.\.\.\]\) or a function\."),
     ],
 )
 def test_what_is_no_list_of_functions_is_refused(given, message):
@@ -191,7 +191,7 @@ def test_what_is_no_list_of_functions_is_refused(given, message):
 
 
 def test_of_one_rule_a_finding_a_minute_and_the_next_counts_those_between():
-    flood = Flood(60.0)
+    flood = RateLimiter(60.0)
     assert flood.take(finding(SKIPPED, 1), now=0.0) == finding(SKIPPED, 1)
     assert [flood.take(finding(SKIPPED, step), now=step) for step in range(2, 12)] == [None] * 10
     assert flood.take(finding(STOPPED, 12), now=12.0) == finding(STOPPED, 12), "another rule is not held back"
@@ -200,7 +200,7 @@ def test_of_one_rule_a_finding_a_minute_and_the_next_counts_those_between():
 
 
 def test_what_was_held_back_is_told_when_its_minute_is_over():
-    flood = Flood(60.0)
+    flood = RateLimiter(60.0)
     for step in range(4):
         flood.take(finding(SKIPPED, step), now=float(step))
     assert flood.next_due() == 60.0
@@ -209,19 +209,19 @@ def test_what_was_held_back_is_told_when_its_minute_is_over():
     assert (latest.place.step, latest.evidence) == (3, {"held_back": 2})
     assert flood.next_due() is None
     assert flood.take(finding(SKIPPED, 5), now=61.0) is None, "that one counts too"
-    assert flood.rest() == [finding(SKIPPED, 5)]
-    assert flood.rest() == []
+    assert flood.drain() == [finding(SKIPPED, 5)]
+    assert flood.drain() == []
 
 
 @pytest.mark.parametrize("rate", [0.3, 1.0, 7.0])
 def test_no_finding_is_lost_or_counted_twice(rate):
-    flood, sent = Flood(10.0), []
+    flood, sent = RateLimiter(10.0), []
     for number in range(500):
         now = number * rate
         sent += flood.due(now)
         taken = flood.take(finding(SKIPPED, number), now)
         sent += [taken] if taken is not None else []
-    sent += flood.rest()
+    sent += flood.drain()
     assert sum(1 + each.evidence.get("held_back", 0) for each in sent) == 500
     assert len(sent) <= 500 * rate / 10.0 + 2 or rate > 5
 
@@ -263,7 +263,7 @@ def test_for_slack_it_is_text_in_which_nothing_is_a_command(server):
     text = server.got[0][2]["text"]
     head, message, fix = text.split("\n")
     assert head == "*error: AMP807 training-stopped* at step 60"
-    assert message == "&lt;!channel&gt; a &amp; b (3 more like it since the last that was sent)"
+    assert message == "&lt;!channel&gt; a &amp; b (3 more of this rule since the last one sent)"
     assert fix == STOPPED.fix
 
 
@@ -301,7 +301,7 @@ def test_a_server_may_say_when_to_come_again_but_not_next_year(server, monkeypat
 @pytest.mark.parametrize("to", ["ftp://127.0.0.1/x", "file:///etc/passwd", "http://127.0.0.1:{port}/elsewhere"])
 def test_it_is_not_sent_on(server, status, to):
     server.answers = [(status, {"Location": to.format(port=server.server_port)})]
-    with pytest.raises(OSError, match=r"which is not followed|not allowed"):
+    with pytest.raises(OSError, match=r"redirects are not followed|not allowed"):
         webhook(server.address, retries=2)(finding())
     assert len(server.got) == 1
 
@@ -336,7 +336,7 @@ def test_a_server_that_never_answers_runs_out_of_time():
     ],
 )
 def test_what_is_no_web_address_is_refused_and_not_shown(url):
-    with pytest.raises(BadInput, match=r"^webhook\(url\): an address ") as caught:
+    with pytest.raises(BadInput, match=r"^webhook\(url\): expected an ") as caught:
         webhook(url)
     assert not any(secret in str(caught.value) for secret in ("word", "passwd", "X: y"))
 
@@ -366,7 +366,7 @@ def test_a_command_is_no_program_of_the_current_folder_by_an_empty_part_of_path(
     (tmp_path / "notify").write_text("#!/bin/sh\ntouch was-run\n")
     (tmp_path / "notify").chmod(0o755)
     monkeypatch.setenv("PATH", f"{os.environ['PATH']}:")
-    with pytest.raises(BadInput, match="there is no program 'notify' that could be run"):
+    with pytest.raises(BadInput, match="program 'notify' not found"):
         command(["notify"])
     command(["./notify"])(finding())
     assert (tmp_path / "was-run").exists()
@@ -382,17 +382,17 @@ def test_a_command_that_takes_too_long_is_ended_and_its_arguments_are_not_shown(
     alerts.send(finding())
     alerts.close(timeout=120)
     said = capsys.readouterr().err
-    assert "TimeoutError: it took longer than 0.5 s, and was ended" in said
+    assert "TimeoutError: it took longer than 0.5 s and was killed" in said
     assert "s3cret" not in said
 
 
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ("notify -u", r"command\('notify -u'\): a list of the program and its arguments is expected"),
-        ([], r"command\(\[\]\): a list"),
-        ([3], r"command\(\[3\]\): a list"),
-        (["no-such-program-here"], "there is no program 'no-such-program-here' that could be run"),
+        ("notify -u", r"command\('notify -u'\): expected a list of the program and its arguments"),
+        ([], r"command\(\[\]\): expected a list"),
+        ([3], r"command\(\[3\]\): expected a list"),
+        (["no-such-program-here"], "program 'no-such-program-here' not found"),
     ],
 )
 def test_what_cannot_be_run_is_refused_at_once(given, message):
@@ -406,6 +406,6 @@ def test_what_cannot_be_run_is_refused_at_once(given, message):
 def test_stderr_shows_the_finding_with_its_fix_and_nothing_that_moves_the_cursor(capsys):
     stderr()(finding(message="bad\x1b[2J", held_back=1200))
     assert capsys.readouterr().err == (
-        "ampwise: error: at step 60: AMP807 training-stopped: bad\\x1b[2J (1,200 more like it since the last that was "
-        f"sent)\n    {STOPPED.fix}\n"
+        "ampwise: error: at step 60: AMP807 training-stopped: bad\\x1b[2J (1,200 more of this rule since the last "
+        f"one sent)\n    {STOPPED.fix}\n"
     )

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from ampwise import BadInput, Engine, Guard, Ladder
 from ampwise.guard.disk.catalog import checkpoints
-from ampwise.guard.plain import from_json
+from ampwise.guard.exact_json import from_json
 
 BATCHES = [torch.full((4, 3), float(number)) for number in range(1, 5)]
 
@@ -48,7 +48,7 @@ def run(directory, *, epochs=1, precision="fp32", kind=torch.optim.AdamW, schedu
 def lines(capsys):
     """What was said, but for where it goes on from."""
     said = [line.removeprefix("ampwise: ") for line in capsys.readouterr().err.splitlines()]
-    return [line for line in said if not line.startswith("going on from")]
+    return [line for line in said if not line.startswith("resuming from")]
 
 
 def refused(directory, **options):
@@ -56,7 +56,7 @@ def refused(directory, **options):
         run(directory, epochs=2, **options)
     words = str(error.value)
     assert "\n" not in words
-    return words.removeprefix(f"{checkpoints(directory)[0].path} cannot be gone on from: ")
+    return words.removeprefix(f"{checkpoints(directory)[0].path} cannot be resumed: ")
 
 
 @pytest.mark.parametrize("schedule", [None, warm_up])
@@ -75,7 +75,8 @@ def test_changed_options_of_the_optimizer_are_the_checkpoints_and_said_each_time
         assert (group["lr"], group["weight_decay"], group["amsgrad"]) == (0.01, 0.01, False)
         assert lines(capsys) == [
             "the script has changed lr (0.01 -> 0.5), weight_decay (0.01 -> 0.25), amsgrad (False -> True) since the "
-            "checkpoint, whose values are used; for the script's: Guard(override=['lr', 'weight_decay', 'amsgrad'])"
+            "checkpoint. The checkpoint's values are used; to use the script's: "
+            "Guard(override=['lr', 'weight_decay', 'amsgrad'])"
         ]
 
 
@@ -84,8 +85,8 @@ def test_what_is_overridden_is_the_scripts_from_then_on(tmp_path, capsys):
     group, _, _ = run(tmp_path, epochs=2, lr=0.5, eps=1e-3, override=["lr"])
     assert (group["lr"], group["eps"]) == (0.5, 1e-8)
     assert lines(capsys) == [
-        "the script has changed eps (1e-08 -> 0.001) since the checkpoint, whose values are used; for the script's: "
-        "Guard(override=['eps'])"
+        "the script has changed eps (1e-08 -> 0.001) since the checkpoint. The checkpoint's values are used; to use "
+        "the script's: Guard(override=['eps'])"
     ]
     group, _, _ = run(tmp_path, epochs=3, lr=0.5)
     assert (group["lr"], lines(capsys)) == (0.5, [])
@@ -100,13 +101,13 @@ def test_a_changed_schedule(tmp_path, capsys):
     _, engine, _ = run(tmp_path, epochs=2, schedule=longer)
     assert engine.state_dict()["schedulers"][0]["total_iters"] == 4
     assert lines(capsys) == [
-        "the script has changed scheduler.total_iters (4 -> 8) since the checkpoint, whose values are used; for the "
-        "script's: Guard(override=['schedulers'])"
+        "the script has changed scheduler.total_iters (4 -> 8) since the checkpoint. The checkpoint's values are "
+        "used; to use the script's: Guard(override=['schedulers'])"
     ]
     _, engine, _ = run(tmp_path, epochs=3, schedule=longer, override=["schedulers"])
     schedule = engine.state_dict()["schedulers"][0]
     assert (schedule["total_iters"], schedule["last_epoch"]) == (8, 4)
-    assert lines(capsys) == ["the script has changed scheduler.total_iters (4 -> 8), which begins anew"]
+    assert lines(capsys) == ["the script has changed scheduler.total_iters (4 -> 8), which starts fresh"]
     _, engine, _ = run(tmp_path, epochs=4, schedule=longer, override=["schedulers"])
     assert (engine.state_dict()["schedulers"][0]["last_epoch"], lines(capsys)) == (8, []), "once"
 
@@ -116,10 +117,10 @@ def test_a_changed_loss_scale(tmp_path, capsys):
     changed = {"precision": "fp16", "scaling": {"growth_interval": 7}}
     _, engine, _ = run(tmp_path, epochs=2, **changed)
     assert engine.state_dict()["scaler"]["growth_interval"] == 2000
-    assert lines(capsys)[-1].endswith("whose values are used; for the script's: Guard(override=['scaler'])")
+    assert lines(capsys)[-1].endswith("values are used; to use the script's: Guard(override=['scaler'])")
     _, engine, _ = run(tmp_path, epochs=3, **changed, override=["scaler"])
     assert engine.state_dict()["scaler"]["growth_interval"] == 7
-    assert lines(capsys) == ["the script has changed scaler.growth_interval (2000 -> 7), which begins anew"]
+    assert lines(capsys) == ["the script has changed scaler.growth_interval (2000 -> 7), which starts fresh"]
 
 
 def test_a_rate_that_a_scheduler_sets_is_overridden_with_it(tmp_path, capsys):
@@ -138,13 +139,13 @@ def test_a_rate_that_a_scheduler_sets_is_overridden_with_it(tmp_path, capsys):
 def test_another_optimizer_is_refused_or_begins_anew(tmp_path, capsys):
     run(tmp_path)
     assert refused(tmp_path, kind=torch.optim.SGD) == (
-        "it was saved with AdamW, and the script trains with SGD. Make the optimizer as it was; or begin it anew on "
-        "the checkpoint's weights: Guard(override=['optimizer'])."
+        "it was saved with AdamW, and the script trains with SGD. Create the optimizer as it was, or start it fresh "
+        "on the checkpoint's weights: Guard(override=['optimizer'])."
     )
     sgd = {"kind": torch.optim.SGD, "momentum": 0.5, "lr": 0.25, "override": ["optimizer"]}
     group, engine, _ = run(tmp_path, epochs=2, **sgd)
     assert (group["lr"], group["momentum"], engine.applied_steps) == (0.25, 0.5, 8)
-    assert lines(capsys) == ["SGD begins anew, without the checkpoint's state of AdamW"]
+    assert lines(capsys) == ["SGD starts fresh, without the checkpoint's state of AdamW"]
     run(tmp_path, epochs=3, **sgd)
     assert lines(capsys) == [], "it goes on with what it has now"
 
@@ -152,18 +153,18 @@ def test_another_optimizer_is_refused_or_begins_anew(tmp_path, capsys):
 def test_a_parameter_that_is_trained_no_more(tmp_path, capsys):
     run(tmp_path)
     run(tmp_path, epochs=2, parameters=["weight"])
-    assert lines(capsys) == ["the optimizer no longer trains model.bias: the checkpoint's state of it is dropped"]
+    assert lines(capsys) == ["the optimizer no longer trains model.bias: its state in the checkpoint is dropped"]
 
 
 def test_another_precision_is_refused_or_the_scripts(tmp_path, capsys):
     run(tmp_path, precision="fp32")
     assert refused(tmp_path, precision="bf16") == (
-        "it was saved in fp32, and the script's engine trains in bf16. Make the engine as it was; or go on in the "
+        "it was saved in fp32, and the script's engine trains in bf16. Create the engine as it was, or use the "
         "script's precision: Guard(override=['precision'])."
     )
     _, engine, _ = run(tmp_path, epochs=2, precision="bf16", override=["precision"])
     assert (engine.precision, engine.applied_steps) == ("bf16", 8)
-    assert lines(capsys) == ["saved in fp32; it goes on in the script's bf16"]
+    assert lines(capsys) == ["saved in fp32; resuming in the script's bf16"]
     _, engine, _ = run(tmp_path, epochs=3, precision="bf16")
     assert (engine.precision, lines(capsys)) == ("bf16", [])
 
@@ -178,7 +179,7 @@ def test_a_precision_that_the_guard_has_changed_stays_and_is_said(tmp_path, caps
         engine.change_precision("bf16")
     _, engine, _ = run(tmp_path, precision="fp16")
     assert engine.precision == "bf16"
-    assert lines(capsys)[0] == "it goes on in bf16, to which the guard has changed from fp16"
+    assert lines(capsys)[0] == "resuming in bf16: the guard has changed the precision from fp16"
 
 
 @pytest.mark.parametrize("make", [Average, lambda: nn.Linear(1, 1)], ids=["object", "module"])
@@ -186,10 +187,10 @@ def test_states_that_come_and_go(tmp_path, capsys, make):
     run(tmp_path)
     run(tmp_path, epochs=2, state={"average": make()})
     assert lines(capsys) == [
-        "the checkpoint has no state of 'average': it begins with the values that the script gave it"
+        "the checkpoint has no state of 'average': it starts with the values that the script gave it"
     ]
     assert refused(tmp_path) == (
-        "it has the state of 'average', and Guard(state=...) does not name it. Name it; or drop what was saved: "
+        "it has the state of 'average', and Guard(state=...) does not name it. Name it, or drop the saved state: "
         "Guard(override=['state'])."
     )
     run(tmp_path, epochs=3, override=["state"])
@@ -203,7 +204,7 @@ def test_other_data_is_refused_or_begins_its_epoch(tmp_path, capsys):
     assert "Guard(override=['data'])" in refused(tmp_path, batches=BATCHES[:3])
     _, engine, _ = run(tmp_path, epochs=2, batches=BATCHES[:3], override=["data"])
     assert engine.applied_steps == 4 + 3, "the first epoch was over"
-    assert lines(capsys) == ["the data is not as it was: it goes on at the beginning of epoch 1"]
+    assert lines(capsys) == ["the data has changed: continuing at the start of epoch 1"]
 
 
 @pytest.mark.parametrize("override", ["lr", ["learning_rate"], [3]])
@@ -211,8 +212,8 @@ def test_what_can_be_overridden(tmp_path, override):
     with pytest.raises(BadInput) as error:
         run(tmp_path / "run", override=override)
     assert str(error.value) == (
-        f"Guard(override={override!r}): a list is expected of 'precision', 'optimizer', 'schedulers', 'scaler', "
-        "'state', 'data' and options of the optimizer: amsgrad, betas, capturable, decoupled_weight_decay, "
+        f"Guard(override={override!r}): expected a list of 'precision', 'optimizer', 'schedulers', 'scaler', "
+        "'state', 'data' and optimizer options: amsgrad, betas, capturable, decoupled_weight_decay, "
         "differentiable, eps, foreach, fused, lr, maximize, weight_decay."
     )
     assert not (tmp_path / "run").exists()

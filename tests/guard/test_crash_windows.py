@@ -17,10 +17,10 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from ampwise import Engine, Guard, Ladder, Stopped
-from ampwise.guard import saving
+from ampwise.guard import background_saver as saving
 from ampwise.guard.disk import writing
 from ampwise.guard.disk.catalog import checkpoints
-from ampwise.guard.nested import join, split
+from ampwise.guard.tensor_tree import join_tensors, split_tensors
 
 from .disk.disk_toys import FILE, forge
 from .test_guard import NAN, data, small_operations_are_cheap, told, train, training, weights
@@ -128,7 +128,7 @@ def test_a_checkpoint_that_is_finished_while_the_run_goes_back_is_no_good(tmp_pa
     assert run.guard.last_checkpoint is None
     (undone,) = checkpoints(tmp_path / "run")
     assert (undone.step, undone.good, undone.undone) == (8, False, True), "seven healthy steps came after it"
-    assert undone.trouble == "the run went back to step 5, before it"
+    assert undone.trouble == "the run was rolled back to step 5"
     again = training(tmp_path / "run")
     again.guard.begin()
     assert again.engine.applied_steps == 0
@@ -241,7 +241,7 @@ def test_nan_in_a_buffer_on_disk_is_not_gone_on_from(tmp_path, monkeypatch):
     assert train_until(masked(tmp_path), data(), lambda run: run.guard._number == 3)
     run = masked(tmp_path)
     with monkeypatch.context() as careless:
-        careless.setattr(saving, "not_finite", lambda *_: [])
+        careless.setattr(saving, "non_finite_tensors", lambda *_: [])
         run.guard.begin()
         run.guard.step(run.loss, data()[0])
         run.model.mask[0, 0] = NAN
@@ -251,7 +251,7 @@ def test_nan_in_a_buffer_on_disk_is_not_gone_on_from(tmp_path, monkeypatch):
     again.guard.begin()
     assert again.engine.applied_steps == 2
     assert told(again) == ["checkpoint-damaged"]
-    assert "has model.mask with inf or NaN in it" in again.guard.findings[0].message
+    assert "has inf or NaN in model.mask" in again.guard.findings[0].message
     again.guard.close()
 
 
@@ -493,7 +493,7 @@ def test_a_loop_that_is_left_in_a_window_ends_quietly_and_goes_on_from_its_last_
             first.guard.step(first.loss, batch)
             if number + 1 == leaves_after:
                 break
-    assert "the training ended in the middle of a window, which is not saved" in capsys.readouterr().err
+    assert "the training ended in the middle of gradient accumulation, which is not saved" in capsys.readouterr().err
     assert of_steps(tmp_path / "run", "trouble") == {1: ""}
     seen = []
     second = train(training(tmp_path / "run", seed=2, accumulate=4), data(16), seen=seen)
@@ -706,7 +706,7 @@ def test_a_sealed_manifest_with_a_number_that_nothing_can_follow_is_refused(tmp_
 
 @pytest.mark.parametrize("graphed", [False, True])
 def test_an_engine_in_graphs_has_no_wider_precision(tmp_path, monkeypatch, graphed):
-    monkeypatch.setattr(Engine, "precision_stays", property(lambda engine: "in graphs" if graphed else ""))
+    monkeypatch.setattr(Engine, "precision_locked_because", property(lambda engine: "in graphs" if graphed else ""))
     run = training(tmp_path, precision="bf16", ladder=Ladder(skips=1, rollbacks=0), engine={"trace": False})
     with pytest.raises(Stopped):
         train(run, data(12, bad=[5]))
@@ -760,10 +760,10 @@ def test_a_tensor_from_a_device_that_is_not_here_comes_back_in_memory(device):
     """A state of a machine with a GPU is read on one without; and a state may be forged."""
     if device == "cuda" and torch.cuda.is_available():
         pytest.skip("it is here")
-    found, skeleton = split({"shadow": torch.ones(2)}, "ema")
+    found, skeleton = split_tensors({"shadow": torch.ones(2)}, "ema")
     assert skeleton["shadow"]["on"] == "cpu"
     skeleton["shadow"]["on"] = device
-    back = join(skeleton, found, "ema")["shadow"]
+    back = join_tensors(skeleton, found, "ema")["shadow"]
     assert back.device.type == "cpu"
     assert torch.equal(back, torch.ones(2))
     assert back is not found["ema.shadow"]
@@ -771,6 +771,6 @@ def test_a_tensor_from_a_device_that_is_not_here_comes_back_in_memory(device):
 
 @pytest.mark.gpu
 def test_a_tensor_comes_back_to_the_device_it_was_on():
-    found, skeleton = split({"shadow": torch.ones(2, device="cuda")}, "ema")
-    back = join(skeleton, {name: value.cpu() for name, value in found.items()}, "ema")
+    found, skeleton = split_tensors({"shadow": torch.ones(2, device="cuda")}, "ema")
+    back = join_tensors(skeleton, {name: value.cpu() for name, value in found.items()}, "ema")
     assert back["shadow"].device.type == "cuda"

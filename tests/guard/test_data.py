@@ -21,11 +21,11 @@ from torch.utils.data import (
 )
 
 from ampwise.errors import BadInput
-from ampwise.guard import sources
-from ampwise.guard.data import Data
-from ampwise.guard.generators import states_of
-from ampwise.guard.plain import from_json, to_json
-from ampwise.randomness import captured, restore_random
+from ampwise.guard import data_sources as sources
+from ampwise.guard.exact_json import from_json, to_json
+from ampwise.guard.loader_generators import states_of
+from ampwise.guard.resumable_data import ResumableData
+from ampwise.train.random_state import capture_random, restore_random
 
 from ..night import NIGHTLY
 
@@ -90,15 +90,15 @@ def train(batch):
 
 
 def saved(data):
-    return json.dumps(to_json({"data": data.position(), "random": captured(CPU)}, "it"))
+    return json.dumps(to_json({"data": data.position(), "random": capture_random(CPU)}, "it"))
 
 
 def go_to(data, text):
     """As the guard does: the data first, then the random numbers."""
     state = from_json(json.loads(text))
-    before = captured(CPU)
+    before = capture_random(CPU)
     data.go_to(state["data"])
-    assert to_json(captured(CPU), "it") == to_json(before, "it"), "random numbers were moved"
+    assert to_json(capture_random(CPU), "it") == to_json(before, "it"), "random numbers were moved"
     restore_random(state["random"], CPU)
 
 
@@ -128,7 +128,7 @@ def rest(data):
 def check_law(make, epochs, at, same_process=True):
     """``make`` a loader: after ``at`` batches, another one goes on as the first did; and so does the first itself."""
     seed()
-    data = Data(make(), epochs=epochs)
+    data = ResumableData(make(), epochs=epochs)
     batches, text = unbroken(data, at)
     assert len(batches) > at
     if same_process:
@@ -137,11 +137,11 @@ def check_law(make, epochs, at, same_process=True):
     random.seed(77)
     np.random.seed(78)
     torch.manual_seed(79)  # another process has other numbers
-    data = Data(make(), epochs=epochs)
+    data = ResumableData(make(), epochs=epochs)
     go_to(data, text)
     found, text = unbroken(data, 1)
     assert found == batches[at:], "in another"
-    data = Data(make(), epochs=epochs)
+    data = ResumableData(make(), epochs=epochs)
     go_to(data, text)
     assert rest(data) == batches[at + 1 :], "in a third, from what the second saved"
 
@@ -277,11 +277,11 @@ def test_with_workers_those_of_samplers_and_datasets_begin_again():
 
 def test_what_is_not_restored_is_named():
     numbers = Changed(random.SystemRandom())
-    data = Data(DataLoader(numbers, 2, sampler=Ordered(random.Random(0))))
+    data = ResumableData(DataLoader(numbers, 2, sampler=Ordered(random.Random(0))))
     next(iter(data))
     position = data.position()
     assert data.unrestored == ["dataset.inner.transforms.1.0"], "the system's are nobody's to draw again"
-    other = Data(DataLoader(Changed(random.Random(0)), 2, shuffle=True))
+    other = ResumableData(DataLoader(Changed(random.Random(0)), 2, shuffle=True))
     other.go_to(position)
     assert other.unrestored == ["dataset.inner.transforms.1.0", "sampler.rng"]
 
@@ -290,12 +290,12 @@ def test_what_is_not_restored_is_named():
 @pytest.mark.parametrize("value", [-1, 625, 10**9])
 def test_a_place_in_numpys_numbers_that_is_none(kind, value):
     """numpy would read there."""
-    data = Data(HOLDERS["sampler"](OWN[kind]()))
+    data = ResumableData(HOLDERS["sampler"](OWN[kind]()))
     next(iter(data))
     position = data.position()
     state = position["state"]["generators"]["sampler.rng"]
     (state if "buffer_pos" in state else state["state"])["buffer_pos" if "buffer_pos" in state else "pos"] = value
-    with pytest.raises(BadInput, match="its state makes no sense"):
+    with pytest.raises(BadInput, match="its state is invalid"):
         data.go_to(position)
 
 
@@ -304,7 +304,7 @@ def test_few_objects_are_looked_at(monkeypatch):
     numbers = Changed(random.Random(0))
     numbers.samples, numbers.self = [[random.Random(0)] for _ in range(200)], numbers
     assert list(states_of(DataLoader(numbers))) == ["dataset.inner.transforms.1.0"]
-    monkeypatch.setattr("ampwise.guard.generators.MOST_OBJECTS", 3)
+    monkeypatch.setattr("ampwise.guard.loader_generators.MOST_OBJECTS", 3)
     assert states_of(DataLoader(numbers)) == {}
 
 
@@ -333,7 +333,7 @@ class Shuffled:
 
 def test_what_is_passed_over_in_a_map_is_not_read():
     seed()
-    data = Data(DataLoader(Numbers(100), batch_size=2, shuffle=True))
+    data = ResumableData(DataLoader(Numbers(100), batch_size=2, shuffle=True))
     for _ in data:
         if data.index == 39:
             break
@@ -350,15 +350,15 @@ def test_at_the_end_more_epochs_go_on(kind):
         return Own() if kind is Own else kind(Numbers(5), shuffle=True)
 
     seed()
-    expected = rest(Data(make(), epochs=3))
+    expected = rest(ResumableData(make(), epochs=3))
     seed()
-    data = Data(make(), epochs=2)
+    data = ResumableData(make(), epochs=2)
     assert rest(data) == expected[:10]
     text = saved(data)
-    ended = Data(make(), epochs=2)
+    ended = ResumableData(make(), epochs=2)
     go_to(ended, text)
     assert rest(ended) == []
-    more = Data(make(), epochs=3)
+    more = ResumableData(make(), epochs=3)
     go_to(more, text)
     assert rest(more) == expected[10:]
 
@@ -369,17 +369,17 @@ def test_in_another_process(warm, tmp_path):
         "import sys, json\n"
         f"sys.path.insert(0, {str(tmp_path)!r})\n"
         "from mine import data\n"
-        "from ampwise.guard.plain import from_json\n"
+        "from ampwise.guard.exact_json import from_json\n"
         "data.go_to(from_json(json.load(open(sys.argv[1]))))\n"
         "print([batch.tolist() for batch in data])\n"
     )
     (tmp_path / "mine.py").write_text(
         "import torch\n"
         "from torch.utils.data import DataLoader\n"
-        "from ampwise.guard.data import Data\n"
-        "data = Data(DataLoader(torch.arange(20), batch_size=3, shuffle=True), epochs=2)\n"
+        "from ampwise.guard.resumable_data import ResumableData\n"
+        "data = ResumableData(DataLoader(torch.arange(20), batch_size=3, shuffle=True), epochs=2)\n"
     )
-    data = Data(DataLoader(torch.arange(20), batch_size=3, shuffle=True), epochs=2)
+    data = ResumableData(DataLoader(torch.arange(20), batch_size=3, shuffle=True), epochs=2)
     batches = iter(data)
     for _ in range(4):
         next(batches)
@@ -393,7 +393,7 @@ def test_in_another_process(warm, tmp_path):
 
 
 def test_going_back_inside_the_loop():
-    data = Data(["a", "b", "c", "d"], epochs=2)
+    data = ResumableData(["a", "b", "c", "d"], epochs=2)
     seen, back, position = [], False, None
     for batch in data:
         seen.append(batch)
@@ -408,22 +408,22 @@ def test_going_back_inside_the_loop():
 
 
 def test_what_is_passed_over_is_in_the_position():
-    data = Data("abcd")
+    data = ResumableData("abcd")
     data.pass_over([(0, 1)])
-    other = Data("abcd")
+    other = ResumableData("abcd")
     other.pass_over([(0, 3)])
     other.go_to(data.position())
     assert list(other) == ["a", "c"]
 
 
 def test_passing_over_whole_epochs():
-    data = Data("ab", epochs=3)
+    data = ResumableData("ab", epochs=3)
     data.pass_over([(1, 0), (1, 1), (2, 1)])
     assert [(batch, data.epoch, data.index) for batch in data] == [("a", 0, 0), ("b", 0, 1), ("a", 2, 0)]
 
 
 def test_who_leaves_the_loop_goes_on_with_the_next_batch():
-    data = Data("abcd", epochs=None)
+    data = ResumableData("abcd", epochs=None)
     for batch in data:
         if batch == "b":
             break
@@ -432,7 +432,7 @@ def test_who_leaves_the_loop_goes_on_with_the_next_batch():
 
 
 def test_who_fails_in_the_loop_can_go_on():
-    data = Data("abcd")
+    data = ResumableData("abcd")
     with pytest.raises(ZeroDivisionError):
         any(1 / 0 for _ in data)
     assert list(data) == ["b", "c", "d"]
@@ -446,31 +446,29 @@ def test_an_infinite_loader():
                 yield number
                 number += 1
 
-    data = Data(Endless(), epochs=None)
+    data = ResumableData(Endless(), epochs=None)
     for batch in data:
         if batch == 9:
             break
-    other = Data(Endless())
+    other = ResumableData(Endless())
     other.go_to(data.position())
     assert next(iter(other)) == 10
 
 
 def test_a_second_loop_is_refused():
-    data = Data("abcd")
+    data = ResumableData("abcd")
     for _ in data:
-        with pytest.raises(
-            BadInput, match=r"being gone over already\. A second loop at a time needs a Data of its own"
-        ):
+        with pytest.raises(BadInput, match=r"is already running\. A second loop at a time needs its own Data"):
             iter(data)
         break
     first, second = iter(data), iter(data)
     next(first)
-    with pytest.raises(BadInput, match="being gone over already"):
+    with pytest.raises(BadInput, match="already running"):
         next(second)
 
 
 def test_a_loop_after_the_last_epoch_is_refused():
-    data = Data("ab")
+    data = ResumableData("ab")
     list(data)
     with pytest.raises(BadInput, match=r"1 of 1 epochs\. Data\(loader, epochs=n\) has all epochs in one loop"):
         list(data)
@@ -479,35 +477,35 @@ def test_a_loop_after_the_last_epoch_is_refused():
 @pytest.mark.parametrize(
     ("loader", "epochs", "said"),
     [
-        ([], 1, r"the list gave no batch in epoch 0\. It is empty"),
-        ([], None, "gave no batch in epoch 0"),
+        ([], 1, r"the list yielded no batch in epoch 0\. It is empty"),
+        ([], None, "yielded no batch in epoch 0"),
         (DataLoader(range(3), batch_size=4, drop_last=True), 1, r"smaller than a batch \(drop_last=True\)"),
-        ("ab", 0, r"Data\(epochs=0\): a number from 1 on, or None"),
+        ("ab", 0, r"Data\(epochs=0\): expected a whole number, 1 or more, or None"),
         ("ab", "2", r"Data\(epochs='2'\)"),
-        (iter("ab"), 2, r"Data\(epochs=2\): a str_ascii_iterator can be gone over once\. Give a loader"),
-        (3, 1, r"Data\(int\): batches come from a loader, a list or an iterator"),
+        (iter("ab"), 2, r"Data\(epochs=2\): a str_ascii_iterator can be iterated only once\. Give a loader"),
+        (3, 1, r"Data\(int\): expected a loader, a list or an iterator"),
     ],
 )
 def test_data_that_is_none(loader, epochs, said):
     with pytest.raises(BadInput, match=said):
-        list(Data(loader, epochs=epochs))
+        list(ResumableData(loader, epochs=epochs))
 
 
 def test_one_that_is_used_up_is_told():
     once = iter("ab")
-    data = Data(type("Mine", (), {"__iter__": lambda self: once})(), epochs=2)
-    with pytest.raises(BadInput, match=r"the Mine gave no batch in epoch 1\. .* can be gone over only once"):
+    data = ResumableData(type("Mine", (), {"__iter__": lambda self: once})(), epochs=2)
+    with pytest.raises(BadInput, match=r"the Mine yielded no batch in epoch 1\. .* can be iterated only once"):
         list(data)
 
 
 def test_an_iterator_goes_forwards_only():
-    data = Data(iter("abcdef"), epochs=None)
+    data = ResumableData(iter("abcdef"), epochs=None)
     assert not data.rewinds
-    assert Data("abc").rewinds
+    assert ResumableData("abc").rewinds
     batches = iter(data)
     next(batches), next(batches)
     position = data.position()
-    other = Data(iter("abcdef"))
+    other = ResumableData(iter("abcdef"))
     other.go_to(from_json(to_json(position, "it")))
     assert list(other) == list("cdef")
     assert next(batches) == "c"
@@ -521,7 +519,7 @@ def test_an_iterator_goes_forwards_only():
 
 
 def place_in(loader, count=2):
-    data = Data(loader, epochs=2)
+    data = ResumableData(loader, epochs=2)
     for _ in zip(range(count), data, strict=False):
         pass
     return data.position()
@@ -533,24 +531,24 @@ def place_in(loader, count=2):
         (
             lambda: "abcd",
             lambda: "abc",
-            "in data of 4 batches an epoch, and this has 3 batches: give the loader as it was",
+            "in data of 4 batches an epoch, and this has 3 batches: use the same loader",
         ),
-        (lambda: DataLoader(range(6)), lambda: list(range(6)), r"of another kind \('loader', and this is 'iterable'\)"),
-        (Own, lambda: [1, 2, 3, 4, 5], "'stateful', and this is 'iterable'"),
-        (lambda: iter("abcd"), lambda: "abcd", "'iterator', and this is 'iterable'"),
+        (lambda: DataLoader(range(6)), lambda: list(range(6)), r"of another kind: got 'loader', expected 'iterable'"),
+        (Own, lambda: [1, 2, 3, 4, 5], "got 'stateful', expected 'iterable'"),
+        (lambda: iter("abcd"), lambda: "abcd", "got 'iterator', expected 'iterable'"),
         (
             lambda: StatefulDataLoader(range(6), num_workers=0),
             lambda: StatefulDataLoader(range(6), num_workers=1),
-            r"the StatefulDataLoader does not take its state back \(AssertionError: State doesn't contain",
+            r"the StatefulDataLoader cannot load its saved state \(AssertionError: State doesn't contain",
         ),
     ],
 )
 def test_a_position_in_other_data(one, other, said):
-    data = Data(one())
+    data = ResumableData(one())
     for _ in data:
         break
     with pytest.raises(BadInput, match=said) as caught:
-        Data(other()).go_to(data.position())
+        ResumableData(other()).go_to(data.position())
     assert "\n" not in str(caught.value)
 
 
@@ -562,10 +560,10 @@ def test_a_loader_that_is_shorter_now():
         def __iter__(self):
             return iter(range(self.size))
 
-    data = Data(Short(2))
-    with pytest.raises(BadInput, match="the data has 2 batches now in epoch 0, and the position is after 3"):
+    data = ResumableData(Short(2))
+    with pytest.raises(BadInput, match="the data has 2 batches in epoch 0, and the position is after 3"):
         data.go_to(place_in(Short(5), 3))
-    with pytest.raises(BadInput, match="the place in the data was lost when go_to failed"):
+    with pytest.raises(BadInput, match="the position in the data was lost when go_to failed"):
         list(data)
     data.go_to(place_in(Short(2), 1))
     assert list(data) == [1]
@@ -600,16 +598,16 @@ def test_a_loader_that_is_shorter_now():
 )
 def test_what_is_no_position(change):
     loader = DataLoader(range(6), generator=torch.Generator())
-    before = to_json(captured(CPU), "it")
+    before = to_json(capture_random(CPU), "it")
     with pytest.raises(BadInput) as caught:
-        Data(loader).go_to(change(place_in(DataLoader(range(6), generator=torch.Generator()))))
+        ResumableData(loader).go_to(change(place_in(DataLoader(range(6), generator=torch.Generator()))))
     assert "\n" not in str(caught.value)
-    assert to_json(captured(CPU), "it") == before
+    assert to_json(capture_random(CPU), "it") == before
 
 
 def test_a_position_stays_as_it_was():
     """Loaders may hand out, and keep, what they go on writing to."""
-    data = Data(Own(), epochs=2)
+    data = ResumableData(Own(), epochs=2)
     batches = iter(data)
     next(batches)
     position = data.position()
@@ -622,7 +620,7 @@ def test_a_position_stays_as_it_was():
 def test_asking_for_the_position_changes_nothing():
     def drawn(asks):
         seed()
-        data = Data(StatefulDataLoader(Numbers(), batch_size=2, shuffle=True), epochs=2)
+        data = ResumableData(StatefulDataLoader(Numbers(), batch_size=2, shuffle=True), epochs=2)
         found = []
         if asks:
             data.position()
@@ -644,7 +642,7 @@ def test_the_epoch_is_told():
             super().set_epoch(epoch)
 
     dataset = Numbers(6)
-    data = Data(DataLoader(dataset, sampler=Sampler(dataset, num_replicas=2, rank=0, shuffle=True)), epochs=3)
+    data = ResumableData(DataLoader(dataset, sampler=Sampler(dataset, num_replicas=2, rank=0, shuffle=True)), epochs=3)
     orders = {}
     for batch in data:
         orders.setdefault(data.epoch, []).append(batch[0, 0].item())
@@ -657,11 +655,11 @@ def test_the_epoch_is_told():
 
 def test_who_waits_is_told(monkeypatch, capsys):
     position = place_in(DataLoader(Stream(), batch_size=2), 3)
-    Data(DataLoader(Stream(), batch_size=2)).go_to(position)
+    ResumableData(DataLoader(Stream(), batch_size=2)).go_to(position)
     assert capsys.readouterr().err == ""
     monkeypatch.setattr(sources, "PATIENCE_S", 0.0)
-    monkeypatch.setattr(sources._Patience, "advised", False)
-    Data(DataLoader(Stream(), batch_size=2)).go_to(position)
+    monkeypatch.setattr(sources._Progress, "advised", False)
+    ResumableData(DataLoader(Stream(), batch_size=2)).go_to(position)
     said = capsys.readouterr().err
-    assert "ampwise: going back in the data: 2 of 3 batches of epoch 0 read\n" in said
-    assert said.count("StatefulDataLoader keeps its place") == 1
+    assert "ampwise: skipping to the saved position in the data: 2 of 3 batches of epoch 0\n" in said
+    assert said.count("StatefulDataLoader saves its position") == 1

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ampwise.errors import BadInput
-from ampwise.guard.durations import UNITS, Every, seconds
+from ampwise.guard.durations import UNITS, Interval, seconds
 
 
 @pytest.mark.parametrize(
@@ -26,7 +26,7 @@ from ampwise.guard.durations import UNITS, Every, seconds
 )
 def test_a_duration(given, expected):
     assert seconds(given, "patience") == expected
-    assert Every.checked(given) == Every(expected, None)
+    assert Interval.checked(given) == Interval(expected, None)
 
 
 @given(st.integers(1, 10**6), st.sampled_from(sorted(UNITS)))
@@ -36,12 +36,12 @@ def test_a_number_and_a_unit_are_their_product(number, unit):
 
 @pytest.mark.parametrize(("given", "steps"), [("500 steps", 500), ("1 step", 1), ("20steps", 20)])
 def test_a_number_of_steps(given, steps):
-    assert Every.checked(given) == Every(None, steps)
-    assert str(Every.checked(given)) == f"{steps} steps"
+    assert Interval.checked(given) == Interval(None, steps)
+    assert str(Interval.checked(given)) == f"{steps} steps"
 
 
 def test_a_duration_in_words():
-    assert str(Every.checked("10min")) == "600 s"
+    assert str(Interval.checked("10min")) == "600 s"
 
 
 @pytest.mark.parametrize(
@@ -52,19 +52,19 @@ def test_a_duration_in_words():
     ],
 )
 def test_what_is_no_duration_is_refused_with_examples(given):
-    for refuse, name in ((lambda: seconds(given, "patience"), "patience"), (lambda: Every.checked(given), "every")):
+    for refuse, name in ((lambda: seconds(given, "patience"), "patience"), (lambda: Interval.checked(given), "every")):
         with pytest.raises(BadInput) as refused:
             refuse()
-        assert str(refused.value) == f"Guard({name}={given!r}): a duration is expected: '10min', '90s', '2h'."
+        assert str(refused.value) == f"Guard({name}={given!r}): expected a duration such as '10min', '90s', '2h'."
 
 
 @pytest.mark.parametrize("given", ["0 steps", "1.5 steps", "0.0steps"])
 def test_steps_are_whole(given):
     with pytest.raises(BadInput) as refused:
-        Every.checked(given)
-    assert str(refused.value) == f"Guard(every={given!r}): a whole number of steps is expected."
+        Interval.checked(given)
+    assert str(refused.value) == f"Guard(every={given!r}): expected a whole number of steps, 1 or more."
 
 
 def test_steps_are_no_duration():
-    with pytest.raises(BadInput, match=r"^Guard\(patience='5 steps'\): a duration is expected"):
+    with pytest.raises(BadInput, match=r"^Guard\(patience='5 steps'\): expected a duration"):
         seconds("5 steps", "patience")

@@ -15,9 +15,9 @@ from torch.nn import functional as F
 
 import ampwise
 from ampwise import BadInput, Engine, Guard, Ladder, Run, Stopped
+from ampwise.guard.data_position import PASSED_OVER
 from ampwise.guard.disk.catalog import checkpoints
-from ampwise.guard.disk.lock import Lock
-from ampwise.guard.position import PASSED_OVER
+from ampwise.guard.disk.lock import DirectoryLock
 
 NAN = float("nan")
 PATIENT = Ladder(skips=2, healthy=3)
@@ -72,7 +72,7 @@ def weights(run):
 
 def free(directory):
     """Whether another run may have it."""
-    lock = Lock(directory)
+    lock = DirectoryLock(directory)
     lock.acquire()
     lock.release()
     return True
@@ -117,7 +117,7 @@ def test_it_begins_by_itself_once_and_ends_once(tmp_path):
     assert checkpoints(tmp_path) == []  # close() begins none
     before = weights(run)
     for after in (run.guard.begin, run.guard.save, lambda: run.guard.step(run.loss, data()[0])):
-        with pytest.raises(BadInput, match=r"^this guard is closed: make another\.$"):
+        with pytest.raises(BadInput, match=r"^this guard is closed: create a new one\.$"):
             after()
     assert torch.equal(weights(run), before)
 
@@ -203,17 +203,17 @@ def test_a_directory_that_another_has_is_refused_and_may_be_had_later(tmp_path):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"every": "often"}, "Guard(every='often'): a duration is expected: '10min', '90s', '2h'."),
-        ({"every": "0 steps"}, "Guard(every='0 steps'): a whole number of steps is expected."),
-        ({"signal_grace": "soon"}, "Guard(signal_grace='soon'): a duration is expected: '10min', '90s', '2h'."),
-        ({"patience": 0}, "Guard(patience=0): a duration is expected: '10min', '90s', '2h'."),
-        ({"keep": 0}, "Guard(keep=0): a whole number is expected, 1 or more."),
-        ({"keep": True}, "Guard(keep=True): a whole number is expected, 1 or more."),
-        ({"snapshot_every": 1.5}, "Guard(snapshot_every=1.5): a whole number is expected, 1 or more."),
-        ({"snapshots_on": "disk"}, "Guard(snapshots_on='disk'): 'host' or 'device' is expected."),
-        ({"signals": ["TERM"]}, "Guard(signals=['TERM']): a signal is expected by name, such as 'SIGTERM'."),
-        ({"signals": [15]}, "Guard(signals=[15]): a signal is expected by name, such as 'SIGTERM'."),
-        ({"state": {"ema": 3}}, "Guard(state={'ema': ...}): int has no state_dict to save."),
+        ({"every": "often"}, "Guard(every='often'): expected a duration such as '10min', '90s', '2h'."),
+        ({"every": "0 steps"}, "Guard(every='0 steps'): expected a whole number of steps, 1 or more."),
+        ({"signal_grace": "soon"}, "Guard(signal_grace='soon'): expected a duration such as '10min', '90s', '2h'."),
+        ({"patience": 0}, "Guard(patience=0): expected a duration such as '10min', '90s', '2h'."),
+        ({"keep": 0}, "Guard(keep=0): expected a whole number, 1 or more."),
+        ({"keep": True}, "Guard(keep=True): expected a whole number, 1 or more."),
+        ({"snapshot_every": 1.5}, "Guard(snapshot_every=1.5): expected a whole number, 1 or more."),
+        ({"snapshots_on": "disk"}, "Guard(snapshots_on='disk'): expected 'host' or 'device'."),
+        ({"signals": ["TERM"]}, "Guard(signals=['TERM']): expected the name of a signal, such as 'SIGTERM'."),
+        ({"signals": [15]}, "Guard(signals=[15]): expected the name of a signal, such as 'SIGTERM'."),
+        ({"state": {"ema": 3}}, "Guard(state={'ema': ...}): int has no state_dict and load_state_dict."),
     ],
 )
 def test_what_makes_no_sense_is_refused_before_anything_is_touched(tmp_path, options, words):
@@ -222,13 +222,13 @@ def test_what_makes_no_sense_is_refused_before_anything_is_touched(tmp_path, opt
         Guard(run.engine, tmp_path / "run", **options)
     assert str(refused.value) == words
     assert not (tmp_path / "run").exists()
-    assert run.engine._attendant is None
+    assert run.guard not in run.engine.callbacks
 
 
 def test_an_engine_is_expected(tmp_path):
     with pytest.raises(BadInput) as refused:
         Guard(nn.Linear(1, 1), tmp_path)
-    assert str(refused.value) == "Guard(Linear): an ampwise.Engine is expected, then the directory."
+    assert str(refused.value) == "Guard(Linear): expected an ampwise.Engine, then the directory."
 
 
 def test_alerts_are_functions(tmp_path):
@@ -239,9 +239,9 @@ def test_alerts_are_functions(tmp_path):
 def test_a_directory_that_cannot_be_made_is_refused(tmp_path):
     (tmp_path / "file").write_text("")
     run = training(tmp_path / "file" / "run")
-    with pytest.raises(BadInput, match=r"no such directory can be made: Not a directory\.$"):
+    with pytest.raises(BadInput, match=r"cannot create this directory: Not a directory\.$"):
         run.guard.begin()
-    assert run.engine._attendant is None
+    assert run.guard not in run.engine.callbacks
 
 
 def test_a_state_that_cannot_be_saved_is_refused_when_it_begins_and_not_in_an_hour(tmp_path):
@@ -256,7 +256,7 @@ def test_a_state_that_cannot_be_saved_is_refused_when_it_begins_and_not_in_an_ho
     with pytest.raises(BadInput, match=r"the state\['others'\]\['odd'\]\['function'\] is a builtin_function_or_method"):
         run.guard.begin()
     assert free(tmp_path)
-    assert run.engine._attendant is None
+    assert run.guard not in run.engine.callbacks
 
 
 # Saving and resuming
@@ -289,7 +289,7 @@ def test_save_in_the_middle_of_a_window_is_refused(tmp_path):
     run.guard.step(run.loss, data()[0])
     with pytest.raises(BadInput) as refused:
         run.guard.save()
-    assert str(refused.value) == "guard.save() in the middle of a window: save when step.closed is true."
+    assert str(refused.value) == "guard.save() in the middle of gradient accumulation: save when step.closed is true."
     assert run.engine.accumulating
     run.guard.step(run.loss, data()[1])
     assert run.guard.save().step == 1
@@ -334,8 +334,8 @@ def test_without_resuming_a_used_directory_is_refused_and_let_go(tmp_path):
     with pytest.raises(BadInput) as refused:
         run.guard.begin()
     assert str(refused.value) == (
-        f"Guard({str(tmp_path)!r}, resume=False): it has a run's checkpoints. Name another directory, or go on from "
-        "it: resume=True."
+        f"Guard({str(tmp_path)!r}, resume=False): the directory has checkpoints. Name another directory, or "
+        "resume from it: resume=True."
     )
     assert free(tmp_path)
     assert train(training(tmp_path / "new", resume=False), data(3)).guard.last_checkpoint.step == 3
@@ -357,7 +357,7 @@ def test_other_batches_than_those_of_guard_batches_are_the_users_to_place(tmp_pa
 def test_batches_are_handed_out_once(tmp_path):
     run = training(tmp_path)
     run.guard.batches(data())
-    with pytest.raises(BadInput, match=r"guard\.batches\(\) was called before"):
+    with pytest.raises(BadInput, match=r"guard\.batches\(\) was already called"):
         run.guard.batches(data())
     run.guard.close()
 
@@ -386,7 +386,7 @@ def test_a_checkpoint_that_cannot_be_written_is_told_and_training_goes_on(tmp_pa
     assert told(run) == ["checkpoint-failed", "checkpoint-failed"]
     assert run.engine.applied_steps == 12
     assert [each.step for each in checkpoints(tmp_path / "elsewhere")] == [5]
-    assert "training goes on" in capsys.readouterr().err
+    assert "training continues" in capsys.readouterr().err
 
 
 def test_weights_that_are_not_finite_are_not_saved(tmp_path, capsys):
@@ -1042,7 +1042,7 @@ def test_a_checkpoint_of_steps_that_were_undone_is_not_gone_on_from(tmp_path, ca
         broken_off()
     assert run.guard.findings[-1].evidence["to_step"] == 10
     undone = {each.step: each.trouble for each in checkpoints(tmp_path)}
-    assert undone == {12: "the run went back to step 10, before it", 8: "", 4: ""}
+    assert undone == {12: "the run was rolled back to step 10", 8: "", 4: ""}
     second = training(tmp_path, seed=2)
     second.guard.begin()
     assert second.engine.applied_steps == 8

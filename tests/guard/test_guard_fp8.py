@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from ampwise import Policy
-from ampwise.engine.precision.precision import cpu_facts
 from ampwise.finding import Finding, Place
 from ampwise.guard import recovery
 from ampwise.guard.recovery import Recovery
 from ampwise.hardware import Cpu
 from ampwise.rules.float8.fp8_saturates import RULE
+from ampwise.train.precision.precision import cpu_precisions
 
 LAYERS = ["blocks.0.up", "blocks.0.down"]
 
@@ -20,7 +20,7 @@ def engine(policy, layers=LAYERS, flagged=()):
     return SimpleNamespace(
         policy=policy,
         precision=policy.base,
-        precision_stays="",
+        precision_locked_because="",
         fp8_layers=list(layers),
         device=torch.device("cpu"),
         findings=[RULE.at(Place(module=name, step=3), "cut off") for name in flagged],
@@ -29,8 +29,8 @@ def engine(policy, layers=LAYERS, flagged=()):
 
 @pytest.fixture(autouse=True)
 def on_some_cpu(monkeypatch):
-    facts = cpu_facts(Cpu(model="some CPU", features=frozenset()))
-    monkeypatch.setattr(recovery, "facts_of", lambda device: facts)
+    facts = cpu_precisions(Cpu(model="some CPU", features=frozenset()))
+    monkeypatch.setattr(recovery, "precisions_of", lambda device: facts)
 
 
 def wider(policy, narrow=(), patterns=(), layers=LAYERS):

@@ -8,8 +8,9 @@ from torch import nn
 from torch.nn import functional as F
 
 from ampwise import BadInput, Engine, Guard, Ladder, Stopped
-from ampwise.guard.snapshots import Snapshots
-from ampwise.guard.state import Whole
+from ampwise.guard.snapshots import MemorySnapshots
+from ampwise.guard.state import TrainingState
+from ampwise.train.callback import Callback
 
 pytestmark = pytest.mark.gpu
 
@@ -70,9 +71,13 @@ def test_copies_are_those_of_the_moment_though_training_goes_on_at_once(tmp_path
     run = training(tmp_path, width=8192)
     for batch in data(2):
         run.engine.step(run.loss, batch)
-    whole, snapshots = Whole(run.engine, {}), Snapshots(run.engine.device, place)
-    looking_on = SimpleNamespace(begins=lambda: None, before_update=snapshots.before_update, closed=lambda step: None)
-    run.engine.attend(looking_on)
+    whole, snapshots = TrainingState(run.engine, {}), MemorySnapshots(run.engine.device, place)
+
+    class CopyFirst(Callback):
+        def before_update(self, number, loss):
+            snapshots.before_update()
+
+    run.engine.add_callback(CopyFirst())
     live = whole.live()
     expected = {name: tensor.detach().clone() for name, tensor in live.tensors.items()}
     torch.cuda.synchronize()
@@ -91,7 +96,7 @@ def test_copies_are_those_of_the_moment_though_training_goes_on_at_once(tmp_path
 def test_what_the_user_writes_to_after_the_step_is_copied_before(tmp_path):
     run = training(tmp_path, width=4096)
     average = nn.Linear(4096, 4096).cuda()
-    whole, snapshots = Whole(run.engine, {"average": average}), Snapshots(run.engine.device, "host")
+    whole, snapshots = TrainingState(run.engine, {"average": average}), MemorySnapshots(run.engine.device, "host")
     live = whole.live()
     expected = average.weight.detach().clone()
     torch.cuda.synchronize()
@@ -109,15 +114,15 @@ def test_put_back_it_goes_on_as_it_went(tmp_path, place, fused):
     run = training(tmp_path, fused=fused)
     for batch in data(3):
         run.engine.step(run.loss, batch)
-    whole = Whole(run.engine, {})
-    taken = Snapshots(run.engine.device, place).take(3, whole.live())
+    whole = TrainingState(run.engine, {})
+    taken = MemorySnapshots(run.engine.device, place).take(3, whole.live())
     taken.wait()
     ended = []
     for _ in range(2):
         for batch in data(6)[3:]:
             run.engine.step(run.loss, batch)
         ended.append(weights(run))
-        whole.put_back(taken.values, taken.plain)
+        whole.restore(taken.values, taken.plain)
     assert torch.equal(*ended)
 
 

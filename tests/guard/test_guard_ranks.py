@@ -16,7 +16,7 @@ pytestmark = pytest.mark.skipif(not dist.is_available() or not hasattr(os, "fork
 PROGRAM = Path(__file__).with_name("guard_ranks.py")
 KINDS = (("tensors", "safetensors"), ("plain", "json"))
 LOADED = [
-    *("ampwise.guard.guard", "ampwise.guard.disk.reading", "ampwise.guard.disk.writing", "ampwise.trace.explaining"),
+    *("ampwise.guard.guard", "ampwise.guard.disk.reading", "ampwise.guard.disk.writing", "ampwise.trace.diagnosis"),
     *("torch.distributed.fsdp", "torch.nn.parallel", "torch.utils.data"),
 ]
 
@@ -91,7 +91,7 @@ def test_a_flipped_bit_is_found_by_whichever_rank_proves_the_file(ranks, world):
         assert [each["told"] for each in found] == [[*changed, "checkpoint-damaged"]] * world
         (words,) = {each["words"][-1] for each in found}  # the same for all of them
         prover = writer if world > 1 else 0
-        assert f"{f'rank {prover}: ' if prover else ''}{name} is not as it was written" in words
+        assert f"{f'rank {prover}: ' if prover else ''}{name} has changed since it was written" in words
         assert all(each["weights"] == found[0]["weights"] != whole[0]["weights"] for each in found)
 
 

@@ -8,13 +8,13 @@ from hypothesis import strategies as st
 
 from ampwise import Ladder
 from ampwise.errors import BadInput
-from ampwise.guard.ladder import Facts, Move, Standing
+from ampwise.guard.ladder import LadderFacts, LadderState, RecoveryAction
 
-GOOD = Facts(1, False, 1.0, 1.0, False, 1.0)
+GOOD = LadderFacts(1, False, 1.0, 1.0, False, 1.0)
 BAD = GOOD._replace(skipped=True)
 NAN = GOOD._replace(skipped=True, loss=math.nan)
 APPLIED_NAN = GOOD._replace(loss=math.inf)  # its gradients were finite
-SETTLING = Facts(1, True, 1.0, 256.0, True, 1.0)
+SETTLING = LadderFacts(1, True, 1.0, 256.0, True, 1.0)
 AT_FLOOR = SETTLING._replace(scale=1.0)
 SCALED_NAN = SETTLING._replace(loss=math.nan)
 SPIKE = GOOD._replace(loss=50.0, spike=True)
@@ -25,7 +25,7 @@ def in_turn(facts):
 
 
 def moves(ladder, *facts):
-    standing = Standing(ladder)
+    standing = LadderState(ladder)
     return [standing.move(each).name for each in in_turn(facts)]
 
 
@@ -68,7 +68,7 @@ def test_moves(facts, expected):
 def test_a_spike_goes_back_at_once_if_asked():
     ladder = Ladder(on_spike="rollback")
     assert moves(ladder, GOOD, SPIKE) == ["GO_ON", "ROLL_BACK"]
-    standing = Standing(ladder)
+    standing = LadderState(ladder)
     standing.move(SPIKE._replace(number=7))
     assert standing.streak == [7]
     assert standing.healthy == 0
@@ -82,46 +82,46 @@ def test_one_skip_is_enough_if_asked():
     ("ladder", "rollbacks", "goes_back", "cause", "wider", "expected"),
     [
         # What changes something is tried first, as often as it may be.
-        (Ladder(), 0, True, "", True, Move.ROLL_BACK),
-        (Ladder(), 1, True, "half-overflow", True, Move.ROLL_BACK),
-        (Ladder(), 2, True, "", True, Move.WIDEN),
-        (Ladder(), 0, False, "", True, Move.WIDEN),
-        (Ladder(), 0, False, "half-overflow", True, Move.WIDEN),
+        (Ladder(), 0, True, "", True, RecoveryAction.ROLL_BACK),
+        (Ladder(), 1, True, "half-overflow", True, RecoveryAction.ROLL_BACK),
+        (Ladder(), 2, True, "", True, RecoveryAction.WIDEN),
+        (Ladder(), 0, False, "", True, RecoveryAction.WIDEN),
+        (Ladder(), 0, False, "half-overflow", True, RecoveryAction.WIDEN),
         # No precision mends a batch: it is passed over, or that is the end.
-        (Ladder(), 0, False, "bad-batch", True, Move.ROLL_BACK),
-        (Ladder(), 2, True, "bad-batch", True, Move.STOP),
-        (Ladder(rollbacks=0), 0, True, "bad-batch", True, Move.STOP),
+        (Ladder(), 0, False, "bad-batch", True, RecoveryAction.ROLL_BACK),
+        (Ladder(), 2, True, "bad-batch", True, RecoveryAction.STOP),
+        (Ladder(rollbacks=0), 0, True, "bad-batch", True, RecoveryAction.STOP),
         # Nothing is wider, or nothing is allowed.
-        (Ladder(), 2, True, "", False, Move.STOP),
-        (Ladder(), 0, False, "", False, Move.STOP),
-        (Ladder(rollbacks=0), 0, True, "", True, Move.WIDEN),
-        (Ladder(change_precision=False), 2, True, "", True, Move.STOP),
-        (Ladder(rollbacks=0, change_precision=False), 0, True, "", True, Move.STOP),
+        (Ladder(), 2, True, "", False, RecoveryAction.STOP),
+        (Ladder(), 0, False, "", False, RecoveryAction.STOP),
+        (Ladder(rollbacks=0), 0, True, "", True, RecoveryAction.WIDEN),
+        (Ladder(change_precision=False), 2, True, "", True, RecoveryAction.STOP),
+        (Ladder(rollbacks=0, change_precision=False), 0, True, "", True, RecoveryAction.STOP),
     ],
 )
 def test_rungs(ladder, rollbacks, goes_back, cause, wider, expected):
-    standing = Standing(ladder)
+    standing = LadderState(ladder)
     standing.rollbacks = rollbacks
     assert standing.rung(goes_back=goes_back, cause=cause, wider=wider) is expected
 
 
 def test_a_rung_taken_begins_those_below_it_anew():
-    standing = Standing(Ladder(skips=2))
+    standing = LadderState(Ladder(skips=2))
     for _ in range(2):
         standing.move(NAN)
-    standing.taken(Move.ROLL_BACK, "going back to step 0")
+    standing.taken(RecoveryAction.ROLL_BACK, "rollback to step 0")
     assert (standing.streak, standing.healthy, standing.rollbacks, standing.widened) == ([], 0, 1, 0)
-    assert standing.move(NAN) is Move.SKIP
-    standing.taken(Move.WIDEN, "BF16")
+    assert standing.move(NAN) is RecoveryAction.SKIP
+    standing.taken(RecoveryAction.WIDEN, "BF16")
     assert (standing.rollbacks, standing.widened) == (0, 1)
-    assert standing.tried == ["going back to step 0", "BF16"]
-    standing.taken(Move.CLIMB, "FP16 again")
+    assert standing.tried == ["rollback to step 0", "BF16"]
+    standing.taken(RecoveryAction.CLIMB, "FP16 again")
     assert standing.widened == 0
 
 
 def test_a_healthy_stretch_makes_earlier_trouble_forgotten():
-    standing = Standing(Ladder(healthy=5))
-    standing.taken(Move.ROLL_BACK, "going back")
+    standing = LadderState(Ladder(healthy=5))
+    standing.taken(RecoveryAction.ROLL_BACK, "going back")
     first, *others = in_turn([GOOD, GOOD, GOOD, SETTLING, GOOD, GOOD])  # an ordinary overflow is no trouble
     standing.move(first)
     for facts in others:
@@ -132,10 +132,10 @@ def test_a_healthy_stretch_makes_earlier_trouble_forgotten():
 
 def test_steps_that_are_taken_again_make_nothing_forgotten():
     """They were well the first time; what counts is how it goes where it went wrong. Else it would go back for ever."""
-    standing = Standing(Ladder(healthy=5, skips=1))
+    standing = LadderState(Ladder(healthy=5, skips=1))
     for facts in in_turn([*[GOOD] * 20, NAN]):
         standing.move(facts)
-    standing.taken(Move.ROLL_BACK, "going back to step 0")
+    standing.taken(RecoveryAction.ROLL_BACK, "rollback to step 0")
     for facts in in_turn([GOOD] * 25):
         standing.move(facts)
         assert standing.rollbacks == 1
@@ -144,35 +144,35 @@ def test_steps_that_are_taken_again_make_nothing_forgotten():
 
 
 def test_a_bad_step_begins_the_stretch_anew():
-    standing = Standing(Ladder(healthy=5))
-    standing.taken(Move.ROLL_BACK, "going back")
+    standing = LadderState(Ladder(healthy=5))
+    standing.taken(RecoveryAction.ROLL_BACK, "going back")
     for facts in in_turn([GOOD] * 4 + [BAD] + [GOOD] * 4):
         standing.move(facts)
     assert standing.rollbacks == 1
 
 
 def test_the_precision_before_is_tried_again_if_asked():
-    standing = Standing(Ladder(climb_after=3))
+    standing = LadderState(Ladder(climb_after=3))
     assert [standing.move(GOOD).name for _ in range(4)] == ["GO_ON"] * 4  # there is none before
-    standing.taken(Move.WIDEN, "BF16")
+    standing.taken(RecoveryAction.WIDEN, "BF16")
     assert [standing.move(GOOD).name for _ in range(3)] == ["GO_ON", "GO_ON", "CLIMB"]
-    standing.taken(Move.CLIMB, "FP16 again")
+    standing.taken(RecoveryAction.CLIMB, "FP16 again")
     assert [standing.move(GOOD).name for _ in range(4)] == ["GO_ON"] * 4
 
 
 def test_each_climb_that_ends_in_a_fall_makes_the_next_wait_twice_as_long():
-    standing = Standing(Ladder(climb_after=3))
+    standing = LadderState(Ladder(climb_after=3))
     for expected in (3, 6, 12):
-        standing.taken(Move.WIDEN, "BF16")
+        standing.taken(RecoveryAction.WIDEN, "BF16")
         moves = [standing.move(GOOD).name for _ in range(expected)]
         assert moves == ["GO_ON"] * (expected - 1) + ["CLIMB"]
-        standing.taken(Move.CLIMB, "FP16 again")
+        standing.taken(RecoveryAction.CLIMB, "FP16 again")
 
 
 def test_without_being_asked_it_never_climbs():
-    standing = Standing(Ladder())
-    standing.taken(Move.WIDEN, "BF16")
-    assert {standing.move(GOOD) for _ in range(200)} == {Move.GO_ON}
+    standing = LadderState(Ladder())
+    standing.taken(RecoveryAction.WIDEN, "BF16")
+    assert {standing.move(GOOD) for _ in range(200)} == {RecoveryAction.GO_ON}
 
 
 ANY = st.sampled_from([GOOD, BAD, NAN, APPLIED_NAN, SETTLING, AT_FLOOR, SCALED_NAN, SPIKE])
@@ -189,7 +189,7 @@ LADDERS = st.builds(
 
 @given(LADDERS, st.lists(st.tuples(ANY, st.booleans(), st.booleans(), st.sampled_from(["", "bad-batch"])), max_size=60))
 def test_laws_of_any_climb(ladder, run):
-    standing = Standing(ladder)
+    standing = LadderState(ladder)
     since, widened, rolled = 0, 0, 0  # bad steps since the last rung or good step; rungs
     for number, (facts, goes_back, wider, cause) in enumerate(run, start=1):
         facts = facts._replace(number=number)
@@ -198,27 +198,27 @@ def test_laws_of_any_climb(ladder, run):
             since = 0
         elif not facts.settling:
             since += 1
-        assert (move is Move.SETTLE) == facts.settling
-        if move in (Move.GO_ON, Move.CLIMB):
+        assert (move is RecoveryAction.SETTLE) == facts.settling
+        if move in (RecoveryAction.GO_ON, RecoveryAction.CLIMB):
             assert not facts.bad
             assert standing.streak == []
-        if move is Move.SKIP:
+        if move is RecoveryAction.SKIP:
             assert facts.bad
             assert 0 < since < ladder.skips
             assert len(standing.streak) == since
-        if move is Move.CLIMB:
+        if move is RecoveryAction.CLIMB:
             assert ladder.climb_after is not None
             assert widened > 0
-            standing.taken(Move.CLIMB, "")
+            standing.taken(RecoveryAction.CLIMB, "")
             widened -= 1
-        if move is not Move.ROLL_BACK:
+        if move is not RecoveryAction.ROLL_BACK:
             continue
         of_spike = facts.spike and not facts.bad
         assert ladder.on_spike == "rollback" if of_spike else since == ladder.skips  # nothing more before that
         rung = standing.rung(goes_back=goes_back, cause=cause, wider=wider)
-        if rung is Move.STOP:
+        if rung is RecoveryAction.STOP:
             return
-        if rung is Move.ROLL_BACK:
+        if rung is RecoveryAction.ROLL_BACK:
             rolled += 1
             assert ladder.rollbacks > 0
         else:
@@ -235,14 +235,14 @@ def test_laws_of_any_climb(ladder, run):
 @given(LADDERS, st.sampled_from([NAN, AT_FLOOR, BAD]))
 def test_what_never_gets_better_ends(ladder, facts):
     """Whatever the ladder, after skips × (rollbacks + 1) × (precisions + 1) bad steps at most."""
-    standing, precisions, steps = Standing(ladder), 3, 0
+    standing, precisions, steps = LadderState(ladder), 3, 0
     while True:
         steps += 1
-        if standing.move(facts._replace(number=steps)) is Move.ROLL_BACK:
+        if standing.move(facts._replace(number=steps)) is RecoveryAction.ROLL_BACK:
             rung = standing.rung(goes_back=True, cause="", wider=precisions > 0)
-            if rung is Move.STOP:
+            if rung is RecoveryAction.STOP:
                 break
-            precisions -= rung is Move.WIDEN
+            precisions -= rung is RecoveryAction.WIDEN
             standing.taken(rung, "")
         assert steps <= ladder.skips * (ladder.rollbacks + 1) * 4
     assert steps >= ladder.skips
@@ -264,14 +264,14 @@ def test_what_never_gets_better_ends(ladder, facts):
 def test_numbers_that_make_no_sense_are_refused(field, value, least):
     with pytest.raises(BadInput) as refused:
         Ladder(**{field: value})
-    assert str(refused.value) == f"Ladder({field}={value!r}): a whole number is expected, {least} or more."
+    assert str(refused.value) == f"Ladder({field}={value!r}): expected a whole number, {least} or more."
 
 
 @pytest.mark.parametrize("value", ["stop", None, True])
 def test_what_to_do_about_a_spike_is_one_of_two(value):
     with pytest.raises(BadInput) as refused:
         Ladder(on_spike=value)
-    assert str(refused.value) == f"Ladder(on_spike={value!r}): 'tell' or 'rollback' is expected."
+    assert str(refused.value) == f"Ladder(on_spike={value!r}): expected 'tell' or 'rollback'."
 
 
 def test_a_ladder_as_plain_data_makes_the_same_ladder():

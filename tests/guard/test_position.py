@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from ampwise.errors import BadInput
-from ampwise.guard.data import epoch_of
-from ampwise.guard.position import PASSED_OVER, STEPS_KEPT, Position
+from ampwise.guard.data_position import PASSED_OVER, STEPS_KEPT, DataPosition
+from ampwise.guard.resumable_data import epoch_start
 
 SAID = []
 LOADER = [torch.tensor([float(number)]) for number in range(5)]
@@ -21,7 +21,7 @@ def said():
 
 @pytest.fixture
 def position(tmp_path):
-    position = Position(tmp_path, writes=True, say=SAID.append)
+    position = DataPosition(tmp_path, writes=True, log=SAID.append)
     position.begin()
     return position
 
@@ -88,7 +88,7 @@ def test_a_run_that_is_resumed_goes_on_there_and_passes_over_the_same(position, 
     position.pass_over([(0, 3), (1, 1), (0, 3)])
     assert json.loads((tmp_path / PASSED_OVER).read_text()) == {"passed_over": [[0, 3], [1, 1]]}
 
-    again = Position(tmp_path, writes=False, say=SAID.append)
+    again = DataPosition(tmp_path, writes=False, log=SAID.append)
     again.begin()
     assert again.passed_over == [(0, 3), (1, 1)]
     again.go_to(state)  # before there is a loader
@@ -97,7 +97,7 @@ def test_a_run_that_is_resumed_goes_on_there_and_passes_over_the_same(position, 
 
 
 def test_only_the_first_rank_writes(tmp_path):
-    position = Position(tmp_path, writes=False, say=SAID.append)
+    position = DataPosition(tmp_path, writes=False, log=SAID.append)
     position.hand_out(LOADER, 1)
     position.pass_over([(0, 1)])
     assert position.passed_over == [(0, 1)]
@@ -105,11 +105,11 @@ def test_only_the_first_rank_writes(tmp_path):
 
 
 def test_where_it_cannot_be_written_the_training_goes_on(tmp_path, said):
-    position = Position(tmp_path / "gone", writes=True, say=SAID.append)
+    position = DataPosition(tmp_path / "gone", writes=True, log=SAID.append)
     placed = position.hand_out(LOADER, 1)
     assert position.pass_over([(0, 0)])
     assert [place for place, _ in placed] == [(0, 1), (0, 2), (0, 3), (0, 4)]
-    assert said == [f"{tmp_path}/gone/{PASSED_OVER} could not be written: No such file or directory"]
+    assert said == [f"{tmp_path}/gone/{PASSED_OVER} cannot be written: No such file or directory"]
 
 
 def test_data_that_cannot_go_back_goes_on(position):
@@ -136,8 +136,8 @@ def test_a_second_loader_is_refused(position):
     with pytest.raises(BadInput) as refused:
         position.hand_out(LOADER, 1)
     assert str(refused.value) == (
-        "guard.batches() was called before: it hands out all epochs of one loader, so that a resumed run knows where "
-        "it was. Give it epochs=..., and loop over it once."
+        "guard.batches() was already called. It iterates over all epochs of one loader, so that a run can resume "
+        "there: call it once with epochs=..."
     )
 
 
@@ -161,10 +161,10 @@ def test_a_second_loader_is_refused(position):
 def test_a_file_that_is_damaged_is_said_to_be(tmp_path, text):
     (tmp_path / PASSED_OVER).write_text(text)
     with pytest.raises(BadInput) as refused:
-        Position(tmp_path, writes=True, say=SAID.append).begin()
+        DataPosition(tmp_path, writes=True, log=SAID.append).begin()
     said = str(refused.value)
     assert said.startswith(f"{tmp_path / PASSED_OVER} cannot be read (")
-    assert said.endswith("): it says which batches to pass over. Remove it to forget them.")
+    assert said.endswith("). It lists the batches to leave out; remove it to use them again.")
     assert "\n" not in said
 
 
@@ -172,7 +172,7 @@ def test_a_file_that_is_damaged_is_said_to_be(tmp_path, text):
 
 
 def resumed(tmp_path, position, **options):
-    again = Position(tmp_path, writes=True, say=SAID.append, **options)
+    again = DataPosition(tmp_path, writes=True, log=SAID.append, **options)
     again.begin()
     again.resume(position)
     return again
@@ -180,11 +180,11 @@ def resumed(tmp_path, position, **options):
 
 def test_batches_that_are_passed_over_again_are_counted_aloud(tmp_path, said):
     (tmp_path / PASSED_OVER).write_text('{"passed_over": [[0, 1], [1, 2]]}')
-    position = Position(tmp_path, writes=True, say=SAID.append)
+    position = DataPosition(tmp_path, writes=True, log=SAID.append)
     position.begin()
     assert len(list(position.hand_out(LOADER, 2))) == 8
     assert said == [
-        f"2 batches that failed before will be passed over; to train on them again, remove {tmp_path / PASSED_OVER}"
+        f"2 batches that failed before will be left out; to train on them again, remove {tmp_path / PASSED_OVER}"
     ]
 
 
@@ -207,15 +207,15 @@ def test_a_loader_of_another_length_begins_the_epoch_if_that_is_asked_for(tmp_pa
     with pytest.raises(BadInput) as refused:
         resumed(tmp_path, state).hand_out(LOADER[:4], 3)
     assert str(refused.value) == (
-        "the position is in data of 5 batches an epoch, and this has 4 batches: give the loader as it was (the "
-        "dataset, the batch size, as many ranks), or begin anew. To begin its epoch with this loader: "
+        "the position is in data of 5 batches an epoch, and this has 4 batches: use the same loader "
+        "(dataset, batch size, number of ranks), or start over. To start its epoch over with this loader: "
         "Guard(override=['data'])."
     )
     again = resumed(tmp_path, state, override=True)
     assert [place for place, _ in again.hand_out(LOADER[:4], 3)] == [(epoch, n) for epoch in (1, 2) for n in range(4)]
     assert said == [
-        "the data is not as it was: it goes on at the beginning of epoch 1",
-        "1 batch that failed before will be used: batches have other numbers now",
+        "the data has changed: continuing at the start of epoch 1",
+        "1 batch that failed before will be used again: batches have other numbers now",
     ]
     assert json.loads((tmp_path / PASSED_OVER).read_text()) == {"passed_over": []}
 
@@ -236,17 +236,17 @@ def test_the_beginning_of_an_epoch_fits_any_data(tmp_path, position, said, taken
         position._data._place = position._data._place._replace(over=True)
     elif taken == 10:
         assert list(placed) == []
-    again = resumed(tmp_path, epoch_of(position.state()))
-    assert again.state() == epoch_of(position.state()), "and is kept until there is a loader"
+    again = resumed(tmp_path, epoch_start(position.state()))
+    assert again.state() == epoch_start(position.state()), "and is kept until there is a loader"
     assert [place for place, _ in again.hand_out(LOADER[:2], 2)] == [(epoch, n) for epoch in rest for n in range(2)]
-    assert said == [f"the data is not as it was: it goes on at the beginning of epoch {taken // 5}"]
+    assert said == [f"the data has changed: continuing at the start of epoch {taken // 5}"]
 
 
 def test_a_checkpoint_without_a_place_and_a_place_without_a_loader_are_said(tmp_path, position, said):
     list(resumed(tmp_path, None).hand_out(LOADER, 1))
-    assert said.pop() == "the checkpoint has no place in the data, which begins with its first batch"
+    assert said.pop() == "the checkpoint has no position in the data, which starts at its first batch"
     walk(position, position.hand_out(LOADER, 1), 2)
     own_loop = resumed(tmp_path, position.state())
     own_loop.closed(3)
     own_loop.closed(4)
-    assert said == ["the checkpoint has a place in the data, which only guard.batches(loader) goes on from"]
+    assert said == ["the checkpoint has a position in the data; only guard.batches(loader) can continue from it"]

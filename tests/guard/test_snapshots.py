@@ -7,15 +7,15 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, rule
 
 from ampwise.errors import BadInput
-from ampwise.guard.snapshots import Snapshots
-from ampwise.guard.state import Live
+from ampwise.guard.snapshots import MemorySnapshots
+from ampwise.guard.state import LiveState
 
 CPU = torch.device("cpu")
 
 
 def live(number, size=3, **others):
     tensors = {"w": torch.full((size,), float(number)), "n": torch.tensor(number), **others}
-    return Live(tensors, {"number": number}, frozenset())
+    return LiveState(tensors, {"number": number}, frozenset())
 
 
 class Kept(RuleBasedStateMachine):
@@ -23,7 +23,7 @@ class Kept(RuleBasedStateMachine):
 
     def __init__(self):
         super().__init__()
-        self.snapshots = Snapshots(CPU, "host")
+        self.snapshots = MemorySnapshots(CPU, "host")
         self.kept, self.held, self.most = [], None, 0
         self.numbers = {}
         self.step = 0
@@ -107,7 +107,7 @@ TestKept.settings = settings(max_examples=30, stateful_step_count=40)
 
 
 def test_memory_is_used_again_where_it_fits():
-    snapshots = Snapshots(CPU, "host")
+    snapshots = MemorySnapshots(CPU, "host")
     first = snapshots.take(1, live(1))
     places = {name: value.data_ptr() for name, value in first.values.items()}
     snapshots.drop(first)
@@ -119,7 +119,7 @@ def test_memory_is_used_again_where_it_fits():
 
 
 def test_memory_is_counted():
-    snapshots = Snapshots(CPU, "device")
+    snapshots = MemorySnapshots(CPU, "device")
     assert snapshots.bytes == 0
     taken = snapshots.take(1, live(1))
     assert snapshots.bytes == 3 * 4 + 8
@@ -129,14 +129,14 @@ def test_memory_is_counted():
 
 def test_a_tensor_of_any_strides_is_kept_with_its_values():
     turned = torch.arange(6.0).reshape(2, 3).t()
-    snapshots = Snapshots(CPU, "host")
+    snapshots = MemorySnapshots(CPU, "host")
     assert torch.equal(snapshots.take(1, live(1, turned=turned)).values["turned"], turned)
     assert torch.equal(snapshots.take(1, live(1, expanded=torch.ones(1).expand(4))).values["expanded"], torch.ones(4))
 
 
 def test_parameters_are_kept_without_their_history():
     parameter = torch.nn.Parameter(torch.ones(2))
-    taken = Snapshots(CPU, "host").take(1, live(1, parameter=parameter))
+    taken = MemorySnapshots(CPU, "host").take(1, live(1, parameter=parameter))
     assert not taken.values["parameter"].requires_grad
     with torch.no_grad():
         parameter += 1
@@ -144,7 +144,7 @@ def test_parameters_are_kept_without_their_history():
 
 
 def test_before_an_update_there_is_nothing_to_wait_for_on_a_cpu():
-    snapshots = Snapshots(CPU, "host")
+    snapshots = MemorySnapshots(CPU, "host")
     taken = snapshots.take(1, live(1))
     snapshots.before_update()
     taken.wait()
@@ -154,5 +154,5 @@ def test_before_an_update_there_is_nothing_to_wait_for_on_a_cpu():
 @pytest.mark.parametrize("place", ["tpu", "", None, 3])
 def test_a_place_that_is_none_is_refused(place):
     with pytest.raises(BadInput) as refused:
-        Snapshots(CPU, place)
-    assert str(refused.value) == f"Guard(snapshots_on={place!r}): 'host' or 'device' is expected."
+        MemorySnapshots(CPU, place)
+    assert str(refused.value) == f"Guard(snapshots_on={place!r}): expected 'host' or 'device'."

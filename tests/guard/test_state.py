@@ -29,14 +29,14 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from ampwise import Engine, Guard
 from ampwise.errors import BadInput
-from ampwise.guard.agreement import Agreement
-from ampwise.guard.changes import Changes
 from ampwise.guard.disk.writing import write_checkpoint
-from ampwise.guard.plain import from_json, to_json
-from ampwise.guard.resuming import Resuming
-from ampwise.guard.snapshots import Snapshots
-from ampwise.guard.state import Whole, _form, _made
-from ampwise.guard.telling import Telling
+from ampwise.guard.exact_json import from_json, to_json
+from ampwise.guard.rank_agreement import RankAgreement
+from ampwise.guard.reporter import FaultReporter
+from ampwise.guard.resuming import CheckpointLoader
+from ampwise.guard.script_changes import ScriptChanges
+from ampwise.guard.snapshots import MemorySnapshots
+from ampwise.guard.state import TrainingState, _allocate, _form
 
 CPU = torch.device("cpu")
 
@@ -94,7 +94,7 @@ def training(make, *, seed=1, wrap=None, schedule=None, precision="fp32", state=
         inner=inner, model=model, optimizers=optimizers, engine=engine, loss=loss, scheduler=scheduler, others={}
     )
     run.others = {} if state is None else state(run)
-    run.whole = Whole(engine, run.others)
+    run.whole = TrainingState(engine, run.others)
     return run
 
 
@@ -134,8 +134,8 @@ def same(one, other):
 
 
 def in_memory(run):
-    snapshot = Snapshots(CPU, "host").take(0, run.whole.live())
-    return lambda: run.whole.put_back(snapshot.values, snapshot.plain)
+    snapshot = MemorySnapshots(CPU, "host").take(0, run.whole.live())
+    return lambda: run.whole.restore(snapshot.values, snapshot.plain)
 
 
 def onto_disk(run, folder):
@@ -147,11 +147,11 @@ def onto_disk(run, folder):
     )
 
 
-def resuming(run, folder, *, speaks=False):
-    telling, agreement = Telling(None, speaks=speaks), Agreement(run.engine.ranks, 10.0)
-    changes = Changes(run.engine, run.whole._others, (), telling.say)
+def resuming(run, folder, *, prints=False):
+    reporter, agreement = FaultReporter(None, prints=prints), RankAgreement(run.engine.ranks, 10.0)
+    changes = ScriptChanges(run.engine, run.whole._others, (), reporter.log)
     changes.begin()
-    return Resuming(folder, run.engine, run.whole, changes, agreement, telling)
+    return CheckpointLoader(folder, run.engine, run.whole, changes, agreement, reporter)
 
 
 def from_disk(run, folder):
@@ -311,8 +311,8 @@ def test_sparse_gradients(tmp_path):
 def test_the_form_of_a_state_beside_a_parameter_of_no_dimension_keeps_its_device():
     """Adam counts on the CPU, in a tensor of the shape that a scale has on the device."""
     parameter, count = torch.zeros((), device="meta"), torch.zeros(())
-    assert _made(_form(count, parameter), parameter).device == CPU
-    assert _made(_form(torch.zeros((), device="meta"), parameter), parameter).device.type == "meta"
+    assert _allocate(_form(count, parameter), parameter).device == CPU
+    assert _allocate(_form(torch.zeros((), device="meta"), parameter), parameter).device.type == "meta"
 
 
 # Schedules and scales
@@ -395,7 +395,7 @@ def test_what_is_kept_does_not_change_when_the_training_goes_on():
     plain, kept = live.plain, to_json(live.plain, "the state")
     train(run, 2)
     assert to_json(plain, "the state") == kept
-    run.whole.put_back(live.tensors, plain)
+    run.whole.restore(live.tensors, plain)
     train(run, 2)
     assert to_json(plain, "the state") == kept
 
@@ -469,7 +469,9 @@ class Buffered(nn.Module):
 def buffered(buffer, *, persistent=False, state=None):
     model = Buffered(buffer, persistent=persistent)
     engine = Engine(model, torch.optim.SGD(model.parameters(), 0.1), "fp32")
-    return SimpleNamespace(model=model, engine=engine, whole=Whole(engine, state or {}), optimizers=engine.optimizers)
+    return SimpleNamespace(
+        model=model, engine=engine, whole=TrainingState(engine, state or {}), optimizers=engine.optimizers
+    )
 
 
 OTHER_BUFFERS = {
@@ -506,10 +508,10 @@ def test_a_buffer_that_is_not_persistent_and_does_not_fit_is_no_obstacle_to_resu
 def test_it_is_said_in_a_line_that_a_model_keeps_its_own(tmp_path, capsys):
     onto_disk(buffered(torch.ones(3)), tmp_path)
     fresh = buffered(torch.zeros(5))
-    resuming(fresh, tmp_path, speaks=True).newest()
+    resuming(fresh, tmp_path, prints=True).newest()
     assert capsys.readouterr().err == (
-        "ampwise: model.extra: of another shape or dtype in step-00000003, or only there or here; as they are not "
-        "persistent, the model keeps its own\n"
+        "ampwise: model.extra: different in step-00000003 in shape or dtype, or missing there or here. These buffers "
+        "are not persistent, so the model keeps its own\n"
     )
 
 
@@ -667,11 +669,12 @@ class Tagged(torch.Tensor):
         ),
         (
             lambda: buffered(None, state={"kept": Keeps({"t": torch.ones(2).as_subclass(Tagged)})}),
-            "other.kept.t is a Tagged, which would come back as a plain tensor. Save one: .as_subclass(Tensor).",
+            "other.kept.t is a Tagged, which would be restored as a plain tensor. Save a plain one: "
+            ".as_subclass(Tensor).",
         ),
         (lambda: buffered(None, state={"kept": Keeps({"t": object()})}), "is a object"),
         (lambda: buffered(None, state={"kept": Keeps({"t": (x for x in ())})}), "a generator cannot be saved: "),
-        (lambda: buffered(None, state={"kept": Keeps({"t": ITSELF})}), "is nested too deep, or holds itself"),
+        (lambda: buffered(None, state={"kept": Keeps({"t": ITSELF})}), "is nested too deep, or contains itself"),
         (
             lambda: buffered(None, state={"kept": Keeps({math.nan: torch.ones(1), float("nan"): torch.ones(1)})}),
             "two tensors of other.kept are both called '~float:nan': rename a key.",
@@ -800,7 +803,9 @@ def test_what_modules_save_besides_tensors_is_put_back_and_copied_each_time(tmp_
     def started():
         model = nn.Sequential(Counting())
         engine = Engine(model, torch.optim.SGD(model.parameters(), 0.1), "fp32")
-        return SimpleNamespace(model=model, engine=engine, whole=Whole(engine, {}), optimizers=engine.optimizers)
+        return SimpleNamespace(
+            model=model, engine=engine, whole=TrainingState(engine, {}), optimizers=engine.optimizers
+        )
 
     run = started()
     run.model(torch.ones(2))
@@ -830,7 +835,7 @@ def test_two_models_and_two_optimizers_each_by_its_number(tmp_path):
         def loss(x):
             return models[1](models[0](x)).square().mean() + models[1].tied.sum()
 
-        return SimpleNamespace(engine=engine, loss=loss, whole=Whole(engine, {}), models=models)
+        return SimpleNamespace(engine=engine, loss=loss, whole=TrainingState(engine, {}), models=models)
 
     def weights(run):
         return [parameter.detach().clone() for model in run.models for parameter in model.parameters()]
@@ -1017,17 +1022,17 @@ def test_what_the_user_names_may_change_at_any_time():
 @pytest.mark.parametrize(
     ("state", "words"),
     [
-        ({"ema": object()}, "Guard(state={'ema': ...}): object has no state_dict to save."),
+        ({"ema": object()}, "Guard(state={'ema': ...}): object has no state_dict and load_state_dict."),
         (
             {"my ema": nn.Linear(1, 1)},
-            "Guard(state=...): 'my ema' is no name for a state: letters and digits are expected.",
+            "Guard(state=...): 'my ema' is not a valid name: expected a Python identifier.",
         ),
-        ({3: nn.Linear(1, 1)}, "Guard(state=...): 3 is no name for a state: letters and digits are expected."),
+        ({3: nn.Linear(1, 1)}, "Guard(state=...): 3 is not a valid name: expected a Python identifier."),
     ],
 )
 def test_what_cannot_be_named_or_saved_is_refused(state, words):
     with pytest.raises(BadInput) as refused:
-        Whole(training(OPTIMIZERS["sgd"]).engine, state)
+        TrainingState(training(OPTIMIZERS["sgd"]).engine, state)
     assert str(refused.value) == words
 
 
@@ -1035,8 +1040,8 @@ def test_fsdp1_is_refused():
     FullyShardedDataParallel = type("FullyShardedDataParallel", (nn.Sequential,), {})  # noqa: N806
     model = nn.Sequential(FullyShardedDataParallel(nn.Linear(1, 1)))
     engine = Engine(model, torch.optim.SGD(model.parameters(), 0.1), "fp32")
-    with pytest.raises(BadInput, match=r"models in FSDP1 are not saved\. Use fully_shard \(FSDP2\), or DDP\."):
-        Whole(engine, {})
+    with pytest.raises(BadInput, match=r"FSDP1 models are not supported\. Use fully_shard \(FSDP2\), or DDP\."):
+        TrainingState(engine, {})
 
 
 @pytest.mark.filterwarnings("ignore:Lazy modules are a new feature")
@@ -1044,8 +1049,8 @@ def test_weights_that_have_no_values_yet_are_refused():
     model = nn.Sequential(nn.Linear(2, 2), nn.LazyLinear(1))
     engine = Engine(model, torch.optim.SGD(model[0].parameters(), 0.1), "fp32")
     with pytest.raises(BadInput) as refused:
-        Whole(engine, {}).live()
-    assert str(refused.value) == "1.weight has no values yet: run the model once before the guard begins."
+        TrainingState(engine, {}).live()
+    assert str(refused.value) == "1.weight is not initialized yet: run the model once before the guard starts."
 
 
 # Other trainings
@@ -1061,9 +1066,9 @@ def changed(model):
     [
         (
             lambda: training(lambda model: [OPTIMIZERS["adam"](model.body), of(torch.optim.SGD)(model.embed)]),
-            "1 optimizers, and this engine 2",
+            "1 optimizers; this engine has 2",
         ),
-        (lambda: training(OPTIMIZERS["groups"]), "1 parameter groups, and AdamW has 2"),
+        (lambda: training(OPTIMIZERS["groups"]), "1 parameter groups; AdamW has 2"),
         (lambda: training(OPTIMIZERS["adam"], wrap=changed), "model.extra.weight"),
     ],
     ids=["optimizers", "groups", "model"],

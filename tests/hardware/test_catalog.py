@@ -20,7 +20,7 @@ VENDORS = {"nvidia", "amd", "intel", "google", "apple"}
 BACKENDS = {"hpu", "xla", "mps"}
 KEYS = {
     "id", "name", "vendor", "arch", "capability", "torch_names", "memory_gb", "bandwidth_gbs",
-    "matrix_formats", "tflops", "approximate", "sources", "note",
+    "tensor_core_formats", "tflops", "approximate", "sources", "note",
 }  # fmt: skip
 # Its FP8 units run at the rate of its BF16 units; the catalog's note says so.
 FP8_NO_FASTER = {"gaudi3"}
@@ -74,7 +74,7 @@ def test_no_source_is_left_unused():
 @every_gpu
 def test_names_of_formats_and_vendors_are_known(gpu):
     assert gpu.vendor in VENDORS
-    assert set(gpu.matrix_formats or ()) <= FORMATS
+    assert set(gpu.tensor_core_formats or ()) <= FORMATS
     assert set(gpu.peak_flops) <= FORMATS
     assert set(gpu.approximate) <= FORMATS | {"memory_bytes", "memory_bytes_per_s"}
 
@@ -102,7 +102,7 @@ def test_memory_is_plausible(gpu):
 def test_ridge_points_are_plausible(gpu):
     for fmt in {*gpu.peak_flops, *gpu.approximate} & FORMATS:
         ridge = gpu.ridge_figure(fmt).value
-        low, high = (50, 1500) if gpu.has_matrix_units(fmt) and fmt not in {"fp32", "tf32"} else (5, 350)
+        low, high = (50, 1500) if gpu.has_tensor_cores(fmt) and fmt not in {"fp32", "tf32"} else (5, 350)
         assert low < ridge < high, f"{gpu.name} {fmt}: {ridge:.2f} FLOP/byte, check the units"
 
 
@@ -124,16 +124,16 @@ def test_tf32_runs_at_half_the_rate_of_fp16(gpu):
 
 @every_gpu
 def test_no_peak_without_the_units_for_it(gpu):
-    """A narrow format has a rate of its own only where matrix units take it; FP16 also has vector units."""
+    """A narrow format has a rate of its own only where tensor cores take it; FP16 also has vector units."""
     narrow = {"tf32", "bf16", "fp8", "mxfp8", "mxfp4", "nvfp4"} & {*gpu.peak_flops, *gpu.approximate}
-    assert all(gpu.has_matrix_units(fmt) for fmt in narrow)
+    assert all(gpu.has_tensor_cores(fmt) for fmt in narrow)
 
 
 @every_nvidia_gpu
 def test_the_catalog_agrees_with_what_the_capability_says(gpu):
     for fmt in DOCUMENT["nvidia_tensor_cores"]:
         told = nvidia_tensor_cores(fmt, gpu.compute_capability)
-        assert told in (None, gpu.has_matrix_units(fmt)), fmt
+        assert told in (None, gpu.has_tensor_cores(fmt)), fmt
 
 
 @every_gpu
@@ -157,19 +157,19 @@ def test_a_gpu_can_be_pickled_copied_and_hashed(gpu):
 
 
 def test_v100_has_no_bf16():
-    assert not gpu_named("v100-sxm2-16").has_matrix_units("bf16")
+    assert not gpu_named("v100-sxm2-16").has_tensor_cores("bf16")
 
 
 def test_rtx_3090_has_bf16_and_no_fp8():
     gpu = gpu_named("rtx3090")
-    assert gpu.has_matrix_units("bf16")
-    assert not gpu.has_matrix_units("fp8")
+    assert gpu.has_tensor_cores("bf16")
+    assert not gpu.has_tensor_cores("fp8")
     assert gpu.peak_flops["bf16"] == 71.2e12, "142 is the FP16-accumulate rate"
 
 
 def test_a100_has_no_fp8():
     for name in ("a100-40", "a100-sxm-80", "a100-pcie-80"):
-        assert not gpu_named(name).has_matrix_units("fp8")
+        assert not gpu_named(name).has_tensor_cores("fp8")
         assert "fp8" not in gpu_named(name).peak_flops
 
 
@@ -204,9 +204,9 @@ def test_a_ridge_point_is_approximate_when_the_bandwidth_is():
     assert b200.ridge_figure("bf16").approximate
 
 
-def test_unknown_matrix_formats_are_not_no_matrix_formats():
-    assert gpu_named("apple-m5").has_matrix_units("fp16") is None
-    assert gpu_named("apple-m4-max").has_matrix_units("fp16") is False
+def test_unknown_tensor_core_formats_are_not_no_tensor_core_formats():
+    assert gpu_named("apple-m5").has_tensor_cores("fp16") is None
+    assert gpu_named("apple-m4-max").has_tensor_cores("fp16") is False
 
 
 def test_what_nobody_publishes_is_none():

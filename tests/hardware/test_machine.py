@@ -11,8 +11,8 @@ from dataclasses import replace
 
 import pytest
 
-from ampwise.hardware import Device, describe_machine, find_gpu
-from ampwise.hardware.device import kinds_of
+from ampwise.hardware import CudaDevice, describe_machine, find_gpu
+from ampwise.hardware.device import group_devices
 
 BLOCK_TORCH = """
 import sys
@@ -32,7 +32,7 @@ from ampwise.hardware import describe_machine
 print(json.dumps(describe_machine().as_dict()))
 """
 
-H200 = Device(
+H200 = CudaDevice(
     index=0,
     name="NVIDIA H200",
     capability="9.0",
@@ -63,8 +63,8 @@ def test_a_torch_that_does_not_load_says_why():
 def test_the_records_and_rules_do_not_import_torch():
     run(
         "import sys, ampwise.hardware\n"
-        "from ampwise.rules import rules_about\n"
-        "assert rules_about('hardware')\n"
+        "from ampwise.rules import rules_in\n"
+        "assert rules_in('hardware')\n"
         "assert 'torch' not in sys.modules"
     )
 
@@ -105,7 +105,7 @@ def test_a_device_reports_what_the_catalog_says():
 
 def test_alike_devices_are_one_kind():
     l4 = replace(H200, index=1, name="NVIDIA L4", capability="8.9", gpu=find_gpu("NVIDIA L4"))
-    kinds = kinds_of([H200, l4, replace(H200, index=2)])
+    kinds = group_devices([H200, l4, replace(H200, index=2)])
     assert [(kind.title, kind.torch_names) for kind in kinds] == [
         ("2 × NVIDIA H200", "cuda:0,2"),
         ("NVIDIA L4", "cuda:1"),
@@ -114,10 +114,10 @@ def test_alike_devices_are_one_kind():
 
 def test_a_device_outside_the_catalog_is_known_by_its_capability():
     rtx4060 = replace(H200, name="NVIDIA GeForce RTX 4060", capability="8.9", gpu=None)
-    assert rtx4060.has_matrix_units("fp8") is True
-    assert rtx4060.has_matrix_units("nvfp4") is False
+    assert rtx4060.has_tensor_cores("fp8") is True
+    assert rtx4060.has_tensor_cores("nvfp4") is False
     assert rtx4060.as_dict()["catalog_id"] is None
-    assert rtx4060.as_dict()["matrix_units"] == {
+    assert rtx4060.as_dict()["tensor_cores"] == {
         "fp32": None, "tf32": True, "fp16": True, "bf16": True,
         "fp8": True, "mxfp8": False, "mxfp4": False, "nvfp4": False,
     }  # fmt: skip
@@ -125,4 +125,4 @@ def test_a_device_outside_the_catalog_is_known_by_its_capability():
 
 def test_an_unknown_amd_device_is_unknown():
     radeon = replace(H200, name="AMD Radeon Graphics", capability="gfx1100", gpu=None)
-    assert radeon.has_matrix_units("bf16") is None
+    assert radeon.has_tensor_cores("bf16") is None

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from ampwise.hardware.torch_facts import read_device, read_devices, read_fp32_switches
+from ampwise.hardware.torch_info import read_device, read_devices, read_fp32_switches
 
 
 class FakeCuda:
@@ -60,7 +60,7 @@ def test_on_rocm_the_architecture_is_the_capability():
     (device,), _ = read_devices(fake_torch(cuda, hip="6.3"))
     assert device.capability == "gfx90a"
     assert device.compute_capability is None
-    assert device.has_matrix_units("fp8") is False
+    assert device.has_tensor_cores("fp8") is False
 
 
 def test_a_warning_says_why_there_is_no_device():
@@ -111,7 +111,7 @@ def test_switches_of_a_torch_before_the_new_names():
 SET_THEN_READ = """
 import json, sys, warnings
 import torch
-from ampwise.hardware.torch_facts import read_fp32_switches
+from ampwise.hardware.torch_info import read_fp32_switches
 exec(sys.argv[1])
 warnings.simplefilter("error")
 print(json.dumps(read_fp32_switches(torch).as_dict()))

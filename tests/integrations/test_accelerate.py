@@ -7,8 +7,8 @@ import pytest
 torch = pytest.importorskip("torch")
 accelerate = pytest.importorskip("accelerate")
 
-from ampwise.accelerate import mend  # noqa: E402
 from ampwise.errors import BadInput  # noqa: E402
+from ampwise.integrations.accelerate import fix  # noqa: E402
 
 from ..conformance import loop_peers, trainer_peers  # noqa: E402
 from ..conformance.registry import all_cases  # noqa: E402
@@ -49,7 +49,7 @@ def fresh(precision="fp16", **options):
 
 def mended(contender="accelerate", precision="fp16", **options):
     handler = accelerate.GradScalerKwargs(init_scale=SCALE)
-    return mend(fresh(precision, kwargs_handlers=[handler] if precision == "fp16" else [], **options))
+    return fix(fresh(precision, kwargs_handlers=[handler] if precision == "fp16" else [], **options))
 
 
 @pytest.mark.parametrize("name", MENDED + KEPT)
@@ -138,11 +138,11 @@ def test_settings_are_kept_and_a_subclass_stays_one():
 
     fresh()
     handler = accelerate.GradScalerKwargs(init_scale=8.0, growth_interval=7, growth_factor=3.0)
-    accelerator = mend(Mine(cpu=True, mixed_precision="fp16", kwargs_handlers=[handler]))
+    accelerator = fix(Mine(cpu=True, mixed_precision="fp16", kwargs_handlers=[handler]))
     assert isinstance(accelerator, Mine)
     scaler = accelerator.scaler
     assert (scaler.get_scale(), scaler.get_growth_interval(), scaler.get_growth_factor()) == (8.0, 7, 3.0)
-    assert mend(accelerator) is accelerator
+    assert fix(accelerator) is accelerator
     assert accelerator.scaler is scaler
 
 
@@ -164,14 +164,14 @@ def test_checkpoints_are_those_of_accelerate_by_itself(tmp_path, precision):
 
 
 def test_refusals():
-    with pytest.raises(BadInput, match=r"an accelerate\.Accelerator is expected, not str"):
-        mend("fp16")
+    with pytest.raises(BadInput, match=r"expected an accelerate\.Accelerator, got str"):
+        fix("fp16")
     accelerator = fresh("no")
     accelerator.prepare(torch.optim.SGD(torch.nn.Linear(1, 1).parameters(), lr=1.0))
-    with pytest.raises(BadInput, match=r"Mend the accelerator first, then call prepare\(\)"):
-        mend(accelerator)
+    with pytest.raises(BadInput, match=r"Call fix\(accelerator\) before prepare\(\)"):
+        fix(accelerator)
     accelerator = fresh("no")
     accelerator.state.distributed_type = accelerate.DistributedType.DEEPSPEED
-    with pytest.raises(BadInput, match="the step is DEEPSPEED's own"):
-        mend(accelerator)
+    with pytest.raises(BadInput, match="DEEPSPEED runs the step itself"):
+        fix(accelerator)
     fresh("no")

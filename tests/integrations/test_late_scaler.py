@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 torch = pytest.importorskip("torch")
 
 from ampwise import GradScaler  # noqa: E402
-from ampwise.integrations.late_scaler import LateScaler  # noqa: E402
+from ampwise.integrations.deferred_scaler import DeferredScaler  # noqa: E402
 
 SLOPES = st.lists(st.sampled_from([1.0, -0.5, math.inf, math.nan]), min_size=1, max_size=6)
 
@@ -29,7 +29,7 @@ def backward(scaler, weight, slope):
 @given(SLOPES, st.booleans(), st.sampled_from(["as it is", "unscale", "clip"]))
 def test_with_one_optimizer_it_is_the_scaler_as_ever(slopes, fused, way):
     ends = []
-    for kind in (GradScaler, LateScaler):
+    for kind in (GradScaler, DeferredScaler):
         weight, optimizer, scaler = make(kind, fused)
         for slope in slopes:
             backward(scaler, weight, slope)
@@ -38,14 +38,14 @@ def test_with_one_optimizer_it_is_the_scaler_as_ever(slopes, fused, way):
             elif way == "clip":
                 scaler.clip_(optimizer, 0.5)
             scaler.step(optimizer)  # noqa: AMP105 (it updates by itself)
-            (scaler.update_later if kind is LateScaler else scaler.update)()
+            (scaler.update_later if kind is DeferredScaler else scaler.update)()
         skipped = scaler.skipped
         ends.append((weight.tolist(), skipped, scaler.get_scale(), scaler.state_dict()))
     assert ends[0] == ends[1]
 
 
 def test_steps_without_a_loss_between_are_one_iteration_until_one_steps_again():
-    weight, optimizer, scaler = make(LateScaler, False)
+    weight, optimizer, scaler = make(DeferredScaler, False)
     other = torch.nn.Parameter(torch.ones(2))
     second = torch.optim.SGD([other], lr=0.1)
     scaler.scale((weight * math.inf).sum() + other.sum()).backward()
@@ -61,7 +61,7 @@ def test_steps_without_a_loss_between_are_one_iteration_until_one_steps_again():
 
 
 def test_a_copy_is_up_to_date():
-    weight, optimizer, scaler = make(LateScaler, True)
+    weight, optimizer, scaler = make(DeferredScaler, True)
     backward(scaler, weight, math.inf)
     scaler.step(optimizer)
     scaler.update_later()
@@ -70,7 +70,7 @@ def test_a_copy_is_up_to_date():
 
 def test_without_a_scale_it_guards():
     weight, optimizer, _ = make(GradScaler, True)
-    scaler = LateScaler("cpu", enabled=False)
+    scaler = DeferredScaler("cpu", enabled=False)
     for slope in (math.nan, 1.0):
         backward(scaler, weight, slope)
         scaler.unscale_(optimizer)
@@ -80,11 +80,11 @@ def test_without_a_scale_it_guards():
     assert scaler.skipped_steps == 1
 
 
-@pytest.mark.parametrize("asks", [LateScaler.get_scale, LateScaler.state_dict])
+@pytest.mark.parametrize("asks", [DeferredScaler.get_scale, DeferredScaler.state_dict])
 @pytest.mark.parametrize("way", ["unscale", "clip"])
 @pytest.mark.parametrize("fused", [False, True])
 def test_asking_between_two_steps_changes_neither(asks, way, fused):
-    scaler = LateScaler("cpu", init_scale=1024.0)
+    scaler = DeferredScaler("cpu", init_scale=1024.0)
     weights = [torch.nn.Parameter(torch.ones(1)) for _ in range(2)]
     optimizers = [torch.optim.SGD([weight], lr=1.0, fused=fused) for weight in weights]
     scaler.scale(4 * weights[0].sum() + 4 * weights[1].sum()).backward()
@@ -106,7 +106,7 @@ def test_a_fused_optimizer_goes_on_from_a_checkpoint_of_one_that_was_not(slope):
     ends = []
     for fused in (False, True):
         torch.manual_seed(0)
-        weight, scaler = torch.nn.Parameter(torch.ones(2)), LateScaler("cpu", init_scale=1024.0)
+        weight, scaler = torch.nn.Parameter(torch.ones(2)), DeferredScaler("cpu", init_scale=1024.0)
         saved = torch.optim.AdamW([weight], lr=0.1)
         weight.grad = torch.ones(2)
         saved.step()

@@ -14,8 +14,8 @@ from pytorch_lightning.loggers import Logger  # noqa: E402
 from torch.utils.data import DataLoader  # noqa: E402
 
 from ampwise.errors import BadInput  # noqa: E402
-from ampwise.lightning import Precision, Watch  # noqa: E402
-from ampwise.record.reader import Run  # noqa: E402
+from ampwise.integrations.lightning import Precision, Watch  # noqa: E402
+from ampwise.runs.reader import Run  # noqa: E402
 
 QUIET = dict.fromkeys(("enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
 
@@ -109,7 +109,7 @@ def test_what_is_wrong_is_found_and_said(capsys):
     assert codes, "nothing was found"
     said = capsys.readouterr().err
     assert any(code in said for code in codes)
-    assert "`ampwise.lightning.Watch(output='RUN')` keeps the record" in said
+    assert "`ampwise.integrations.lightning.Watch(output='RUN')` keeps the record" in said
 
 
 def test_a_clean_run_leaves_nothing_to_say_and_torch_as_it_was(tmp_path):
@@ -142,7 +142,7 @@ def test_a_watch_within_a_watch_is_none(capsys):
     with OfRun(timing=False):
         fit(inner, (1,))
     assert inner.run is None
-    assert "this is watched already" in capsys.readouterr().err
+    assert "already watches this training" in capsys.readouterr().err
 
 
 def test_sinks_are_told_too():
@@ -153,7 +153,7 @@ def test_sinks_are_told_too():
 
 def test_a_record_is_not_written_over_unasked(tmp_path):
     fit(Watch(tmp_path / "run", timing=False, quiet=True), (1,))
-    with pytest.raises(BadInput, match=r"Watch\(output='.*run'\): .*; force=True writes over it, output names another"):
+    with pytest.raises(BadInput, match=r"Watch\(output='.*run'\): .*; force=True overwrites it, output names another"):
         fit(Watch(tmp_path / "run", timing=False, quiet=True), (1,))
     assert not getattr(torch.autograd.backward, "_ampwise", False)
     again = Watch(tmp_path / "run", timing=False, quiet=True, force=True)
@@ -178,7 +178,7 @@ def test_an_interrupted_fit_is_told_from_one_that_failed():
 
 
 def test_bad_arguments():
-    with pytest.raises(BadInput, match=r"ampwise\.lightning\.Watch\(every=0\)"):
+    with pytest.raises(BadInput, match=r"ampwise\.integrations\.lightning\.Watch\(every=0\)"):
         Watch(every=0)
-    with pytest.raises(BadInput, match="a list is expected"):
+    with pytest.raises(BadInput, match="expected a list"):
         Watch(sinks="tensorboard")

@@ -17,12 +17,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ampwise.cli import main, verbs
+from ampwise.cli import commands, main
 from ampwise.errors import BadInput, MissingDependency
-from ampwise.integrations import mcp, mcp_folder, mcp_process, mcp_tools
-from ampwise.integrations.mcp import FIRST, TOO_LATE, VERBS, make_server, need_mcp
-from ampwise.integrations.mcp_folder import Folder
-from ampwise.integrations.mcp_process import Ended, Kept, launch
+from ampwise.integrations import mcp_folder, mcp_process, mcp_tools
+from ampwise.integrations import mcp_server as mcp
+from ampwise.integrations.mcp_folder import AgentFolder
+from ampwise.integrations.mcp_process import BoundedOutput, CommandResult, launch
+from ampwise.integrations.mcp_server import COMMAND_OF_TOOL, FIRST, TOO_LATE, make_server, need_mcp
 from ampwise.integrations.mcp_tools import LONGEST, MAY_LOAD, MOST_FINDINGS, NEEDS_ALLOW_RUN, READS_ONLY
 
 pytest.importorskip("mcp")
@@ -64,8 +65,8 @@ def project(tmp_path):
 
 
 async def in_process(words, *, cwd, seconds, text=None):
-    """A verb as ``launch`` runs it, without the time that a process takes."""
-    words = Folder(cwd).words(words)
+    """A command as ``launch`` runs it, without the time that a process takes."""
+    words = AgentFolder(cwd).words(words)
     out, err = io.StringIO(), io.StringIO()
     stdin = io.TextIOWrapper(io.BytesIO((text or "").encode()))
     with (
@@ -78,25 +79,25 @@ async def in_process(words, *, cwd, seconds, text=None):
             code = main(words)
         except SystemExit as leaving:
             code = leaving.code
-    return Ended(code=code, out=out.getvalue(), err=err.getvalue())
+    return CommandResult(code=code, out=out.getvalue(), err=err.getvalue())
 
 
 class Recorder:
     """Remembers the command lines, and answers as told."""
 
     def __init__(self, code=0, out="", err=""):
-        self.asked, self.ended = [], Ended(code=code, out=out, err=err)
+        self.asked, self.ended = [], CommandResult(code=code, out=out, err=err)
 
     async def __call__(self, words, *, cwd, seconds, text=None):
-        self.asked.append(Folder(cwd).words(words))
+        self.asked.append(AgentFolder(cwd).words(words))
         return self.ended
 
 
-def call(folder, tool, arguments=None, *, allow_run=False, run_verb=in_process):
+def call(folder, tool, arguments=None, *, allow_run=False, run_command=in_process):
     """What a client of the SDK gets: whether it is an error, and the text."""
 
     async def ask():
-        server = make_server(Folder(folder), allow_run=allow_run, run_verb=run_verb)
+        server = make_server(AgentFolder(folder), allow_run=allow_run, run_command=run_command)
         async with Client(server) as client:
             return await client.call_tool(tool, arguments or {})
 
@@ -114,7 +115,7 @@ def refused(folder, tool, arguments, **options):
 
 def listed(folder, **options):
     async def ask():
-        async with Client(make_server(Folder(folder), **options)) as client:
+        async with Client(make_server(AgentFolder(folder), **options)) as client:
             return (await client.list_tools()).tools
 
     return {tool.name: tool for tool in anyio.run(ask)}
@@ -130,7 +131,7 @@ def test_the_tools_and_what_they_say_of_themselves(project):
     assert tuple(with_run) == (*TOOLS, *NEEDS_ALLOW_RUN)
     assert not any(with_run[name].annotations.read_only_hint for name in (*MAY_LOAD, *NEEDS_ALLOW_RUN))
     for name, tool in tools.items():
-        assert VERBS.get(name, name) in verbs()
+        assert COMMAND_OF_TOOL.get(name, name) in commands()
         assert tool.annotations.read_only_hint == (name in READS_ONLY)
         for parameter in tool.input_schema["properties"]:
             assert parameter in tool.description, f"{name} does not say what {parameter} is"
@@ -140,13 +141,13 @@ def test_check_tells_what_is_wrong_and_writes_nothing(project):
     (project / "pyproject.toml").write_text("[tool.ampwise]\nfix = true\n")
     is_error, text = call(project, "check")
     assert is_error
-    assert "fix is for the command line, not for settings: ampwise check --fix" in text
+    assert "fix is not a setting; use it on the command line: ampwise check --fix" in text
     (project / "pyproject.toml").unlink()
     is_error, text = call(project, "check")
     answer = json.loads(text)
     assert not is_error
     assert answer["left_out"] == 0
-    assert [(each["code"], each["file"], each["line"], each["mendable"]) for each in answer["findings"]] == [
+    assert [(each["code"], each["file"], each["line"], each["fixable"]) for each in answer["findings"]] == [
         ("AMP101", "train.py", 9, "yes")
     ]
     assert (project / "train.py").read_text() == BAD
@@ -192,7 +193,7 @@ def test_fix_is_a_diff_unless_asked_to_write(project):
     assert "+    scaler.unscale_(optimizer)" in text
     assert (project / "train.py").read_text() == BAD
     written = call(project, "fix", {"paths": ["train.py"], "write": True})[1]
-    assert written.splitlines()[:2] == ["written", "0 findings are left"]
+    assert written.splitlines()[:2] == ["written", "0 findings remain"]
     assert "scaler.unscale_(optimizer)" in (project / "train.py").read_text()
     assert call(project, "fix", {"write": True})[1] == "nothing to fix\n"
 
@@ -210,23 +211,23 @@ def test_answers_are_those_of_the_verbs(project):
 def test_errors_are_one_line(project):
     assert refused(project, "explain", {"rule": "AMP1O1"}).startswith("unknown rule 'AMP1O1'. Did you mean AMP")
     assert "unknown" in refused(project, "advise", {"gpu": "h2000"})
-    assert refused(project, "explain", {"rule": "--help"}) == "'--help': a name is expected."
+    assert refused(project, "explain", {"rule": "--help"}) == "'--help': expected a name."
     assert "Input should be a valid string" in refused(project, "explain", {"rule": 3})
     crashed = Recorder(code=1, err="Traceback (most recent call last):\n  x\nKeyError: 'loss'\n")
-    assert refused(project, "formats", {}, run_verb=crashed) == "KeyError: 'loss'"
-    assert refused(project, "formats", {}, run_verb=Recorder(code=-9)) == "it ended with -9 and said nothing"
+    assert refused(project, "formats", {}, run_command=crashed) == "KeyError: 'loss'"
+    assert refused(project, "formats", {}, run_command=Recorder(code=-9)) == "exited with code -9 and no message"
 
 
 def test_a_size_needs_no_code(project):
     asked = Recorder(out="{}")
-    call(project, "memory", {"params": "7B", "gpu": "h200", "checkpointing": True}, run_verb=asked)
+    call(project, "memory", {"params": "7B", "gpu": "h200", "checkpointing": True}, run_command=asked)
     assert asked.asked == [["memory", "--json", "-q", "--params=7B", "--gpu=h200", "--checkpointing"]]
 
 
 def test_numbers_may_be_numbers(project):
     asked = Recorder(out="{}")
-    call(project, "memory", {"params": 7_000_000_000, "batch": 16}, run_verb=asked)
-    call(project, "advise", {"gpu": 9.0, "params": "7B"}, run_verb=asked)
+    call(project, "memory", {"params": 7_000_000_000, "batch": 16}, run_command=asked)
+    call(project, "advise", {"gpu": 9.0, "params": "7B"}, run_command=asked)
     assert asked.asked == [
         ["memory", "--json", "-q", "--params=7000000000", "--batch=16"],
         ["advise", "--json", "--gpu=9.0", "--params=7B"],
@@ -235,8 +236,8 @@ def test_numbers_may_be_numbers(project):
 
 def test_a_zero_is_told_to_the_verb(project):
     asked = Recorder(out="{}")
-    call(project, "memory", {"layers": 0, "fsdp": 0}, run_verb=asked)
-    call(project, "advise", {"gpu": "", "measured": 0.0}, run_verb=asked)
+    call(project, "memory", {"layers": 0, "fsdp": 0}, run_command=asked)
+    call(project, "advise", {"gpu": "", "measured": 0.0}, run_command=asked)
     assert asked.asked == [["memory", "--json", "-q", "--layers=0", "--fsdp=0"], ["advise", "--json", "--measured=0.0"]]
 
 
@@ -255,15 +256,15 @@ def test_answers_are_bounded(project):
         for size in [5] * 300 + [3000] * 300
     ]
     for some in (found, found[300:]):
-        text = call(project, "check", run_verb=Recorder(out=json.dumps(some)))[1]
+        text = call(project, "check", run_command=Recorder(out=json.dumps(some)))[1]
         answer = json.loads(text)
         assert len(text) < 1.5 * LONGEST
         assert len(answer["findings"]) <= MOST_FINDINGS
         assert answer["left_out"] == len(some) - len(answer["findings"])
-    long = call(project, "formats", run_verb=Recorder(out="x" * (LONGEST + 7)))[1]
+    long = call(project, "formats", run_command=Recorder(out="x" * (LONGEST + 7)))[1]
     assert long.endswith("[... 7 characters left out: ask for less]")
     cut = Recorder(out="[{]\n[... 9 bytes left out ...]\n}")
-    assert refused(project, "check", {}, run_verb=cut).startswith("there are too many findings to tell")
+    assert refused(project, "check", {}, run_command=cut).startswith("too many findings to show")
 
 
 # --- what runs code
@@ -279,7 +280,7 @@ def test_answers_are_bounded(project):
 )
 def test_without_allow_run_no_code_is_loaded(project, tool, arguments):
     asked = Recorder()
-    assert "started without --allow-run" in refused(project, tool, arguments, run_verb=asked)
+    assert "started without --allow-run" in refused(project, tool, arguments, run_command=asked)
     assert asked.asked == []
 
 
@@ -292,7 +293,7 @@ def test_with_allow_run_it_is(project):
     asked = Recorder(out="told\n", err="ampwise: summary\n")
 
     def given_to(tool, arguments):
-        return call(project, tool, arguments, allow_run=True, run_verb=asked)[1]
+        return call(project, tool, arguments, allow_run=True, run_command=asked)[1]
 
     assert given_to("replay", {"capsule": "capsule", "build": "train.py:make"}) == "summary\ntold\n"
     given_to("memory", {"maker": "train:make"})
@@ -310,8 +311,8 @@ def test_with_allow_run_it_is(project):
         ("memory", {"maker": "../secret.py:make"}),
         ("replay", {"capsule": "capsule", "build": "../secret.py:make"}),
     ):
-        assert "outside of" in refused(project, tool, arguments, allow_run=True, run_verb=asked)
-    assert "above 0" in refused(project, "run", {"script": "train.py", "seconds": 0}, allow_run=True, run_verb=asked)
+        assert "outside of" in refused(project, tool, arguments, allow_run=True, run_command=asked)
+    assert "above 0" in refused(project, "run", {"script": "train.py", "seconds": 0}, allow_run=True, run_command=asked)
     assert len(asked.asked) == 4
 
 
@@ -327,11 +328,11 @@ def test_the_page_has_the_limits_that_hold():
         f"scripts above {mcp_folder.LARGEST_BYTES // 1_000_000} MB",
         f"more than {mcp_folder.MOST_FILES:,} scripts or {mcp_folder.MOST_NAMES} paths",
         f"tested with mcp {FIRST[0]}.{FIRST[1]}",
-        f"{mcp_tools.MOST_AT_ONCE} are worked on at once, up to {mcp_tools.MOST_WAITING} wait",
+        f"{mcp_tools.MOST_AT_ONCE} requests run at once, up to {mcp_tools.MOST_WAITING} are queued",
     ):
         assert said in page
     for tool in (*TOOLS, *NEEDS_ALLOW_RUN):
-        assert f"| `{tool}` | `ampwise {VERBS.get(tool, tool)}" in page
+        assert f"| `{tool}` | `ampwise {COMMAND_OF_TOOL.get(tool, tool)}" in page
 
 
 # --- the folder
@@ -362,11 +363,11 @@ def test_what_leads_out_is_refused(trapped, name):
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("", "the name of a file or folder is expected"),
-        ("\0", "the name of a file or folder is expected"),
-        ("x" * 5000, "the name of a file or folder is expected"),
+        ("", "expected the name of a file or folder"),
+        ("\0", "expected the name of a file or folder"),
+        ("x" * 5000, "expected the name of a file or folder"),
         ("gone.py", "no such file or directory"),
-        ("pipe.py", "neither a file nor a folder"),
+        ("pipe.py", "expected a file, got something else"),
         ("loop.py", ""),
     ],
 )
@@ -395,8 +396,8 @@ def test_a_record_is_of_files_alone(project):
     (project / "elsewhere" / "manifest.json").symlink_to(project.parent / "secret.py")
     (project / "fine" / "manifest.json").symlink_to("../train.py")
     for name in ("piped", "linked"):
-        assert "a file or a folder is expected" in refused(project, "read_report", {"run": name})
-    assert Folder(project).folder("fine") == "./fine"
+        assert "expected a file or a folder" in refused(project, "read_report", {"run": name})
+    assert AgentFolder(project).folder("fine") == "./fine"
 
 
 @pytest.mark.parametrize("name", ["ampwise.toml", "pyproject.toml"])
@@ -415,25 +416,25 @@ def test_what_is_huge_is_refused_however_many_names_it_has(project, monkeypatch)
         (project / folder).mkdir()
         (project / folder / "train.py").write_text(BAD)
     monkeypatch.setattr(mcp_folder, "MOST_FILES", 1)
-    assert Folder(project).scripts(["a", "a", "a/train.py"]) == ["./a/train.py"]
+    assert AgentFolder(project).scripts(["a", "a", "a/train.py"]) == ["./a/train.py"]
     assert "more than 1 files" in refused(project, "check", {"paths": ["a", "b"]})
     monkeypatch.setattr(mcp_folder, "MOST_NAMES", 1)
-    assert "2 of them; up to 1 are taken" in refused(project, "check", {"paths": ["a", "b"]})
+    assert "expected at most 1, got 2" in refused(project, "check", {"paths": ["a", "b"]})
 
 
 def test_what_is_huge_is_refused(project, monkeypatch):
     monkeypatch.setattr(mcp_folder, "LARGEST_BYTES", 10)
-    assert "so no script" in refused(project, "check", {"paths": ["train.py"]})
+    assert "too large for a script" in refused(project, "check", {"paths": ["train.py"]})
     monkeypatch.setattr(mcp_folder, "MOST_FILES", 0)
     assert "more than 0 files" in refused(project, "check", {})
     monkeypatch.setattr(mcp_folder, "MOST_ENTRIES", 0)
     assert "more than 0 entries" in refused(project, "check", {})
     monkeypatch.setattr(mcp_tools, "LONGEST_TEXT", 3)
-    assert "up to 3 are taken" in refused(project, "check", {"text": BAD})
+    assert "expected at most 3 characters" in refused(project, "check", {"text": BAD})
 
 
 def test_an_absolute_path_in_it_will_do(project):
-    assert Folder(project).file(str(project / "train.py")) == "./train.py"
+    assert AgentFolder(project).file(str(project / "train.py")) == "./train.py"
 
 
 def test_a_symlink_that_was_put_there_since_is_not_read(trapped):
@@ -455,14 +456,14 @@ def test_no_name_leads_out(tmp_path_factory, name):
     root = tmp_path_factory.getbasetemp() / "law"
     root.mkdir(exist_ok=True)
     with contextlib.suppress(BadInput):
-        told = Folder(root).new(name)
+        told = AgentFolder(root).new(name)
         assert told.startswith("./")
         assert (root / told).resolve().is_relative_to(root.resolve())
 
 
 def test_the_whole_machine_is_no_folder():
     with pytest.raises(BadInput, match="the whole machine"):
-        Folder("/")
+        AgentFolder("/")
 
 
 # --- the process
@@ -470,7 +471,7 @@ def test_the_whole_machine_is_no_folder():
 
 @given(st.lists(st.binary(max_size=20), max_size=20))
 def test_what_fits_is_kept_whole(parts):
-    kept, whole = Kept(room=400), b"".join(parts)
+    kept, whole = BoundedOutput(limit=400), b"".join(parts)
     for part in parts:
         kept.add(part)
     assert kept.text() == whole.decode("utf-8", "replace")
@@ -480,12 +481,12 @@ def test_a_mistake_of_ours_tells_nothing_but_that(project, caplog):
     async def fails(words, **_):
         raise KeyError("private")
 
-    assert call(project, "formats", run_verb=fails) == (True, "Error executing tool formats")
+    assert call(project, "formats", run_command=fails) == (True, "Error executing tool formats")
     assert "private" in caplog.text
 
 
 def test_what_takes_too_long_is_stopped(tmp_path):
-    with pytest.raises(BadInput, match=r"ampwise formats took longer than 0\.01 seconds, and was stopped"):
+    with pytest.raises(BadInput, match=r"ampwise formats took longer than 0\.01 seconds and was stopped"):
         anyio.run(lambda: launch(["formats"], cwd=tmp_path, seconds=0.01))
 
 
@@ -495,7 +496,7 @@ def test_what_it_started_ends_with_it(tmp_path, monkeypatch):
     reader = os.open(tmp_path / "held", os.O_RDONLY | os.O_NONBLOCK)
     monkeypatch.setattr(mcp_process, "PYTHON", ("sh", "-c", "exec 3>held; sleep 600 & echo started"))
     ended = anyio.run(lambda: launch(["run"], cwd=tmp_path, seconds=60))
-    assert ended == Ended(code=0, out="started\n", err="")
+    assert ended == CommandResult(code=0, out="started\n", err="")
     assert select.select([reader], [], [], 120)[0], "the child holds the pipe"
     assert os.read(reader, 1) == b""
     os.close(reader)
@@ -533,8 +534,8 @@ def test_when_the_server_is_ended_so_is_what_it_runs(project, monkeypatch):
 
 @pytest.mark.parametrize("word", ["a\0b", "x" * 3_000_000], ids=["null", "long"])
 def test_what_no_command_line_takes_is_a_line(project, word):
-    told = refused(project, "advise", {"gpu": word}, run_verb=launch)
-    assert told == "ampwise advise: arguments of up to 10,000 characters without NUL are taken."
+    told = refused(project, "advise", {"gpu": word}, run_command=launch)
+    assert told == "ampwise advise: an argument is longer than 10,000 characters or contains NUL."
 
 
 WITHOUT_END = "case $(cat) in *formats*) echo '[]';; *) echo $$ > pid; exec sleep 600;; esac"
@@ -558,7 +559,7 @@ def test_others_are_answered_while_one_hangs_and_when_called_off_it_is_gone(proj
     monkeypatch.setattr(mcp_process, "PYTHON", ("sh", "-c", WITHOUT_END))
 
     async def ask():
-        server = make_server(Folder(project), run_verb=launch)
+        server = make_server(AgentFolder(project), run_command=launch)
         async with Client(server) as client, anyio.create_task_group() as group:
             group.start_soon(client.call_tool, "check", {})
             hanging = await started(project)
@@ -575,8 +576,8 @@ def test_others_are_answered_while_one_hangs_and_when_called_off_it_is_gone(proj
 def test_what_took_too_long_is_an_error_of_a_line_and_gone(project, monkeypatch):
     monkeypatch.setattr(mcp_process, "PYTHON", ("sh", "-c", WITHOUT_END))
     monkeypatch.setattr(mcp_tools, "SECONDS", 0.5)
-    told = refused(project, "check", {}, run_verb=launch)
-    assert told == "ampwise check took longer than 0.5 seconds, and was stopped."
+    told = refused(project, "check", {}, run_command=launch)
+    assert told == "ampwise check took longer than 0.5 seconds and was stopped."
     assert not any(is_there(int(path.read_text())) for path in project.glob("pid"))
 
 
@@ -598,11 +599,11 @@ def test_the_server_itself_looks_at_nothing(project, monkeypatch, tool, argument
 
     async def launched(words, **_):
         asked.append(words)
-        return Ended(code=0, out="", err="")
+        return CommandResult(code=0, out="", err="")
 
-    monkeypatch.setattr(Folder, "_inside", None)
-    monkeypatch.setattr(Folder, "settings", None)
-    is_error, _ = call(project, tool, arguments, allow_run=True, run_verb=launched)
+    monkeypatch.setattr(AgentFolder, "_inside", None)
+    monkeypatch.setattr(AgentFolder, "settings", None)
+    is_error, _ = call(project, tool, arguments, allow_run=True, run_command=launched)
     assert not is_error
     assert asked
 
@@ -616,11 +617,11 @@ def test_only_so_many_are_worked_on_at_once_and_wait(project, monkeypatch):
         working, most = working + 1, max(most, working + 1)
         await go_on.wait()
         working -= 1
-        return Ended(code=0, out="[]", err="")
+        return CommandResult(code=0, out="[]", err="")
 
     async def ask():
         answers = []
-        async with Client(make_server(Folder(project), run_verb=launched)) as client:
+        async with Client(make_server(AgentFolder(project), run_command=launched)) as client:
 
             async def one():
                 answers.append((await client.call_tool("formats", {})).content[0].text)
@@ -635,7 +636,7 @@ def test_only_so_many_are_worked_on_at_once_and_wait(project, monkeypatch):
 
     answers = anyio.run(ask)
     assert most == mcp_tools.MOST_AT_ONCE
-    assert sorted(answers) == ["7 requests are not answered yet: ask again when they are."] * 2 + ["[]"] * 7
+    assert sorted(answers) == ["7 requests are still running: try again later."] * 2 + ["[]"] * 7
 
 
 def test_no_program_or_library_is_looked_for_in_the_folder(project, monkeypatch):
@@ -678,7 +679,7 @@ def test_of_the_folder_nothing_is_on_the_path_unless_it_may_be_run(tmp_path, mon
 @pytest.mark.parametrize("version", ["1.28.1", "2.2.9", "3.0.0"])
 def test_an_untested_version_is_told(monkeypatch, version):
     monkeypatch.setattr("importlib.metadata.version", lambda name: version)
-    with pytest.raises(BadInput, match=rf"tested with mcp 2\.3 or later, below 3\.0, and {version} is installed: pip"):
+    with pytest.raises(BadInput, match=rf"needs mcp 2\.3 or later, below 3\.0, but {version} is installed: pip"):
         need_mcp()
 
 

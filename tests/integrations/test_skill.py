@@ -1,4 +1,4 @@
-"""The skill holds what the code checks: no number of its own, and no verb, rule or command that is not there."""
+"""The skill holds what the code checks: no number of its own, and no command or rule that is not there."""
 
 from __future__ import annotations
 
@@ -9,31 +9,31 @@ import string
 
 import pytest
 
-from ampwise.cli import build_parser, verbs
-from ampwise.evidence.choice.ideas import IDEAS, SYMPTOMS
+from ampwise.check.config import SettingsByFolder
+from ampwise.check.linter import RuleSelection, check_text
+from ampwise.cli import build_parser, commands, summaries
 from ampwise.finding import Severity
-from ampwise.formats import FORMATS, find_format
 from ampwise.hardware import gpus
 from ampwise.integrations.skill import skill_text
 from ampwise.integrations.skill.slots import slots
 from ampwise.integrations.skill.tables import PROVED_BY, SECTIONS
-from ampwise.integrations.skill.words import WORDS
-from ampwise.lint.check import Choice, check_text
-from ampwise.lint.config import Configs
-from ampwise.rules import built_in, rooms
+from ampwise.integrations.skill.template import TEMPLATE
+from ampwise.numbers.formats import FORMATS, find_format
+from ampwise.rules import built_in, categories
+from ampwise.rules.evidence.choice.ideas import IDEAS, SYMPTOMS
 from ampwise.tune.advise import advise
 
-TEXT = skill_text()
-LITERAL = "".join(literal for literal, *_ in string.Formatter().parse(WORDS))
-USED = [name for _, name, *_ in string.Formatter().parse(WORDS) if name is not None]
+TEXT = skill_text(summaries())
+LITERAL = "".join(literal for literal, *_ in string.Formatter().parse(TEMPLATE))
+USED = [name for _, name, *_ in string.Formatter().parse(TEMPLATE) if name is not None]
 COMMANDS = sorted(set(re.findall(r"`(ampwise [^`]+)`", TEXT)))
 MOST_LINES = 360
 NEEDED = {
     "explain": ["AMP101"],
     "replay": ["capsule"],
     "run": ["train.py"],
-    **{verb: ["RUN"] for verb in ("report", "watch", "resume")},
-    **{verb: ["train:make"] for verb in ("align", "compare", "diff", "search")},
+    **{name: ["RUN"] for name in ("report", "watch", "resume")},
+    **{name: ["train:make"] for name in ("align", "compare", "diff", "search")},
 }
 
 
@@ -48,12 +48,12 @@ def test_the_prose_has_no_number_and_names_no_rule():
 
 
 def test_every_slot_is_a_record():
-    assert set(USED) <= set(slots()) | set(SECTIONS)
+    assert set(USED) <= set(slots(summaries())) | set(SECTIONS) | {"all_commands"}
     assert set(SECTIONS) <= set(USED), "made, and never shown"
 
 
 def test_a_number_in_a_slot_is_the_formats_own():
-    filled = slots()
+    filled = slots(summaries())
     for name, fmt in FORMATS.items():
         if name != "fp64":  # whose largest, rounded to three digits, is none
             assert float(filled[f"{name}_max"]) == pytest.approx(fmt.max, rel=5e-3)
@@ -75,7 +75,7 @@ def test_a_number_in_a_slot_is_the_formats_own():
 def test_every_verb_rule_and_device_it_names_is_there():
     codes = {entry.rule.code for entry in built_in()}
     assert set(re.findall(r"AMP\d+", TEXT)) <= codes
-    assert set(re.findall(r"`ampwise ([a-z]+)", TEXT)) == set(verbs())
+    assert set(re.findall(r"`ampwise ([a-z]+)", TEXT)) == set(commands())
     shown = TEXT.partition("| train in | on |")[2].partition("\n\n")[0]
     ids = [word.strip() for line in shown.splitlines() for word in line.split("|")[2:3] for word in word.split(",")]
     assert sorted(filter(None, ids)) == sorted([*(gpu.id for gpu in gpus()), "---"])
@@ -85,12 +85,12 @@ def test_every_verb_rule_and_device_it_names_is_there():
 def test_every_command_can_be_given(command):
     words = shlex.split(command)[1:]
     parser = build_parser(words)
-    verb = importlib.import_module(f"ampwise.cli.{words[0]}")
-    if all(word.startswith("-") for word in words[1:]):  # the verb as such
+    module = importlib.import_module(f"ampwise.cli.{words[0]}")
+    if all(word.startswith("-") for word in words[1:]):  # the command as such
         words += NEEDED.get(words[0], [])
     args, unknown = parser.parse_known_args(words)
     assert not unknown
-    assert args.run is verb.run
+    assert args.run is module.run
 
 
 def test_the_devices_are_as_advise_says():
@@ -101,12 +101,12 @@ def test_the_devices_are_as_advise_says():
 
 def test_every_precision_of_the_engine_is_one():
     pytest.importorskip("torch")
-    from ampwise.engine.precision.precision import BEYOND, precision_named
+    from ampwise.train.precision.precision import EXTRA_PRECISIONS, precision_named
 
     named = set(re.findall(r'Engine\(model, optimizer, "([^"]+)"\)', TEXT))
     assert all(precision_named(name) for name in named)  # UnknownName otherwise
     # Whoever adds a precision has it told here, too.
-    assert set(BEYOND) <= named
+    assert set(EXTRA_PRECISIONS) <= named
     assert any(name.startswith("emulate:") for name in named)
 
 
@@ -122,17 +122,17 @@ def test_every_pitfall_is_told_once_with_the_verb_that_shows_it():
     pitfalls = TEXT.partition("\n## Pitfalls\n")[2]
     for entry in built_in():
         told = pitfalls.count(f"- {entry.rule.code} {entry.rule.name}: ")
-        is_one = entry.room in PROVED_BY and entry.rule.severity is not Severity.INFO and entry.rule.on_by_default
+        is_one = entry.category in PROVED_BY and entry.rule.severity is not Severity.INFO and entry.rule.on_by_default
         assert told == is_one, entry.rule.code
-    assert set(PROVED_BY) <= set(rooms())
-    assert set(PROVED_BY.values()) <= set(verbs())
+    assert set(PROVED_BY) <= set(categories())
+    assert set(PROVED_BY.values()) <= set(commands())
 
 
 def test_the_code_it_shows_is_clean():
     pieces = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
     assert len(pieces) == 2
     for piece in pieces:
-        report, _ = check_text(piece, "train.py", Choice(Configs(isolated=True)))
+        report, _ = check_text(piece, "train.py", RuleSelection(SettingsByFolder(isolated=True)))
         assert not [finding for finding in report.findings if finding.severity is not Severity.INFO]
 
 
@@ -149,6 +149,6 @@ def test_the_front_matter_is_what_agents_read():
 
 def test_it_is_short_and_always_the_same():
     assert len(TEXT.splitlines()) <= MOST_LINES
-    assert skill_text() == TEXT
+    assert skill_text(summaries()) == TEXT
     assert TEXT.endswith("\n")
     assert "{" not in re.sub(r"```.*?```|`[^`]*`", "", TEXT, flags=re.DOTALL)

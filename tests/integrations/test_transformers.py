@@ -7,8 +7,8 @@ import pytest
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-from ampwise.accelerate import mend  # noqa: E402
-from ampwise.transformers import AmpwiseCallback  # noqa: E402
+from ampwise.integrations.accelerate import fix  # noqa: E402
+from ampwise.integrations.transformers import AmpwiseCallback  # noqa: E402
 
 CONFIG = {
     "bos_token_id": 0,
@@ -136,7 +136,7 @@ def test_a_skip_is_told_and_with_a_mended_accelerator_the_rate_waits(tmp_path, i
     model = Overflows()
     trainer = trainer_of(tmp_path, kept, quiet(), model=model, optim="adamw_torch_fused", max_steps=4, fp16=True)
     if is_mended:
-        mend(trainer.accelerator)
+        fix(trainer.accelerator)
     trainer.train()
     rates = kept.all_of("learning_rate")
     if is_mended:

@@ -8,7 +8,14 @@ from pathlib import Path
 import pytest
 
 from ampwise.errors import MissingDependency
-from ampwise.integrations.versions import ACCELERATE, LIGHTNING, TRANSFORMERS, Framework, lightning_name, require
+from ampwise.integrations.versions import (
+    ACCELERATE,
+    LIGHTNING,
+    TRANSFORMERS,
+    SupportedFramework,
+    lightning_name,
+    require,
+)
 
 EVERY = [ACCELERATE, LIGHTNING, TRANSFORMERS]
 ROOT = Path(__file__).parents[2]
@@ -31,7 +38,7 @@ def test_the_page_names_the_versions(framework):
 def test_another_version_gets_a_line(monkeypatch, version):
     monkeypatch.setattr(importlib.metadata, "version", lambda package: version)
     monkeypatch.setitem(sys.modules, "accelerate", sys)
-    words = f"accelerate {version} is installed, and it works with 1.15 up to, but not including, 2"
+    words = f"needs accelerate 1.15 or later, below 2, but {version} is installed"
     with pytest.raises(MissingDependency, match=re.escape(words)) as refused:
         require(ACCELERATE, "accelerate")
     assert "\n" not in str(refused.value)
@@ -39,7 +46,7 @@ def test_another_version_gets_a_line(monkeypatch, version):
 
 
 def test_a_missing_one_gets_a_line():
-    nothing = Framework(ours="ampwise.nothing", package="no-such", since="1", before="2", tested="1")
+    nothing = SupportedFramework(ours="ampwise.nothing", package="no-such", since="1", before="2", tested="1")
     with pytest.raises(MissingDependency, match="needs no-such, which is not installed"):
         require(nothing, "no_such_module")
 
@@ -53,7 +60,7 @@ def test_importing_without_a_framework_is_told_in_our_words(warm, tmp_path):
     )
     done = warm.run("-c", code, cwd=tmp_path)
     said = done.stdout.splitlines()
-    assert [line.partition(" Get it")[0] for line in said] == [
+    assert [line.partition(" Install it")[0] for line in said] == [
         f"{each.ours} needs {each.package}, which is not installed." for each in EVERY
     ]
 

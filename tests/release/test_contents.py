@@ -9,7 +9,7 @@ import pytest
 
 from .conftest import RELEASED
 
-NATIVE = "ampwise/census/_native.abi3.so"
+NATIVE = "ampwise/numbers/census/_native.abi3.so"
 VENDORED = "report/page/vendor"
 
 

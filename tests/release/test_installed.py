@@ -106,7 +106,7 @@ torch.optim.AdamW([torch.ones(1, requires_grad=True)])  # which loads what takes
 
 def trained():
     import ampwise
-    from ampwise.census import cpu
+    from ampwise.numbers.census import cpu
     torch.manual_seed(0)
     model = torch.nn.Linear(4, 2)
     engine = ampwise.Engine(model, torch.optim.AdamW(model.parameters(), lr=0.1), "bf16", clip_norm=1.0)

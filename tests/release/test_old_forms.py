@@ -17,7 +17,7 @@ from ampwise import BadInput, Engine, Found, Guard, Policy, Run
 from ampwise.cli import main
 from ampwise.guard.disk import layout as checkpoint_layout
 from ampwise.guard.disk.catalog import checkpoints, verify
-from ampwise.record import layout as record_layout
+from ampwise.runs import layout as record_layout
 from ampwise.trace.capsule import layout as capsule_layout
 from ampwise.tune.search import found as found_form
 
@@ -148,8 +148,7 @@ def test_a_later_checkpoint(old, capsys):
     later(checkpoint_of(old) / "checkpoint.json", "checkpoint.sha256")
     (found,) = checkpoints(old / "checkpoint")
     assert found.trouble == (
-        "checkpoint.json is of version '99', and this ampwise reads version 2. "
-        "Another version of ampwise wrote it: use that one."
+        "checkpoint.json has version '99'; this ampwise reads version 2. Use the version of ampwise that wrote it."
     )
     assert main(["resume", str(old / "checkpoint")]) == 1
     assert "version '99'" in capsys.readouterr().out
@@ -158,25 +157,23 @@ def test_a_later_checkpoint(old, capsys):
 def test_a_later_capsule(old, capsys):
     later(capsule_of(old) / "capsule.json", "capsule.sha256")
     assert main(["replay", str(capsule_of(old))]) == 2
-    said = (
-        "is a capsule of version '99', and this ampwise reads version 1. Another version of ampwise wrote it: use that"
-    )
+    said = "is a capsule of version '99'; this ampwise reads version 1. Use the version of ampwise that wrote it."
     assert said in capsys.readouterr().err
 
 
 def test_a_later_policy():
-    with pytest.raises(BadInput, match="version 99 is not the one read here: 1"):
+    with pytest.raises(BadInput, match="expected version 1, got 99"):
         Policy.from_dict(Policy("fp32").as_dict() | {"version": 99})
 
 
 def test_a_later_search(old):
     later(old / "search" / "found.json")
-    with pytest.raises(BadInput, match="does not say that it is a policy of ampwise search, version 1"):
+    with pytest.raises(BadInput, match="not a file of ampwise search --out: it is not marked as"):
         Found.load(old / "search" / "found.json")
 
 
 def test_a_later_state_of_an_engine():
     model = torch.nn.Linear(4, 2)
     engine = ampwise.Engine(model, torch.optim.SGD(model.parameters(), lr=0.1), "fp32")
-    with pytest.raises(BadInput, match="a state of version 99; this ampwise reads 2"):
+    with pytest.raises(BadInput, match="expected version 2, got version 99"):
         engine.load_state_dict(engine.state_dict() | {"version": 99})

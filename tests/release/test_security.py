@@ -7,7 +7,7 @@ from functools import cache
 import pytest
 
 from ampwise.cli import main
-from ampwise.live import server
+from ampwise.report.live import server
 
 from .conftest import ROOT
 
@@ -28,7 +28,7 @@ READS_CODE = {"pickle", "dill", "cloudpickle", "joblib", "marshal", "shelve", "y
 NETWORK = {
     "guard/alert_kinds.py": "a web hook that the user names",
     "guard/disk/lock.py": "the name of this machine",
-    "live/server.py": "the page of a run, on loopback",
+    "report/live/server.py": "the page of a run, on loopback",
 }
 TALKS = {
     "socket",
@@ -140,7 +140,7 @@ def test_these_tests_can_fail(code, found):
 
 def test_servers_are_on_loopback():
     assert server.HOST == "127.0.0.1"
-    text = (SOURCE / "live" / "server.py").read_text()
+    text = (SOURCE / "report" / "live" / "server.py").read_text()
     assert not re.search(r"0\.0\.0\.0|INADDR_ANY|[\"']::[\"']|gethostname", text)
 
 
@@ -208,9 +208,9 @@ def test_no_address_is_invented():
 
 
 def test_what_executes_your_code_is_said():
-    """Of the verbs: those that take a script or a function."""
+    """Commands that take a script or a function."""
     section = POLICY.read_text().partition("## What runs your code")[2].partition("\n## ")[0]
     takes = re.compile(r"module:function|metavar=\"(SCRIPT|MAKER?|FUNCTION|SUBJECT)\"")
-    verbs = {file[4:-3] for file, text in texts().items() if file.startswith("cli/") and takes.search(text)}
-    assert verbs >= {"run", "compare", "replay"}
-    assert [verb for verb in sorted(verbs) if f"`ampwise {verb}`" not in section] == []
+    commands = {file[4:-3] for file, text in texts().items() if file.startswith("cli/") and takes.search(text)}
+    assert commands >= {"run", "compare", "replay"}
+    assert [command for command in sorted(commands) if f"`ampwise {command}`" not in section] == []

@@ -61,7 +61,7 @@ def test_the_changelog_has_it(project):
     "code",
     [
         "import ampwise; print(ampwise.__version__)",
-        "from ampwise.printers.tool import installed_version; print(installed_version())",
+        "from ampwise.finding.version import installed_version; print(installed_version())",
         "import importlib.metadata; print(importlib.metadata.version('ampwise'))",
     ],
     ids=["__version__", "installed_version", "metadata"],
@@ -76,4 +76,4 @@ def test_the_installed_package_tells_it(installed, project, tmp_path, code):
 def test_whoever_tells_it_asks_in_one_of_two_ways():
     asked = re.compile(r"metadata\.version\(\s*(NAME|[\"']ampwise[\"'])")
     askers = {name for name, text in texts() if name.startswith("src/") and asked.search(text)}
-    assert askers == {"src/ampwise/printers/tool.py"}
+    assert askers == {"src/ampwise/finding/version.py"}

@@ -4,11 +4,11 @@ from pathlib import Path
 
 import pytest
 
-from ampwise.census.algebra import Census
 from ampwise.finding import Place, Rule, Severity
-from ampwise.record.bucket import Bucket
-from ampwise.record.reader import Run
-from ampwise.record.rows import LayerSample, Seen, StepRow
+from ampwise.numbers.census.algebra import Census
+from ampwise.rules.evidence.rows import CountedFinding, LayerSample, StepRow
+from ampwise.runs.bucket import StepBucket
+from ampwise.runs.reader import Run
 
 CLIP = Rule(
     code="AMP101",
@@ -40,7 +40,7 @@ LINES = [
 def steps(count, optimizer=0):
     """Skips at every fiftieth step, a NaN at step 7."""
     return [
-        Bucket.of(
+        StepBucket.of(
             StepRow(
                 optimizer=optimizer,
                 step=step,
@@ -81,7 +81,7 @@ def make_run():
     """A run of 120 steps with two findings; what is given replaces what it would be, in the manifest or the run."""
 
     def make(facts=None, manifest=None, **changed):
-        clip = Seen(
+        clip = CountedFinding(
             finding=CLIP.at(
                 Place(file="train.py", line=31),
                 "`clip_grad_norm_` sees gradients multiplied by 65536",
@@ -93,7 +93,9 @@ def make_run():
             ranks=[0],
             excerpt={"first_line": 30, "lines": LINES},
         )
-        save = Seen(finding=SAVE.at(Place(file="train.py", line=40), "The state of the scaler is not saved"), ranks=[0])
+        save = CountedFinding(
+            finding=SAVE.at(Place(file="train.py", line=40), "The state of the scaler is not saved"), ranks=[0]
+        )
         layers = {"head.weight": HEALTHY, "blocks.0.weight": FADING, "blocks.1.bias": DEAD}
         plain = {
             "folder": Path("runs/one"),

@@ -5,11 +5,11 @@ import json
 import pytest
 from jsonschema import Draft202012Validator
 
-from ampwise.census.algebra import Census
 from ampwise.finding import Place
-from ampwise.record.bucket import Bucket
-from ampwise.record.rows import Seen, StepRow
+from ampwise.numbers.census.algebra import Census
 from ampwise.report.as_json import MOST_ROWS, as_json
+from ampwise.rules.evidence.rows import CountedFinding, StepRow
+from ampwise.runs.bucket import StepBucket
 
 NUMBER = {"anyOf": [{"type": "number"}, {"enum": ["NaN", "Infinity", "-Infinity"]}]}
 STEP = {"type": ["integer", "null"], "minimum": 0}
@@ -187,7 +187,7 @@ def test_a_layer_that_is_not_finite(make_run, make_sample):
 
 
 def test_a_long_run_is_thinned(make_run):
-    steps = [Bucket.of(StepRow(step=n, loss=float(n))) for n in range(1, 3 * MOST_ROWS)]
+    steps = [StepBucket.of(StepRow(step=n, loss=float(n))) for n in range(1, 3 * MOST_ROWS)]
     rows = read(make_run(steps=steps))["metrics"]["steps"]
     assert len(rows) <= MOST_ROWS
     assert sum(row["count"] for row in rows) == len(steps)
@@ -196,7 +196,7 @@ def test_a_long_run_is_thinned(make_run):
 
 def test_hostile_names_stay_data(make_run, rules):
     name = "</script>\x1b[2J\u202e\udc80\"'"
-    seen = Seen(finding=rules["clip"].at(Place(file=name, line=1), name, evidence={name: {1, 2}}))
+    seen = CountedFinding(finding=rules["clip"].at(Place(file=name, line=1), name, evidence={name: {1, 2}}))
     data = read(make_run(findings=[seen], manifest={"script": name}))
     assert data["script"] == name.replace("\udc80", "\\udc80")
     assert data["findings"][0]["message"] == data["script"]

@@ -5,9 +5,9 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ampwise.record.bucket import Bucket
-from ampwise.record.rows import SKIP_RATE_OVER, StepRow
-from ampwise.report.curves import METRICS, by_optimizer, plain, skip_rates, spread_of, thinned
+from ampwise.report.curves import METRICS, by_optimizer, plain, skip_rates, spread_of, thin_out
+from ampwise.rules.evidence.rows import SKIP_RATE_STEPS, StepRow
+from ampwise.runs.bucket import StepBucket
 
 ROWS = st.lists(
     st.builds(
@@ -25,8 +25,8 @@ ROWS = st.lists(
 
 @given(ROWS, st.integers(1, 20))
 def test_nothing_that_matters_is_lost(rows, most):
-    buckets = [Bucket.of(row) for row in rows]
-    thin = thinned(buckets, most)
+    buckets = [StepBucket.of(row) for row in rows]
+    thin = thin_out(buckets, most)
     for optimizer, line in by_optimizer(buckets).items():
         kept = by_optimizer(thin)[optimizer]
         assert len(kept) <= most
@@ -42,11 +42,11 @@ def test_nothing_that_matters_is_lost(rows, most):
 
 
 def test_few_steps_stay_as_they_are(make_steps):
-    assert thinned(make_steps(9), 9) == make_steps(9)
+    assert thin_out(make_steps(9), 9) == make_steps(9)
 
 
 def test_unknown_is_none_and_not_finite_is_counted():
-    row = plain(Bucket.of(StepRow(step=3, loss=float("inf"))))
+    row = plain(StepBucket.of(StepRow(step=3, loss=float("inf"))))
     assert row["norm"] is None
     assert row["loss"] == {"low": None, "mean": None, "high": None, "not_finite": 1}
     assert row["first"] == row["last"] == 3
@@ -54,10 +54,10 @@ def test_unknown_is_none_and_not_finite_is_counted():
 
 @given(st.lists(st.booleans(), max_size=400), st.integers(1, 60))
 def test_a_skip_rate_is_of_the_last_hundred_steps_or_of_its_own(skips, most):
-    buckets = [Bucket.of(StepRow(step=n, skipped=skipped)) for n, skipped in enumerate(skips, 1)]
-    points = thinned(buckets, most)
+    buckets = [StepBucket.of(StepRow(step=n, skipped=skipped)) for n, skipped in enumerate(skips, 1)]
+    points = thin_out(buckets, most)
     for point, rate in zip(points, skip_rates(points), strict=True):
         until = skips[: point.last]
         spans = [until[start:] for start in {0, *(one.first - 1 for one in points if one.first <= point.first)}]
-        looked_at = min((span for span in spans if len(span) >= SKIP_RATE_OVER), key=len, default=until)
+        looked_at = min((span for span in spans if len(span) >= SKIP_RATE_STEPS), key=len, default=until)
         assert rate == sum(looked_at) / len(looked_at)

@@ -6,17 +6,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ampwise.census.algebra import Census
-from ampwise.evidence.underflow import underflow
-from ampwise.record.bucket import Bucket
-from ampwise.record.reader import Run
-from ampwise.record.rows import LayerSample, StepRow
-from ampwise.report.layers import about_layers, headings, layers_of, title
-from ampwise.report.wording import percent
+from ampwise.numbers.census.algebra import Census
+from ampwise.report.formatting import format_percent
+from ampwise.report.layers import describe_layers, layers_headings, layers_of, layers_title
+from ampwise.rules.evidence.rows import LayerSample, StepRow
+from ampwise.rules.evidence.underflow import underflow
+from ampwise.runs.bucket import StepBucket
+from ampwise.runs.reader import Run
 
 
 def at_scale(scale):
-    return [Bucket.of(StepRow(step=1, scale=scale))]
+    return [StepBucket.of(StepRow(step=1, scale=scale))]
 
 
 def named(layers):
@@ -39,7 +39,7 @@ def test_the_numbers(make_run):
 
 
 def test_the_present_scale_is_the_last(make_run):
-    rows = [Bucket.of(StepRow(step=step, scale=scale)) for step, scale in [(1, 65536.0), (2, 2.0), (3, None)]]
+    rows = [StepBucket.of(StepRow(step=step, scale=scale)) for step, scale in [(1, 65536.0), (2, 2.0), (3, None)]]
     assert {layer.scale for layer in layers_of(make_run(steps=rows))} == {2.0}
     # Without steps, that of the last sample.
     assert {layer.scale for layer in layers_of(make_run(steps=[]))} == {65536.0}
@@ -86,14 +86,14 @@ def test_a_collapsed_scale_is_no_crash(make_run):
 def test_what_a_run_in_another_format_would_lose_in_fp16_is_not_told(make_run, make_sample, precision):
     layers = layers_of(make_run({"precision": precision}))
     assert all(layer.lost is None and layer.subnormal is None and layer.fmt.name == precision for layer in layers)
-    assert headings(layers) == ["share", "norm", "largest"]
-    assert about_layers(layers) == "Gradients in true units, over 2 sampled steps"
+    assert layers_headings(layers) == ["share", "norm", "largest"]
+    assert describe_layers(layers) == "Unscaled gradients over 2 sampled steps"
     # A dead layer is worse than the others in any format; where there is none, there is no worst.
-    assert title(layers) == "Layers, worst first"
+    assert layers_title(layers) == "Layers, worst first"
     alive = {name: Census(binades={-60: 1}, amax=2**-59.5, amin=2**-59.5) for name in ("stem", "body", "head")}
     layers = layers_of(make_run({"precision": precision}, layers=[make_sample(1, alive)]))
     assert [layer.name for layer in layers] == list(alive)
-    assert title(layers) == "Layers"
+    assert layers_title(layers) == "Layers"
 
 
 @pytest.mark.parametrize("precision", [None, "something new", "mxfp8", 3])
@@ -132,19 +132,19 @@ def test_two_optimizers_keep_their_own_layers(make_run, make_sample):
 
 
 def test_what_the_table_is_about(make_run):
-    assert about_layers(layers_of(make_run())) == (
-        "Gradients in true units, over 2 sampled steps; "
+    assert describe_layers(layers_of(make_run())) == (
+        "Unscaled gradients over 2 sampled steps; "
         "lost and subnormal in FP16 in the last finite one, at the last loss scale, 32,768"
     )
     alone = make_run(layers=make_run().layers[:1])
-    assert about_layers(layers_of(alone)) == (
-        "Gradients in true units, over 1 sampled step; lost and subnormal in FP16 at the last loss scale, 32,768"
+    assert describe_layers(layers_of(alone)) == (
+        "Unscaled gradients over 1 sampled step; lost and subnormal in FP16 at the last loss scale, 32,768"
     )
-    assert "at the last loss scale, 2^40" in about_layers(layers_of(make_run(steps=at_scale(2.0**40))))
+    assert "at the last loss scale, 2^40" in describe_layers(layers_of(make_run(steps=at_scale(2.0**40))))
 
 
 def test_optimizers_have_scales_and_names_of_their_own(make_run, make_sample):
-    rows = [Bucket.of(StepRow(optimizer=n, step=1, scale=2.0**n)) for n in (0, 1)]
+    rows = [StepBucket.of(StepRow(optimizer=n, step=1, scale=2.0**n)) for n in (0, 1)]
     samples = [make_sample(1, {"w": Census(zeros=3)}, optimizer=n) for n in (0, 1)]
     known = [
         {"index": 0, "name": "AdamW", "model": "Generator"},
@@ -156,7 +156,7 @@ def test_optimizers_have_scales_and_names_of_their_own(make_run, make_sample):
         (1.0, "w (AdamW of Generator)"),
         (2.0, "w (SGD)"),
     ]
-    assert about_layers(layers).endswith("subnormal in FP16 at each optimizer's last loss scale")
+    assert describe_layers(layers).endswith("subnormal in FP16 at each optimizer's last loss scale")
     twins = [{"index": n, "name": "Adam", "model": "Net"} for n in (0, 1)]
     for facts, owners in [
         ({"optimizers": twins}, ["Adam of Net, optimizer 0", "Adam of Net, optimizer 1"]),
@@ -204,5 +204,5 @@ def test_the_total_makes_no_census_on_the_way(monkeypatch):
 
 @given(st.floats(0, 1))
 def test_a_share_reads_as_zero_or_all_only_if_it_is(share):
-    assert (percent(share) == "0") == (share == 0)
-    assert (percent(share) == "100%") == (share == 1)
+    assert (format_percent(share) == "0") == (share == 0)
+    assert (format_percent(share) == "100%") == (share == 1)

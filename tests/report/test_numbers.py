@@ -4,17 +4,17 @@ import math
 
 import pytest
 
-from ampwise.record.bucket import Bucket, together
-from ampwise.record.rows import StepRow
-from ampwise.report.numbers import numbers_of
+from ampwise.report.headline_numbers import headline_numbers_of
+from ampwise.rules.evidence.rows import StepRow
+from ampwise.runs.bucket import StepBucket, merge_buckets
 
 
 def told(run):
-    return {one.name: (one.value, one.note) for one in numbers_of(run)}
+    return {one.name: (one.value, one.note) for one in headline_numbers_of(run)}
 
 
 def losses(*values, scale=None):
-    return [Bucket.of(StepRow(step=step, loss=value, scale=scale)) for step, value in enumerate(values, 1)]
+    return [StepBucket.of(StepRow(step=step, loss=value, scale=scale)) for step, value in enumerate(values, 1)]
 
 
 @pytest.mark.parametrize(
@@ -38,7 +38,7 @@ def test_the_loss_from_its_first_to_its_last(make_run, values, shown):
 @pytest.mark.parametrize(("bad", "shown"), [(1, "4 → 2"), (10, "4 → NaN")])
 def test_merged_steps_are_what_most_of_them_were(make_run, bad, shown):
     steps = losses(4.0, *[2.0] * 5, *[math.nan] * bad)
-    assert told(make_run(steps=[steps[0], together(steps[1:])]))["loss"][0] == shown
+    assert told(make_run(steps=[steps[0], merge_buckets(steps[1:])]))["loss"][0] == shown
 
 
 def test_without_a_loss_there_is_none(make_run):
@@ -47,15 +47,15 @@ def test_without_a_loss_there_is_none(make_run):
 
 @pytest.mark.parametrize(("scale", "shown"), [(65536.0, "65,536"), (2.0**20, "2^20"), (3000.5, "3000.5")])
 def test_the_scale_as_the_layers_have_it(make_run, scale, shown):
-    from ampwise.report.layers import about_layers, layers_of
+    from ampwise.report.layers import describe_layers, layers_of
 
     run = make_run(steps=losses(1.0, scale=scale))
     assert told(run)["loss scale"][0] == shown
-    assert about_layers(layers_of(run)).endswith(f"at the last loss scale, {shown}")
+    assert describe_layers(layers_of(run)).endswith(f"at the last loss scale, {shown}")
 
 
 def test_skips_are_of_the_steps_of_all_optimizers(make_run):
-    steps = [Bucket.of(StepRow(optimizer=o, step=n, skipped=n <= 16)) for o in (0, 1) for n in range(1, 41)]
+    steps = [StepBucket.of(StepRow(optimizer=o, step=n, skipped=n <= 16)) for o in (0, 1) for n in range(1, 41)]
     found = told(make_run({"steps": 40}, steps=steps))
     assert found["steps"] == ("40", "")
     assert found["skipped"] == ("32", "40.0% over all optimizers")

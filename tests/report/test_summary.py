@@ -4,10 +4,10 @@ import re
 
 import pytest
 
-from ampwise.census.algebra import Census
 from ampwise.finding import Place
-from ampwise.record.rows import Seen
-from ampwise.report.summary import summary
+from ampwise.numbers.census.algebra import Census
+from ampwise.report.run_text import run_text
+from ampwise.rules.evidence.rows import CountedFinding
 
 GOLDEN = """\
 1 error, 1 warning in 120 steps of train.py (fp16, scaler): gradients are clipped while still scaled.
@@ -32,16 +32,16 @@ Suggested for the GradScaler
   init_scale=32768: 65536 overflowed twice.
 
 Layers, worst first
-  Gradients in true units, over 2 sampled steps; lost and subnormal in FP16 in the last finite one,
-      at the last loss scale, 32,768.
+  Unscaled gradients over 2 sampled steps; lost and subnormal in FP16 in the last finite one, at the
+      last loss scale, 32,768.
   layer            share   norm   largest  lost, est.  subnormal
   blocks.1.bias     8.8%      0         0           0          0  dead
   blocks.0.weight  73.7%  1e-05  1.35e-06       23.8%      69.9%
   head.weight      17.5%   0.05   0.00552           0          0
 
 Where time goes
-  matrix work in half precision  87.3%
-  waits for the device, a step   1
+  matmuls in half precision  87.3%
+  device syncs per step      1
 
 Fine
   - Every step was followed by one update of the scaler.
@@ -58,7 +58,7 @@ HOSTILE = "<script>\x1b[2J\u202egpj.exe\n'\"[red]\udc80"
 
 
 def plain(run, width=100):
-    return summary(run, colour=False, width=width)
+    return run_text(run, colour=False, width=width)
 
 
 def test_the_whole_text(make_run):
@@ -66,7 +66,7 @@ def test_the_whole_text(make_run):
 
 
 def test_colour_changes_nothing_but_colour(make_run):
-    coloured = summary(make_run(), colour=True, width=100)
+    coloured = run_text(make_run(), colour=True, width=100)
     assert coloured.startswith("\x1b[1;31m1 error")
     assert re.sub(r"\x1b\[[0-9;]*m", "", coloured) == GOLDEN
 
@@ -94,7 +94,7 @@ def test_a_script_that_failed_before_its_first_step(make_run):
         "The script failed with ValueError: no data (exit code 1).\n"
         "Nothing was watched: the script never imported torch.\n"
         "The record is in runs/one\n\n"
-        "Trouble with this record\n"
+        "Problems with this record\n"
         "  - steps.jsonl is missing.\n"
     )
 
@@ -118,9 +118,9 @@ def test_what_modules_put_out(make_run):
     }
     text = plain(make_run({"activations": shapes}))
     table = text[text.index("Modules, worst first") : text.index("Where time goes")].splitlines()
-    assert table[1] == "  The largest magnitude that each module put out in the steps that were looked at."
+    assert table[1] == "  The largest output magnitude of each module in the sampled steps."
     assert [line.split() for line in table[3:6]] == [
-        ["broken", "float16", "NaN", "beyond", "it"],
+        ["broken", "float16", "NaN", "not", "finite"],
         ["head", "float16", "3.28e+04", "50.0%"],
         ["blocks.14", "float16", "1.01e+03", "1.5%"],
     ]
@@ -138,7 +138,7 @@ def test_evidence_is_for_people(make_run, rules):
         "flops_by_precision": {"fp16": 2.0, "fp32": None},
     }
     seen = [
-        Seen(finding=rules[one].at(Place(), "m", evidence=all_of))
+        CountedFinding(finding=rules[one].at(Place(), "m", evidence=all_of))
         for one, all_of in [("clip", evidence), ("save", {"scale": None})]
     ]
     text = plain(make_run(findings=seen))
@@ -153,13 +153,13 @@ def test_a_run_in_bf16_has_no_columns_of_fp16(make_run):
 
 
 def test_seconds_are_told_in_units_one_can_read(make_run):
-    assert "time a step  11.8 ms\n" in plain(make_run({"timing": {"seconds_per_step": 0.01184}}))
+    assert "time per step  11.8 ms\n" in plain(make_run({"timing": {"seconds_per_step": 0.01184}}))
 
 
 def test_a_run_without_an_end_and_with_trouble_says_so(make_run):
     text = plain(make_run(manifest={"status": "running"}, trouble=["steps.jsonl: line 7 could not be read."]))
-    assert text.splitlines()[1].startswith("The run is still going, or was killed")
-    assert "Trouble with this record\n  - steps.jsonl: line 7 could not be read.\n" in text
+    assert text.splitlines()[1].startswith("The run is still going or was killed")
+    assert "Problems with this record\n  - steps.jsonl: line 7 could not be read.\n" in text
 
 
 def test_many_layers_are_cut_and_counted(make_run, make_sample):
@@ -170,7 +170,7 @@ def test_many_layers_are_cut_and_counted(make_run, make_sample):
 
 
 def test_many_findings_are_cut_and_counted(make_run, rules):
-    many = [Seen(finding=rules["clip"].at(Place(file="t.py", line=n), "m"), count=n) for n in range(1, 31)]
+    many = [CountedFinding(finding=rules["clip"].at(Place(file="t.py", line=n), "m"), count=n) for n in range(1, 31)]
     text = plain(make_run(findings=many))
     assert text.count("error[AMP101]") == 20
     assert "… and 10 more findings: the page and the JSON have all of them." in text
@@ -195,7 +195,7 @@ def test_names_stay_whole_where_there_is_room(make_run, make_sample):
 def test_what_the_script_names_cannot_reach_the_terminal(make_run, make_sample, rules):
     finding = rules["clip"].at(Place(file=HOSTILE, line=2), HOSTILE, evidence={HOSTILE: HOSTILE}, fix=HOSTILE)
     run = make_run(
-        findings=[Seen(finding=finding, excerpt={"first_line": 1, "lines": [HOSTILE, HOSTILE]})],
+        findings=[CountedFinding(finding=finding, excerpt={"first_line": 1, "lines": [HOSTILE, HOSTILE]})],
         layers=[make_sample(1, {HOSTILE: Census(zeros=1)})],
         folder=HOSTILE,
         trouble=[HOSTILE],
@@ -241,12 +241,12 @@ def test_facts_of_another_shape_are_no_crash(make_run, facts):
     ],
 )
 def test_an_excerpt_that_does_not_fit_is_left_out(make_run, rules, excerpt):
-    seen = Seen(finding=rules["clip"].at(Place(file="t.py", line=31), "m"), excerpt=excerpt)
+    seen = CountedFinding(finding=rules["clip"].at(Place(file="t.py", line=31), "m"), excerpt=excerpt)
     assert " |" not in plain(make_run(findings=[seen]))
 
 
 def test_lines_that_were_not_kept_are_not_invented(make_run, rules):
-    seen = Seen(
+    seen = CountedFinding(
         finding=rules["clip"].at(Place(file="t.py", line=31), "m"), excerpt={"first_line": 31, "lines": ["x()"]}
     )
     assert "   |\n31 | x()\n   | ^^^\n   |\n" in plain(make_run(findings=[seen]))
@@ -254,7 +254,7 @@ def test_lines_that_were_not_kept_are_not_invented(make_run, rules):
 
 def test_a_column_that_is_known_is_marked_alone(make_run, rules):
     place = Place(file="t.py", line=3, column=5, end_line=3, end_column=9)
-    seen = Seen(finding=rules["clip"].at(place, "m"), excerpt={"first_line": 3, "lines": ["a = clip(b)"]})
+    seen = CountedFinding(finding=rules["clip"].at(place, "m"), excerpt={"first_line": 3, "lines": ["a = clip(b)"]})
     assert "3 | a = clip(b)\n  |     ^^^^\n" in plain(make_run(findings=[seen]))
 
 

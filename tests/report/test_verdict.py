@@ -8,8 +8,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ampwise.finding import Place, Rule, Severity
-from ampwise.record.rows import Seen
-from ampwise.report.verdict import ending, happened, how_many, mood, opening, skip_rate, steps_of, verdict, worst_first
+from ampwise.report.verdict import (
+    count_by_severity,
+    ending,
+    occurrence,
+    opening,
+    run_mood,
+    skip_rate,
+    steps_of,
+    verdict,
+    worst_first,
+)
+from ampwise.rules.evidence.rows import CountedFinding
 from ampwise.rules.op import half_overflow
 
 
@@ -19,7 +29,7 @@ def rule(severity, code="AMP799", summary="Something is off."):
 
 def seen(severity, count=1, first=None, last=None, ranks=(0,)):
     finding = rule(severity).at(Place(file="t.py", line=1), "m")
-    return Seen(finding=finding, count=count, first_step=first, last_step=last, ranks=list(ranks))
+    return CountedFinding(finding=finding, count=count, first_step=first, last_step=last, ranks=list(ranks))
 
 
 MANY = st.lists(
@@ -40,7 +50,7 @@ def test_nothing_found_is_said_calmly(make_run):
 def test_a_run_that_never_trained(make_run):
     run = make_run(findings=[], steps=[], manifest={"facts": {}})
     assert verdict(run) == "Nothing to judge in train.py, which took no step"
-    assert mood(run) == "info"
+    assert run_mood(run) == "info"
 
 
 WATCHED = "Nothing was watched: the script never imported torch."
@@ -55,7 +65,7 @@ FAILED = "The script failed with ValueError: no data (exit code 1)."
         ({"status": "finished"}, [WATCHED], [JUDGED, WATCHED]),
         ({"status": "failed"}, [WATCHED], [FAILED, WATCHED]),
         ({"status": "failed"}, ["Activations."], [FAILED, JUDGED]),
-        ({"status": "interrupted"}, [], ["The run was interrupted; this is what it had seen until then.", JUDGED]),
+        ({"status": "interrupted"}, [], ["The run was interrupted; this is what it had recorded until then.", JUDGED]),
     ],
 )
 def test_how_a_run_ended_and_why_nothing_was_seen(make_run, ended, not_measured, told):
@@ -78,7 +88,7 @@ def test_a_bad_end_comes_before_no_findings(make_run, ended):
     run = make_run(findings=[], manifest=ended)
     assert opening(run) == [ending(run), "No findings in 120 steps of train.py (fp16, scaler)."]
     assert verdict(run) == f"{ending(run)} No findings in 120 steps of train.py (fp16, scaler)"
-    assert mood(run) == "error"
+    assert run_mood(run) == "error"
 
 
 def test_steps_are_counted_where_the_manifest_does_not_say(make_run):
@@ -99,17 +109,17 @@ def test_the_steps_of_a_run_are_those_of_the_optimizer_that_took_the_most(make_r
 def test_findings_that_could_not_be_read_are_no_good_news(make_run):
     run = make_run(findings=[], findings_known=False)
     assert verdict(run) == "The findings of 120 steps of train.py (fp16, scaler) could not be read"
-    assert mood(run) == "warning"
+    assert run_mood(run) == "warning"
     assert verdict(make_run(findings=[], findings_known=False, ranks={1: make_run(findings=[])})).endswith(
         "could not all be read"
     )
     part = make_run(findings=make_run().findings[:1], findings_known=False)
     assert verdict(part).startswith("1 warning, and more that could not be read, in 120 steps of train.py")
-    assert mood(part) == "warning"
-    assert mood(make_run(findings_known=False)) == "error"
+    assert run_mood(part) == "warning"
+    assert run_mood(make_run(findings_known=False)) == "error"
     idle = make_run(findings=[], findings_known=False, steps=[], manifest={"facts": {}})
     assert opening(idle) == ["The findings of train.py, which took no step, could not be read."]
-    assert mood(idle) == "warning"
+    assert run_mood(idle) == "warning"
 
 
 def test_a_record_without_its_manifest(make_run):
@@ -117,9 +127,9 @@ def test_a_record_without_its_manifest(make_run):
     run.manifest.clear()
     assert opening(run) == [
         "No findings in 120 steps of an unknown script (scaler).",
-        "How the run ended is not known: its manifest could not be read.",
+        "How the run ended is unknown: its manifest could not be read.",
     ]
-    assert mood(run) == "warning"
+    assert run_mood(run) == "warning"
 
 
 @pytest.mark.parametrize(
@@ -133,7 +143,7 @@ def test_a_record_without_its_manifest(make_run):
     ],
 )
 def test_a_plain_word_loses_its_capital_and_a_name_keeps_it(make_run, summary, end):
-    one = Seen(finding=rule(Severity.INFO, summary=summary).at(Place(), "m"))
+    one = CountedFinding(finding=rule(Severity.INFO, summary=summary).at(Place(), "m"))
     assert verdict(make_run(findings=[one])).endswith(f"1 info in 120 steps of train.py (fp16, scaler): {end}")
 
 
@@ -147,7 +157,7 @@ def test_worst_first_is_an_order_of_the_same_findings(findings):
 
 @given(MANY)
 def test_the_numbers_add_up(findings):
-    told = how_many([one.finding for one in findings])
+    told = count_by_severity([one.finding for one in findings])
     assert sum(int(part.split()[0]) for part in told.split(", ") if part) == len(findings)
 
 
@@ -163,12 +173,12 @@ def test_the_numbers_add_up(findings):
     ],
 )
 def test_how_often(one, told):
-    assert happened(one) == told
+    assert occurrence(one) == told
 
 
 def test_of_an_operation_replays_are_counted_and_not_steps():
-    one = Seen(finding=half_overflow.RULE.at(Place(), "m"), count=5, first_step=13, last_step=28)
-    assert happened(one) == "in 5 replays, first at step 13, last at step 28"
+    one = CountedFinding(finding=half_overflow.RULE.at(Place(), "m"), count=5, first_step=13, last_step=28)
+    assert occurrence(one) == "in 5 replays, first at step 13, last at step 28"
 
 
 @pytest.mark.parametrize(
@@ -182,11 +192,11 @@ def test_of_an_operation_replays_are_counted_and_not_steps():
             "The script failed with ValueError: no data (exit code 1).",
         ),
         ("failed", {"exit_code": None, "error": None}, "The script failed."),
-        ("interrupted", {}, "The run was interrupted; this is what it had seen until then."),
+        ("interrupted", {}, "The run was interrupted; this is what it had recorded until then."),
         (
             "running",
             {},
-            "The run is still going, or was killed: it wrote no end. This is what it has written so far.",
+            "The run is still going or was killed: its record has no end. This is what it has recorded so far.",
         ),
     ],
 )
@@ -196,9 +206,9 @@ def test_how_it_ended(make_run, status, more, told):
 
 def test_a_run_known_to_be_alive_or_dead(make_run):
     here = {"status": "running", "host": platform.node()}
-    assert ending(make_run(manifest=here | {"pid": os.getpid()})).startswith("The run is still going:")
+    assert ending(make_run(manifest=here | {"pid": os.getpid()})).startswith("The run is still going;")
     assert ending(make_run(manifest=here | {"pid": 2**31 - 1})) == (
-        "The run was killed before it could write its end; this is what it had written."
+        "The run was killed before it could finish its record; this is what it had recorded."
     )
 
 

@@ -7,6 +7,7 @@ import zipfile
 import pytest
 
 from ampwise import rules
+from ampwise.check.rule_entry import matching_rules
 from ampwise.errors import UnknownName
 from ampwise.finding import Rule, Severity
 from ampwise.rules import (
@@ -14,11 +15,10 @@ from ampwise.rules import (
     _plugins,
     all_rules,
     built_in,
+    categories,
     find_rule,
-    listed,
-    rooms,
-    rules_about,
-    with_words_in,
+    list_entries,
+    rules_in,
 )
 
 RULE_FILE = """
@@ -87,22 +87,24 @@ def test_rules_are_found_and_sorted():
     assert len(set(codes)) == len(codes)
 
 
-def test_every_rule_of_a_room_is_about_it():
-    for room in rooms():
-        assert all(f".rules.{room}." in module.__name__ for module in rules_about(room))
+def test_every_rule_is_in_the_package_of_its_category():
+    for category in categories():
+        assert all(f".rules.{category}." in module.__name__ for module in rules_in(category))
     # What is seen in the source and when it runs is one rule, known once.
-    assert {module.RULE.code for room in rooms() for module in rules_about(room)} == {e.rule.code for e in built_in()}
+    assert {module.RULE.code for category in categories() for module in rules_in(category)} == {
+        e.rule.code for e in built_in()
+    }
 
 
-def test_a_rule_of_several_rooms_is_at_home_in_the_source():
+def test_a_rule_of_several_categories_is_listed_under_source():
     shared = next(entry for entry in built_in() if entry.rule.name == "clip-scaled-grads")
-    assert shared.room == "source"
-    assert [module.RULE for module in rules_about("step")].count(shared.rule) == 1
+    assert shared.category == "source"
+    assert [module.RULE for module in rules_in("step")].count(shared.rule) == 1
 
 
-def test_an_unknown_room_is_refused():
-    with pytest.raises(UnknownName, match=r"unknown room of rules 'hardwear'\. Did you mean hardware\?"):
-        rules_about("hardwear")
+def test_an_unknown_category_is_refused():
+    with pytest.raises(UnknownName, match=r"unknown rule category 'hardwear'\. Did you mean hardware\?"):
+        rules_in("hardwear")
 
 
 def test_codes_and_names_find_a_rule_in_any_case():
@@ -128,10 +130,10 @@ def test_an_unknown_rule_names_the_nearest():
 )
 def test_two_rules_with_one_code_or_name_are_loud(monkeypatch, second, message):
     clashing = tuple(
-        RegisteredRule(rule=make_rule(*names), room="hardware", module=sys) for names in (("AMP900", "one"), second)
+        RegisteredRule(rule=make_rule(*names), category="hardware", module=sys) for names in (("AMP900", "one"), second)
     )
-    monkeypatch.setattr(rules, "rooms", lambda: ["hardware"])
-    monkeypatch.setattr(rules, "_room", lambda room: clashing)
+    monkeypatch.setattr(rules, "categories", lambda: ["hardware"])
+    monkeypatch.setattr(rules, "_rules_in_category", lambda category: clashing)
     with pytest.raises(RuntimeError) as caught:
         built_in.__wrapped__()
     assert message in str(caught.value)
@@ -139,7 +141,7 @@ def test_two_rules_with_one_code_or_name_are_loud(monkeypatch, second, message):
 
 def test_looking_for_rules_imports_nothing_heavy():
     code = (
-        "import sys, ampwise.rules as r; r.all_rules(); [r.rules_about(room) for room in r.rooms()];"
+        "import sys, ampwise.rules as r; r.all_rules(); [r.rules_in(category) for category in r.categories()];"
         "print([name for name in ('torch', 'numpy', 'rich', 'pydantic') if name in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -154,12 +156,12 @@ def test_looking_for_rules_imports_nothing_heavy():
     ],
 )
 def test_files_with_the_words_matter_to_some_rule(text):
-    assert with_words_in(text.encode(), listed("source"))
+    assert matching_rules(text.encode(), list_entries("source"))
 
 
 @pytest.mark.parametrize("text", ["", "sample, example = clamp(timestamp)", "import torch", "float32"])
 def test_files_without_matter_to_none(text):
-    assert not with_words_in(text.encode(), listed("source"))
+    assert not matching_rules(text.encode(), list_entries("source"))
 
 
 # Plugins
@@ -168,17 +170,17 @@ def test_files_without_matter_to_none(text):
 def test_a_plugin_module_joins(install, capsys):
     install({"acme.py": rule_file()}, "hardware = acme")
     assert find_rule("acme-rule").code == "ACME001"
-    assert "acme" in [module.__name__ for module in rules_about("hardware")]
+    assert "acme" in [module.__name__ for module in rules_in("hardware")]
     assert capsys.readouterr().err == ""
 
 
 def test_a_plugin_about_source_is_listed_with_ours(install):
     install({"acme.py": rule_file() + "NEEDS = (('caler', 'autocast'), ('step',))"}, "source = acme")
-    found = {rule.code: rule for rule in listed("source")}
-    assert len(found) == 1 + sum(entry.room == "source" for entry in built_in())
+    found = {rule.code: rule for rule in list_entries("source")}
+    assert len(found) == 1 + sum(entry.category == "source" for entry in built_in())
     assert found["ACME001"].module.__name__ == "acme"
     for data, possible in ((b"scaler.step()", True), (b"autocast step", True), (b"scaler", False), (b"step", False)):
-        assert ("ACME001" in {rule.code for rule in with_words_in(data, found.values())}) == possible
+        assert ("ACME001" in {rule.code for rule in matching_rules(data, found.values())}) == possible
 
 
 def test_a_plugin_package_is_walked(install):
@@ -204,65 +206,65 @@ def test_documentation_leaves_plugins_out(install):
         (
             {"acme.py": "raise OSError('no\\nluck')"},
             "hardware = acme",
-            "left out acme: importing it failed with OSError: no",
+            "ignored plugin acme: importing it failed with OSError: no",
         ),
         (
             {"acme.py": "raise SystemExit(3)"},
             "hardware = acme",
-            "left out acme: importing it failed with SystemExit: 3",
+            "ignored plugin acme: importing it failed with SystemExit: 3",
         ),
         (
             {},
             "hardware = acme_is_gone",
-            "left out acme_is_gone: importing it failed with ModuleNotFoundError: No module named 'acme_is_gone'",
+            "ignored plugin acme_is_gone: importing it failed with ModuleNotFoundError: No module named 'acme_is_gone'",
         ),
         (
             {"acme.py": "RULE = 3"},
             "hardware = acme",
-            "left out acme: its RULE is not an ampwise.finding.Rule",
+            "ignored plugin acme: its RULE is not an ampwise.finding.Rule",
         ),
         (
             {"acme.py": rule_file() + "del check"},
             "hardware = acme",
-            "left out acme: it has a RULE and no check function",
+            "ignored plugin acme: it has a RULE but no check function",
         ),
         (
             {"acme.py": rule_file(code="AMP999")},
             "hardware = acme",
-            "left out acme: its code AMP999 starts with AMP, which is kept for ampwise's own rules",
+            "ignored plugin acme: its code AMP999 starts with AMP, which is reserved for ampwise's own rules",
         ),
         (
             {"acme.py": rule_file()},
             "kitchen = acme",
-            f"left out acme: it is for the room 'kitchen', and the rooms are {', '.join(rooms())}",
+            f"ignored plugin acme: 'kitchen' is not a rule category; the categories are {', '.join(categories())}",
         ),
     ],
 )
 def test_a_broken_plugin_costs_one_line(install, capsys, files, entry_points, line):
     install(files, entry_points)
     assert all_rules() == [entry.rule for entry in built_in()]
-    assert capsys.readouterr().err == f"ampwise: warning: plugin {line}\n"
+    assert capsys.readouterr().err == f"ampwise: warning: {line}\n"
 
 
 def test_a_plugin_cannot_take_a_name(install, capsys):
     ours = built_in()[0].rule
     install({"acme.py": rule_file(name=ours.name)}, "hardware = acme")
     assert find_rule(ours.name) is ours
-    assert f"left out acme: its name {ours.name} belongs to {ours.code}" in capsys.readouterr().err
+    assert f"ignored plugin acme: its name {ours.name} belongs to {ours.code}" in capsys.readouterr().err
 
 
 def test_two_plugins_cannot_share_a_code(install, capsys):
     install({"a.py": rule_file(name="first"), "b.py": rule_file(name="second")}, "hardware = a")
     install({}, "hardware = b", name="other")
     assert find_rule("ACME001").name == "first"
-    assert "left out b: its code ACME001 belongs to first (a)" in capsys.readouterr().err
+    assert "ignored plugin b: its code ACME001 belongs to first (a)" in capsys.readouterr().err
 
 
 def test_a_broken_module_leaves_its_siblings(install, capsys):
     files = {"acme/__init__.py": "", "acme/bad.py": "1/0", "acme/good.py": rule_file()}
     install(files, "hardware = acme")
     assert find_rule("ACME001")
-    assert "left out acme.bad: importing it failed with ZeroDivisionError" in capsys.readouterr().err
+    assert "ignored plugin acme.bad: importing it failed with ZeroDivisionError" in capsys.readouterr().err
 
 
 def test_odd_entries_on_the_path_are_passed_over(tmp_path):

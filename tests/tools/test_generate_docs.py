@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from ampwise.cli import verbs
+from ampwise.cli import commands
 from ampwise.errors import BadInput
 from ampwise.finding import Rule, Severity
 from ampwise.rules import RegisteredRule, built_in
@@ -40,9 +40,9 @@ def results(tmp_path):
 
 
 def entry(**change):
-    texts = {"summary": "Sums | up", "why": "Because.", "fix": "Mend it.", "bad": "x = 1", "good": "$ ls"}
+    texts = {"summary": "Sums | up", "why": "Because.", "fix": "Fix it.", "bad": "x = 1", "good": "$ ls"}
     rule = Rule(**{"code": "AMP101", "name": "some-rule", "severity": Severity.ERROR, **texts, **change})
-    return RegisteredRule(rule=rule, room="source", module=sys)
+    return RegisteredRule(rule=rule, category="source", module=sys)
 
 
 def test_written_pages_pass_the_check(docs, tmp_path, capsys):
@@ -89,7 +89,7 @@ def test_a_rule_page(docs):
     assert page == docs.NOTICE + (
         "\n\n# AMP101 some-rule\n\n**error, off by default** · source · [all rules](index.md)\n\n"
         "Sums | up\n\n"
-        "## Why\n\nBecause.\n\n## Fix\n\nMend it.\n\n"
+        "## Why\n\nBecause.\n\n## Fix\n\nFix it.\n\n"
         "## Bad\n\n```python\nx = 1\n```\n\n## Good\n\n```console\n$ ls\n```\n"
     )
 
@@ -102,19 +102,19 @@ def test_a_bar_does_not_break_a_table(docs):
 @pytest.mark.parametrize(
     ("fixable", "line"),
     [
-        ("always", "Mended by `ampwise check --fix`."),
-        ("sometimes", "Sometimes mended by `ampwise check --fix`."),
+        ("always", "Fixed by `ampwise check --fix`."),
+        ("sometimes", "Sometimes fixed by `ampwise check --fix`."),
     ],
 )
-def test_what_can_be_mended_is_said_in_the_index_and_on_the_page(docs, fixable, line):
+def test_what_can_be_fixed_is_said_in_the_index_and_on_the_page(docs, fixable, line):
     pages = docs.rule_pages([entry(fixable=fixable)])
     assert f"| error | {fixable} | Sums" in pages["docs/rules/index.md"]
-    assert f"## Fix\n\nMend it.\n\n{line}\n\n## Bad" in pages["docs/rules/AMP101-some-rule.md"]
+    assert f"## Fix\n\nFix it.\n\n{line}\n\n## Bad" in pages["docs/rules/AMP101-some-rule.md"]
 
 
-def test_every_verb_is_documented(docs):
+def test_every_command_is_documented(docs):
     (page,) = docs.cli_page().values()
-    assert all(f"## ampwise {verb}\n" in page for verb in verbs())
+    assert all(f"## ampwise {command}\n" in page for command in commands())
     assert "  RULE        the code or the name of a rule\n" in page
 
 

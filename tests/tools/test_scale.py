@@ -25,14 +25,14 @@ from hypothesis import strategies as st
 
 from ampwise.guard.disk.layout import LARGEST_MANIFEST
 from ampwise.tune.memory.decoder import Decoder
-from ampwise.tune.memory.shapes import parse_count, shape_for
+from ampwise.tune.memory.decoder_shapes import decoder_shape, parse_count
 
 from ..night import by_night
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
 LOADED = [
-    *("ampwise.guard.guard", "ampwise.guard.disk.writing", "ampwise.trace.explaining", "ampwise.watch.watch"),
+    *("ampwise.guard.guard", "ampwise.guard.disk.writing", "ampwise.trace.diagnosis", "ampwise.watch.watch"),
     *("torch.distributed.fsdp", "torch.nn.parallel"),
 ]
 
@@ -111,7 +111,7 @@ def _told(collectives):
 
 @pytest.mark.parametrize("size", ["124M", "70B"])
 def test_a_model_is_the_one_that_ampwise_memory_takes(size):
-    shape = shape_for(parse_count(size), {})
+    shape = decoder_shape(parse_count(size), {})
     with torch.device("meta"):
         built = Decoder(shape)
     assert dict(model_of(shape).tensors) == {name: tuple(each.shape) for name, each in built.named_parameters()}

@@ -36,14 +36,14 @@ def test_what_is_no_parameter_stays():
     assert fields(text, "height") == text.splitlines()
 
 
-def test_a_room_is_shown_as_the_function_it_is_called_as():
-    assert callable(ampwise.census)
-    room, lines = sys.modules["ampwise.census"], ["of the room"]
-    docstrings._docstring(None, "function", "ampwise.census", room, None, lines)
-    assert lines[0] == inspect.getdoc(room.census).splitlines()[0]
-    args, returns = docstrings._signature(None, "function", "ampwise.census", room, None, None, None)
+def test_a_callable_package_is_shown_as_its_function():
+    assert callable(ampwise.trace)
+    package, lines = sys.modules["ampwise.trace"], ["of the package"]
+    docstrings._docstring(None, "function", "ampwise.trace", package, None, lines)
+    assert lines[0] == inspect.getdoc(package.trace).splitlines()[0]
+    args, returns = docstrings._signature(None, "function", "ampwise.trace", package, None, None, None)
     assert args.startswith("(")
-    assert returns == "Census | DeviceCensus"
+    assert returns == "list[Finding]"
     assert docstrings._signature(None, "class", "ampwise.Engine", ampwise.Engine, None, None, None) is None
 
 

@@ -16,25 +16,25 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ampwise import Capsules
-from ampwise.engine.precision.policy import Policy
 from ampwise.errors import BadInput
 from ampwise.finding import Place
-from ampwise.randomness import random_state, restore_random
 from ampwise.rules import find_rule
-from ampwise.tensors_on_disk import DTYPES, read_tensors
-from ampwise.trace.capsule import Contents, next_path, read, size_of, write
-from ampwise.trace.capsule.layout import BATCH, FACTS, SEAL, WEIGHTS
+from ampwise.runs.tensor_files import DTYPES, read_tensors
+from ampwise.trace.capsule import CapsuleContents, next_path, read, size_of, write
+from ampwise.trace.capsule.layout import BATCH, CHECKSUM, METADATA, WEIGHTS
+from ampwise.train.precision.policy import Policy
+from ampwise.train.random_state import plain_random_state, restore_random
 
 CPU = torch.device("cpu")
-FILES = {FACTS, SEAL, BATCH, WEIGHTS}
+FILES = {METADATA, CHECKSUM, BATCH, WEIGHTS}
 
 
 def contents(**changes):
     model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.BatchNorm1d(2))
-    full = Contents(
+    full = CapsuleContents(
         args=(torch.randn(4, 3),),
         kwargs={"target": torch.arange(4)},
-        random=random_state(CPU),
+        random=plain_random_state(CPU),
         weights=dict(model.named_parameters()),
         buffers=dict(model.named_buffers()),
         precision="fp16",
@@ -102,7 +102,7 @@ VALUES = nested(PLAIN | tensors())
 
 @given(st.lists(VALUES, max_size=3), st.dictionaries(st.sampled_from(["x", "y", "mask"]), VALUES), nested(PLAIN))
 def test_whatever_a_function_is_given_comes_back(tmp_path_factory, args, kwargs, option):
-    given_it = Contents(args=tuple(args), kwargs=kwargs, build_args={"option": option}, step=1)
+    given_it = CapsuleContents(args=tuple(args), kwargs=kwargs, build_args={"option": option}, step=1)
     back = read(write(tmp_path_factory.mktemp("capsules"), given_it))
     assert equal(back.args, given_it.args)
     assert equal(dict(back.kwargs), kwargs)
@@ -182,7 +182,7 @@ def test_a_tensor_that_is_given_twice_is_one_again(tmp_path):
 def test_what_lay_on_the_device_goes_to_the_device_and_the_rest_stays(tmp_path):
     kinds = []
     path = write(tmp_path, contents(args=(torch.ones(2), torch.ones(3)), device="cuda"))
-    facts = json.loads((path / FACTS).read_text())
+    facts = json.loads((path / METADATA).read_text())
     assert facts["device"] == "cuda"
     assert facts["args"] == [{"tensor": "argument 1"}, {"tensor": "argument 2"}]  # lengths of sequences, say
 
@@ -222,7 +222,7 @@ def test_batches_that_are_objects_come_back_as_their_values(tmp_path):
     assert (batch.label, batch["label"]) == (4, 4)
     assert torch.equal(encoding["input_ids"], encoding.input_ids)
     assert dict(**ordered).keys() == {"a"}
-    with pytest.raises(AttributeError, match="a capsule holds the values of a 'Encoding', and none is 'to'"):
+    with pytest.raises(AttributeError, match="the capsule's values of a 'Encoding' have no 'to'"):
         encoding.to("cpu")
 
 
@@ -239,21 +239,21 @@ def endless():
 @pytest.mark.parametrize(
     ("value", "said"),
     [
-        (object(), r"argument 1 is a object\. A capsule holds tensors, numbers, text and None, and lists"),
+        (object(), r"argument 1 is a object\. A capsule can hold tensors, numbers, strings and None, and lists"),
         ([1, {"f": print}], r"argument 1\[1\]\['f'\] is a builtin_function_or_method"),
         ({"a": b"bytes"}, r"argument 1\['a'\] is a bytes"),
         ({1, 2}, "argument 1 is a set"),
-        ({3: "x"}, "argument 1 has the key '3', which is no text"),
+        ({3: "x"}, "argument 1 has the key '3', which is not a string"),
         (Batch, "argument 1 is a type"),
-        (nested(21), "is nested more than 20 deep, or holds itself"),
-        (endless(), "is nested more than 20 deep, or holds itself"),
-        ("\ud800", "argument 1 has text that is no Unicode"),
-        (1 << 5000, "argument 1 is a number of 5,001 bits"),
+        (nested(21), "is nested more than 20 deep, or contains itself"),
+        (endless(), "is nested more than 20 deep, or contains itself"),
+        ("\ud800", "argument 1 has text that is not valid Unicode"),
+        (1 << 5000, "argument 1 is an integer of 5,001 bits"),
         ([torch.eye(2).to_sparse()], r"argument 1\[0\] is not dense"),
     ],
     ids=range(11),
 )
-def test_what_has_no_form_is_refused_by_the_argument_and_nothing_is_left(tmp_path, value, said):
+def test_unsupported_values_are_refused_and_nothing_is_left(tmp_path, value, said):
     with pytest.raises(BadInput, match=said):
         write(tmp_path / "new", contents(args=(value,)))
     with pytest.raises(BadInput, match=said.replace("argument 1", "argument 'x'")):
@@ -263,14 +263,14 @@ def test_what_has_no_form_is_refused_by_the_argument_and_nothing_is_left(tmp_pat
 
 def test_other_things_that_cannot_be_written(tmp_path):
     for build in ("train", "train:", ":make", "os.path:a.b", "a b:make", "train-it:make", "\x1b.py:make"):
-        with pytest.raises(BadInput, match=r"build .*: expected is module:function or file.py:function"):
+        with pytest.raises(BadInput, match=r"build .*: expected module:function or file.py:function"):
             write(tmp_path, contents(build=build))
     with pytest.raises(BadInput, match="weights: 'w' is on the meta device"):
         write(tmp_path, contents(weights={"w": torch.empty(1, device="meta")}))
-    with pytest.raises(BadInput, match="'w' is the name of a weight and of a buffer"):
+    with pytest.raises(BadInput, match="'w' is the name of both a weight and a buffer"):
         write(tmp_path, contents(weights={"w": torch.ones(1)}, buffers={"w": torch.ones(1)}))
     (tmp_path / "file").write_text("")
-    with pytest.raises(BadInput, match=r"a capsule cannot be written to .*file: File exists. Name another folder"):
+    with pytest.raises(BadInput, match=r"a capsule cannot be written to .*file: File exists. Choose another folder"):
         write(tmp_path / "file", contents())
 
 
@@ -288,7 +288,7 @@ def test_never_over_another(tmp_path):
 
 
 @pytest.mark.parametrize("at", range(1, 5))
-def test_a_capsule_that_is_not_whole_never_looks_like_one(tmp_path, monkeypatch, at):
+def test_an_incomplete_capsule_is_never_left_behind(tmp_path, monkeypatch, at):
     """Each of its four files is put in place by a rename, and the disk may be full at any of them."""
     calls, replace_file = [], os.replace
 
@@ -299,26 +299,26 @@ def test_a_capsule_that_is_not_whole_never_looks_like_one(tmp_path, monkeypatch,
         return replace_file(*names)
 
     monkeypatch.setattr(os, "replace", full)
-    with pytest.raises(BadInput, match=r"cannot be written to .*: No space left on device. Name another folder."):
+    with pytest.raises(BadInput, match=r"cannot be written to .*: No space left on device. Choose another folder."):
         write(tmp_path, contents())
     assert len(calls) == at
     assert not list(tmp_path.iterdir())
 
 
-def test_what_a_killed_process_left_is_no_capsule(tmp_path):
+def test_the_leftovers_of_a_killed_process_are_not_a_capsule(tmp_path):
     path = write(tmp_path, contents())
     torn = path.rename(tmp_path / ".step-000012.0a1b2c3d.new")
-    (torn / SEAL).unlink()
+    (torn / CHECKSUM).unlink()
     with pytest.raises(BadInput, match=r"capsule.sha256 cannot be read: No such file"):
         read(torn)
-    with pytest.raises(BadInput, match=r"is no capsule: it has no capsule.json\.$"):
-        read(tmp_path)  # and nobody is sent there
+    with pytest.raises(BadInput, match=r"is not a capsule: it has no capsule.json\.$"):
+        read(tmp_path)  # the message does not name it
 
 
-def test_without_room_nothing_is_written(tmp_path, monkeypatch):
+def test_nothing_is_written_if_the_disk_is_full(tmp_path, monkeypatch):
     usage = collections.namedtuple("usage", "total used free")(10, 9, 1000)
     monkeypatch.setattr("ampwise.trace.capsule.writing.shutil.disk_usage", lambda _: usage)
-    with pytest.raises(BadInput, match=r"bytes is too large for .*, where 1,000 are free. Leave out the weights"):
+    with pytest.raises(BadInput, match=r"bytes does not fit in .*, where 1,000 bytes are free. Leave out the weights"):
         write(tmp_path, contents())
     assert not list(tmp_path.iterdir())
 
@@ -327,12 +327,12 @@ def test_without_room_nothing_is_written(tmp_path, monkeypatch):
 
 
 def reseal(path, change):
-    """Change capsule.json as somebody would who knows how it is sealed."""
-    facts = json.loads((path / FACTS).read_text())
+    """Change capsule.json and write a matching checksum."""
+    facts = json.loads((path / METADATA).read_text())
     change(facts)
     data = json.dumps(facts).encode()
-    (path / FACTS).write_bytes(data)
-    (path / SEAL).write_text(f"{hashlib.sha256(data).hexdigest()}  {FACTS}\n")
+    (path / METADATA).write_bytes(data)
+    (path / CHECKSUM).write_text(f"{hashlib.sha256(data).hexdigest()}  {METADATA}\n")
 
 
 def refused(path, said):
@@ -342,27 +342,27 @@ def refused(path, said):
     assert str(caught.value).isprintable()
 
 
-def test_what_is_no_capsule(tmp_path):
+def test_other_folders_and_files_are_not_capsules(tmp_path):
     refused(tmp_path / "gone", "gone: there is no such folder")
     (tmp_path / "file").write_text("")
-    refused(tmp_path / "file", "file: is a file, and a capsule is a folder")
-    refused(tmp_path, "is no capsule: it has no capsule.json.$")
+    refused(tmp_path / "file", "file: expected a capsule, which is a folder; got a file")
+    refused(tmp_path, "is not a capsule: it has no capsule.json.$")
     for step in (3, 1, 2, 4):
         write(tmp_path, contents(step=step))
-    refused(tmp_path, r"Name one of those in it: 'step-000001', 'step-000002', 'step-000003', ….$")
-    (tmp_path / FACTS).write_text('{"format": "another"}')
-    refused(tmp_path, "is no capsule: capsule.json is of another kind")
-    (tmp_path / FACTS).write_text("[" * 100_000)
+    refused(tmp_path, r"Give one of the capsules in it: 'step-000001', 'step-000002', 'step-000003', ….$")
+    (tmp_path / METADATA).write_text('{"format": "another"}')
+    refused(tmp_path, "is not a capsule: capsule.json has another format")
+    (tmp_path / METADATA).write_text("[" * 100_000)
     refused(tmp_path, "capsule.json is damaged")
-    (tmp_path / FACTS).unlink()
-    (tmp_path / FACTS).mkdir()
+    (tmp_path / METADATA).unlink()
+    (tmp_path / METADATA).mkdir()
     refused(tmp_path, "capsule.json (cannot be read|is not a plain file)")
 
 
 def test_a_newer_version_says_so(tmp_path):
     path = write(tmp_path, contents())
     reseal(path, lambda facts: facts.update(version=2))
-    refused(path, "is a capsule of version '2', and this ampwise reads version 1")
+    refused(path, "is a capsule of version '2'; this ampwise reads version 1")
 
 
 @pytest.mark.parametrize("name", sorted(FILES))
@@ -374,7 +374,7 @@ def test_any_flipped_bit_is_seen(tmp_path, name):
             changed = bytearray(data)
             changed[position] ^= 1 << bit
             (path / name).write_bytes(changed)
-            refused(path, FACTS if name == SEAL else name)
+            refused(path, METADATA if name == CHECKSUM else name)
     (path / name).write_bytes(data)
     read(path)
 
@@ -383,13 +383,13 @@ def test_any_flipped_bit_is_seen(tmp_path, name):
 def test_a_file_that_is_cut_off_longer_gone_or_a_link_is_refused(tmp_path, name):
     path = write(tmp_path, contents())
     file, data = path / name, (path / name).read_bytes()
-    for changed in (data[:-70], b"", *([] if name == SEAL else [data + b"x"])):
+    for changed in (data[:-70], b"", *([] if name == CHECKSUM else [data + b"x"])):
         file.write_bytes(changed)
-        refused(path, FACTS if name == SEAL else name)
+        refused(path, METADATA if name == CHECKSUM else name)
     elsewhere = tmp_path / "elsewhere"
     elsewhere.write_bytes(data)
     file.unlink()
-    refused(path, f"{name} cannot be read: No such file" if name != FACTS else "is no capsule")
+    refused(path, f"{name} cannot be read: No such file" if name != METADATA else "is not a capsule")
     file.symlink_to(elsewhere)
     refused(path, f"{name} cannot be read: {name} is a link")
 
@@ -398,7 +398,7 @@ def test_a_damaged_header_names_the_file(tmp_path):
     path = write(tmp_path, contents())
     data = (path / BATCH).read_bytes()
     (path / BATCH).write_bytes(struct.pack("<Q", 2**40) + data[8:])
-    refused(path, "tensors.safetensors is damaged: it says that its header has 1,099,511,627,776 bytes")
+    refused(path, "tensors.safetensors is damaged: its header should have 1,099,511,627,776 bytes")
 
 
 def test_no_other_file_can_be_named(tmp_path):
@@ -406,7 +406,7 @@ def test_no_other_file_can_be_named(tmp_path):
     (tmp_path / "secret").write_bytes((path / BATCH).read_bytes())
     for other in ("../secret", str(tmp_path / "secret"), "..\\secret", ""):
         reseal(path, lambda facts, other=other: facts["files"].update({other: facts["files"][BATCH]}))
-        refused(path, "its files are to be tensors.safetensors and weights.safetensors")
+        refused(path, "it must list the files tensors.safetensors and weights.safetensors")
         reseal(path, lambda facts, other=other: facts["files"].pop(other))
     read(path)
 
@@ -425,26 +425,26 @@ def set_in(*keys, value):
     [
         (lambda facts: facts.pop("precision"), "'precision' is missing"),
         (set_in("files", BATCH, value={}), "tensors.safetensors has no checksum"),
-        (set_in("args", value=3), "'3' is there instead of a list"),
-        (set_in("args", 0, value={"call": "os.system"}), "a value of a kind that is not known: 'call'"),
-        (set_in("args", 0, value=[1]), "a list that does not say what it is"),
-        (set_in("args", 0, value={"list": {}}), "values that are no list"),
-        (set_in("args", 0, value={"dict": []}), "values without names"),
+        (set_in("args", value=3), "args: expected list, got '3'"),
+        (set_in("args", 0, value={"call": "os.system"}), "a value of an unknown type: 'call'"),
+        (set_in("args", 0, value=[1]), "a list without its type"),
+        (set_in("args", 0, value={"list": {}}), "expected a list of values"),
+        (set_in("args", 0, value={"dict": []}), "expected values by name"),
         (set_in("args", 0, value={"tensor": "../x"}), "the tensor '../x' is missing"),
-        (set_in("args", 0, value={"tensor": "argument 1", "\x1b[2J": 1}), "a tensor with parts that are not known"),
-        (set_in("args", 0, value={"float": "zz"}), "a number that is none"),
-        (set_in("args", 0, value={"named": {"__class__": 1}}), "a named tuple with names that are none"),
-        (set_in("args", 0, value={"attributes": {}}), "an object without its values"),
-        (set_in("kwargs", "target", "requires_grad", value=True), "has no gradient"),
-        (set_in("scale", value="much"), "'much' is there instead of a float"),
-        (set_in("step", value="12"), "'12' is there instead of a int"),
+        (set_in("args", 0, value={"tensor": "argument 1", "\x1b[2J": 1}), "a tensor with unknown keys"),
+        (set_in("args", 0, value={"float": "zz"}), "an invalid number"),
+        (set_in("args", 0, value={"named": {"__class__": 1}}), "a named tuple with invalid field names"),
+        (set_in("args", 0, value={"attributes": {}}), "an object without values or class name"),
+        (set_in("kwargs", "target", "requires_grad", value=True), "cannot require gradients"),
+        (set_in("scale", value="much"), "scale: expected float, got 'much'"),
+        (set_in("step", value="12"), "step: expected int, got '12'"),
         (set_in("model", "weights", "0.bias", value="gone"), "'gone' is missing"),
         (set_in("model", value=[]), "capsule.json is damaged"),
         (set_in("findings", value=None), None),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_facts_that_make_no_sense_are_refused_though_sealed(tmp_path, change, said):
+def test_invalid_facts_are_refused_despite_a_valid_checksum(tmp_path, change, said):
     path = write(tmp_path, contents())
     reseal(path, change)
     if said is None:
@@ -455,8 +455,9 @@ def test_facts_that_make_no_sense_are_refused_though_sealed(tmp_path, change, sa
 
 def test_nothing_is_pickled_or_run():
     """By their own text: no reader of a capsule has a way to make code of what it holds."""
-    import ampwise.tensors_on_disk as tensors
-    from ampwise.trace.capsule import reading, tree
+    import ampwise.runs.tensor_files as tensors
+    from ampwise.trace.capsule import packing as tree
+    from ampwise.trace.capsule import reading
 
     for module in (tensors, reading, tree):
         text = Path(module.__file__).read_text()
@@ -464,7 +465,7 @@ def test_nothing_is_pickled_or_run():
 
 
 def test_where_it_will_be_is_known_before(tmp_path):
-    contents = Contents(step=20)
+    contents = CapsuleContents(step=20)
     for expected in ("step-000020", "step-000020-2"):
         announced = next_path(tmp_path, contents)
         assert announced == tmp_path / expected
@@ -474,9 +475,9 @@ def test_where_it_will_be_is_known_before(tmp_path):
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"folder": 3}, "Capsules(3): a folder is expected, such as Capsules('capsules')."),
-        ({"arguments": [1]}, "Capsules(arguments=[1]): a dict by name is expected, such as {'width': 64}."),
-        ({"arguments": {1: 2}}, "Capsules(arguments={1: 2}): a dict by name is expected, such as {'width': 64}."),
+        ({"folder": 3}, "Capsules(3): expected a folder, such as Capsules('capsules')."),
+        ({"arguments": [1]}, "Capsules(arguments=[1]): expected a dict by name, such as {'width': 64}."),
+        ({"arguments": {1: 2}}, "Capsules(arguments={1: 2}): expected a dict by name, such as {'width': 64}."),
     ],
 )
 def test_where_and_how_are_asked_for_in_words(given, said):

@@ -7,14 +7,14 @@ import torch
 from torch import nn
 
 from ampwise import Engine, Policy
-from ampwise.emulation.products import emulated
-from ampwise.emulation.recipe import recipe_named
-from ampwise.engine.capsules import Capsules
 from ampwise.errors import BadInput, UnknownName
-from ampwise.trace.capsule.building import Built
-from ampwise.trace.capsule.contents import Contents
+from ampwise.numbers.emulation.emulated_matmuls import emulated
+from ampwise.numbers.emulation.recipe import recipe_for_format
+from ampwise.trace.capsule.builder import BuiltModel
+from ampwise.trace.capsule.capsule_replay import load_weights, precision_for, replay_capsule
+from ampwise.trace.capsule.contents import CapsuleContents
 from ampwise.trace.capsule.reading import read
-from ampwise.trace.capsule.rerunning import load_weights, precision_for, rerun
+from ampwise.trace.capsule.saving import Capsules
 
 CPU = torch.device("cpu")
 
@@ -25,19 +25,21 @@ def net():
 
 
 def contents_of(model, x, precision, **facts):
-    return Contents(args=(x,), weights=dict(model.named_parameters()), precision=precision, device="cpu", **facts)
+    return CapsuleContents(
+        args=(x,), weights=dict(model.named_parameters()), precision=precision, device="cpu", **facts
+    )
 
 
 def again(contents, asked=None, model=None):
     model = model or net()
     load_weights(contents, [model])
-    built = Built(models=(model,), loss_fn=lambda x: model(x).square().mean(), made_by="net")
-    return rerun(contents, built, CPU, precision_for(asked, contents, CPU))
+    built = BuiltModel(models=(model,), loss_fn=lambda x: model(x).square().mean(), made_by="net")
+    return replay_capsule(contents, built, CPU, precision_for(asked, contents, CPU))
 
 
 def test_a_step_that_was_emulated_is_emulated_again():
     model, x = net(), torch.randn(4, 8)
-    with emulated(model, {model: recipe_named("mxfp4")}):
+    with emulated(model, {model: recipe_for_format("mxfp4")}):
         expected = model(x).square().mean().item()
     plain = model(x).square().mean().item()
     done = again(contents_of(model, x, "emulate:mxfp4"))
@@ -48,7 +50,7 @@ def test_a_step_that_was_emulated_is_emulated_again():
 
 def test_any_step_can_be_emulated():
     model, x = net(), torch.randn(4, 8)
-    with emulated(model, {model: recipe_named("nvfp4")}):
+    with emulated(model, {model: recipe_for_format("nvfp4")}):
         expected = model(x).square().mean().item()
     done = again(contents_of(model, x, "fp32"), "emulate:nvfp4")
     assert (done.ended.loss, done.precision, done.as_it_was) == (expected, "emulate:nvfp4", False)
@@ -69,7 +71,7 @@ def test_what_has_layers_or_weights_of_its_own_is_run_in_bf16_and_that_is_said(p
     done = again(contents_of(model, x, precision))
     assert (done.ended.loss, done.precision, done.as_it_was) == (expected, "bf16", False)
     assert done.remarks == (
-        f"The step ran in {precision}, with layers or weights of its own; this replay is in bf16, by autocast.",
+        f"The step ran in {precision}, with special layers or weights; this replay uses autocast to bf16.",
     )
 
 
@@ -99,8 +101,8 @@ def test_an_engine_saves_a_bad_step_that_is_bad_again(tmp_path, precision):
     (path,) = tmp_path.iterdir()
     contents = read(path)
     assert contents.precision == engine.precision
-    built = Built(models=(model,), loss_fn=loss_fn, made_by="net")
-    done = rerun(contents, built, CPU, precision_for(None, contents, CPU))
+    built = BuiltModel(models=(model,), loss_fn=loss_fn, made_by="net")
+    done = replay_capsule(contents, built, CPU, precision_for(None, contents, CPU))
     assert not done.ended.finite
     assert done.ended.loss == -math.inf
     assert done.precision == engine.precision
@@ -112,7 +114,7 @@ def test_a_product_that_goes_bad_is_found_and_not_how_it_is_emulated(capsys):
     engine.step(lambda x: model(1e6 * x).square().mean(), torch.randn(4, 8))  # which no operand in FP16 holds
     (finding,) = engine.findings
     assert finding.place.module == "0"
-    assert "the matrix product (addmm) of `0` (Linear) gives" in finding.message
+    assert "the matmul (addmm) of `0` (Linear) gives" in finding.message
     capsys.readouterr()
 
 
@@ -123,6 +125,6 @@ def test_names_there_are_not():
     with pytest.raises(UnknownName, match="unknown format 'e4m4'"):
         precision_for("emulate:e4m4", contents, CPU)
     with pytest.raises(
-        BadInput, match=r"^--precision fp8: it has layers or weights of its own. A replay runs in fp32, "
+        BadInput, match=r"^--precision fp8: it needs special layers or weights. A replay runs in fp32, "
     ):
         precision_for("fp8", contents, CPU)

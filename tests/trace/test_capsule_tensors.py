@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ampwise.errors import BadInput, UnsupportedTensor
-from ampwise.tensors_on_disk import DTYPES, read_tensors, size_on_disk, write_tensors
+from ampwise.runs.tensor_files import DTYPES, read_tensors, size_on_disk, write_tensors
 
 
 def file_of(header, data=b"", length=None):
@@ -116,10 +116,13 @@ def test_views_of_conjugates_and_subclasses_are_written_by_value(tmp_path):
     [
         (torch.eye(2).to_sparse(), "'x' is not dense"),
         (torch.empty(2, device="meta"), "'x' is on the meta device"),
-        (torch.zeros(2, dtype=torch.complex128), "'x' is torch.complex128, which a file of tensors has no form for"),
+        (
+            torch.zeros(2, dtype=torch.complex128),
+            "'x' is torch.complex128, which the safetensors format does not support",
+        ),
     ],
 )
-def test_what_has_no_form_is_refused_and_leaves_no_file(tmp_path, tensor, said):
+def test_unsupported_tensors_are_refused_and_leave_no_file(tmp_path, tensor, said):
     with pytest.raises(UnsupportedTensor, match=said):
         write_tensors(tmp_path / "t", {"x": tensor})
     assert not list(tmp_path.iterdir())
@@ -127,39 +130,39 @@ def test_what_has_no_form_is_refused_and_leaves_no_file(tmp_path, tensor, said):
 
 GOOD = bytes(8)
 DAMAGED = {
-    "nothing": (b"", "t is no file of tensors: it has 0 bytes"),
-    "a few bytes": (b"abc", "it has 3 bytes"),
-    "a header longer than the file": (file_of({}, length=1000), "says that its header has 1,000 bytes"),
-    "a header of exabytes": (file_of({}, length=2**63), "says that its header has"),
-    "no JSON": (file_of(b"{nonsense"), "its header makes no sense"),
-    "no text": (file_of(b"\xff\xfe{}"), "its header makes no sense"),
-    "nested without end": (file_of(b'{"a":' + b"[" * 200_000), "its header makes no sense"),
-    "no object": (file_of(b"[1]"), "its header is no JSON object"),
+    "nothing": (b"", "t is not a file of tensors: it has only 0 bytes"),
+    "a few bytes": (b"abc", "it has only 3 bytes"),
+    "a header longer than the file": (file_of({}, length=1000), "its header should have 1,000 bytes"),
+    "a header of exabytes": (file_of({}, length=2**63), "its header should have"),
+    "no JSON": (file_of(b"{nonsense"), "its header is invalid"),
+    "no text": (file_of(b"\xff\xfe{}"), "its header is invalid"),
+    "nested without end": (file_of(b'{"a":' + b"[" * 200_000), "its header is invalid"),
+    "no object": (file_of(b"[1]"), "its header is not a JSON object"),
     "a name twice": (
         file_of(b'{"a":%b,"a":%b}' % ((json.dumps(entry()).encode(),) * 2), GOOD),
-        "'a' is in it twice",
+        "duplicate name 'a'",
     ),
-    "a name that moves the cursor": (file_of({"\x1b[2J": entry()}, GOOD), r"'\\x1b\[2J' is no name"),
-    "no name": (file_of({"": entry()}, GOOD), "'' is no name"),
-    "an unknown part": (file_of({"a": {**entry(), "code": "x"}}, GOOD), "and nothing else"),
-    "no shape": (file_of({"a": {"dtype": "F32", "data_offsets": [0, 8]}}, GOOD), "is to have a dtype, a shape"),
-    "a negative shape": (file_of({"a": entry(shape=(-2,))}, GOOD), "no shape that makes sense"),
-    "true as a size": (file_of({"a": entry(shape=(True, 2))}, GOOD), "no shape that makes sense"),
-    "too many dimensions": (file_of({"a": entry(shape=[1] * 65 + [2])}, GOOD), "no shape that makes sense"),
-    "three offsets": (file_of({"a": {**entry(), "data_offsets": [0, 4, 8]}}, GOOD), "no data_offsets"),
-    "an unknown dtype": (file_of({"a": entry("PICKLE")}, GOOD), "'a' is 'PICKLE', and this torch has BOOL, "),
-    "a dtype that is a list": (file_of({"a": {**entry(), "dtype": ["F32"]}}, GOOD), "and this torch has"),
-    "offsets that do not fit the shape": (file_of({"a": entry(shape=(3,))}, GOOD), r"F32 of shape \[3\] takes others"),
-    "offsets backwards": (file_of({"a": entry("U8", (0,), 8, 0)}, GOOD), "takes others"),
+    "a name that moves the cursor": (file_of({"\x1b[2J": entry()}, GOOD), r"'\\x1b\[2J' is not a valid tensor name"),
+    "no name": (file_of({"": entry()}, GOOD), "'' is not a valid tensor name"),
+    "an unknown part": (file_of({"a": {**entry(), "code": "x"}}, GOOD), "must have exactly"),
+    "no shape": (file_of({"a": {"dtype": "F32", "data_offsets": [0, 8]}}, GOOD), "must have exactly dtype, shape"),
+    "a negative shape": (file_of({"a": entry(shape=(-2,))}, GOOD), "an invalid shape"),
+    "true as a size": (file_of({"a": entry(shape=(True, 2))}, GOOD), "an invalid shape"),
+    "too many dimensions": (file_of({"a": entry(shape=[1] * 65 + [2])}, GOOD), "an invalid shape"),
+    "three offsets": (file_of({"a": {**entry(), "data_offsets": [0, 4, 8]}}, GOOD), "invalid data_offsets"),
+    "an unknown dtype": (file_of({"a": entry("PICKLE")}, GOOD), "'a' has dtype 'PICKLE'; this torch supports BOOL, "),
+    "a dtype that is a list": (file_of({"a": {**entry(), "dtype": ["F32"]}}, GOOD), "this torch supports"),
+    "offsets that do not fit the shape": (file_of({"a": entry(shape=(3,))}, GOOD), r"does not fit F32 of shape \[3\]"),
+    "offsets backwards": (file_of({"a": entry("U8", (0,), 8, 0)}, GOOD), "does not fit"),
     "a tensor of exabytes": (
         file_of({"a": entry("U8", (2**50,), 0, 2**50)}, GOOD),
-        "tells of 1,125,899,906,842,624",
+        "lists 1,125,899,906,842,624",
     ),
-    "a shape beyond any memory": (file_of({"a": entry("U8", (0, 2**62, 8), 0, 0)}), "no shape that makes sense"),
-    "an overlap": (file_of({"a": entry(), "b": entry(begin=4, end=12)}, bytes(12)), "'b' begins at 4, not at 8"),
-    "a gap": (file_of({"a": entry(), "b": entry(begin=12, end=20)}, bytes(20)), "'b' begins at 12, not at 8"),
-    "bytes at the end": (file_of({"a": entry()}, bytes(9)), "tells of 8 bytes of tensors, and 9 are there"),
-    "bytes missing": (file_of({"a": entry()}, bytes(7)), "tells of 8 bytes of tensors, and 7 are there"),
+    "a shape beyond any memory": (file_of({"a": entry("U8", (0, 2**62, 8), 0, 0)}), "an invalid shape"),
+    "an overlap": (file_of({"a": entry(), "b": entry(begin=4, end=12)}, bytes(12)), "'b' begins at 4, expected 8"),
+    "a gap": (file_of({"a": entry(), "b": entry(begin=12, end=20)}, bytes(20)), "'b' begins at 12, expected 8"),
+    "bytes at the end": (file_of({"a": entry()}, bytes(9)), "lists 8 bytes of tensors, but the file has 9"),
+    "bytes missing": (file_of({"a": entry()}, bytes(7)), "lists 8 bytes of tensors, but the file has 7"),
     "a truth value of 2": (file_of({"a": entry("BOOL", (1,), 0, 1)}, b"\x02"), "neither 0 nor 1"),
 }
 
@@ -176,7 +179,7 @@ def test_a_damaged_file_is_refused_in_a_line(tmp_path, case):
 def test_more_than_is_wanted_is_refused(tmp_path):
     write_tensors(tmp_path / "t", {"a": torch.zeros(3)})
     assert read_tensors(tmp_path / "t", largest=12).tensors["a"].tolist() == [0, 0, 0]
-    with pytest.raises(BadInput, match="t has 12 bytes of tensors, and there is room for 11"):
+    with pytest.raises(BadInput, match="t has 12 bytes of tensors; the limit is 11"):
         read_tensors(tmp_path / "t", largest=11)
 
 
@@ -184,7 +187,7 @@ def test_a_header_that_nobody_writes_is_not_read(tmp_path):
     with (tmp_path / "t").open("wb") as file:
         file.write(struct.pack("<Q", 100_000_001))
         file.truncate(8 + 100_000_001)  # it is there, and still too long
-    with pytest.raises(BadInput, match="says that its header has 100,000,001 bytes"):
+    with pytest.raises(BadInput, match="its header should have 100,000,001 bytes"):
         read_tensors(tmp_path / "t")
 
 
@@ -196,7 +199,7 @@ def test_a_file_that_is_mostly_a_hole_takes_no_memory(tmp_path):
             file.truncate(file.tell() + size)
         except OSError:
             pytest.skip("this file system has no files as long")
-    with pytest.raises(BadInput, match="has 4,398,046,511,104 bytes of tensors, and there is room for"):
+    with pytest.raises(BadInput, match="has 4,398,046,511,104 bytes of tensors; the limit is"):
         read_tensors(tmp_path / "t")
 
 
@@ -206,7 +209,7 @@ def test_links_and_pipes_are_not_followed(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(BadInput, match="link cannot be read: link is a link"):
         read_tensors(tmp_path / "link")
-    with pytest.raises(BadInput, match="pipe cannot be read: pipe is not a plain file"):
+    with pytest.raises(BadInput, match="pipe cannot be read: pipe is not a regular file"):
         read_tensors(tmp_path / "pipe")
     with pytest.raises(BadInput, match="gone cannot be read: No such file"):
         read_tensors(tmp_path / "gone")

@@ -4,14 +4,14 @@ import pytest
 import torch
 from torch import nn
 
-from ampwise.trace.recorder import Undoing
+from ampwise.trace.recorder import UndoMode
 
 
 @pytest.mark.parametrize("make", [lambda norm, x: norm(x), lambda norm, x: x + 1, lambda norm, x: x.clone()])
 def test_what_a_run_has_made_is_left_as_it_is(make):
     norm, x = nn.BatchNorm1d(3), torch.randn(8, 3)
     before = [buffer.clone() for buffer in norm.buffers()]
-    with Undoing() as run:
+    with UndoMode() as run:
         made = make(norm, x).relu_()
         kept = made.clone()
     run.put_back()
@@ -22,7 +22,7 @@ def test_what_a_run_has_made_is_left_as_it_is(make):
 def test_what_was_there_is_put_back():
     x = torch.randn(8)
     before = x.clone()
-    with Undoing() as run:
+    with UndoMode() as run:
         x.mul_(2).relu_()
         torch.add(x, 1, out=x)
     run.put_back()

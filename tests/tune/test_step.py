@@ -8,8 +8,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ampwise import Policy
 from ampwise.errors import BadInput, UnknownName
-from ampwise.tune.step import OPTIMIZERS, TrainingStep, _with_own_code, make_optimizer
-from ampwise.tune.subject import maker_of
+from ampwise.tune.train_case import make_factory
+from ampwise.tune.training_step import OPTIMIZERS, TrainingStep, _copy_with_own_code, make_optimizer
 
 
 def make(batch=8):
@@ -19,7 +19,7 @@ def make(batch=8):
 
 
 def by_hand(dtype, scaled, clip):
-    subject = maker_of(make).make()
+    subject = make_factory(make).make()
     optimizer = torch.optim.AdamW(subject.parameters, lr=1e-5, fused=True)
     scaler = torch.amp.GradScaler("cpu", enabled=scaled)
     for _ in range(3):
@@ -36,7 +36,7 @@ def by_hand(dtype, scaled, clip):
 
 @pytest.mark.parametrize(("precision", "dtype", "scaled"), [("fp32", None, False), ("fp16", torch.float16, True)])
 def test_it_is_the_step_one_writes(precision, dtype, scaled):
-    subject = maker_of(make).make()
+    subject = make_factory(make).make()
     step = TrainingStep(subject, precision, make_optimizer("adamw", subject.parameters, fused=True), clip_norm=0.01)
     losses = [step().item() for _ in range(3)]
     assert losses == sorted(losses, reverse=True)
@@ -47,7 +47,7 @@ def test_it_is_the_step_one_writes(precision, dtype, scaled):
 
 
 def test_steps_of_several_precisions_take_turns_on_one_model():
-    subject = maker_of(make).make()
+    subject = make_factory(make).make()
     optimizer = make_optimizer("sgd", subject.parameters, fused=False)
     steps = [TrainingStep(subject, name, optimizer, clip_norm=None) for name in ("fp32", "fp16")]
     for _ in range(2):
@@ -57,7 +57,7 @@ def test_steps_of_several_precisions_take_turns_on_one_model():
 
 
 def test_a_policy_is_on_the_model_inside_only():
-    subject = maker_of(make).make()
+    subject = make_factory(make).make()
     seen = []
     subject.model[2].register_forward_hook(lambda module, given, returned: seen.append(returned.dtype))
     policy = Policy("fp16").keep("fp32", "2")
@@ -70,7 +70,7 @@ def test_a_policy_is_on_the_model_inside_only():
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_each_optimizer_moves_the_weights(name):
-    subject = maker_of(make).make()
+    subject = make_factory(make).make()
     before = subject.model[0].weight.detach().clone()
     TrainingStep(subject, "fp32", make_optimizer(name, subject.parameters, fused=False))()
     assert not torch.equal(before, subject.model[0].weight)
@@ -79,24 +79,24 @@ def test_each_optimizer_moves_the_weights(name):
 def test_an_unknown_optimizer():
     with pytest.raises(UnknownName, match=r"unknown optimizer 'adamx'\. Did you mean adam or adamw"):
         make_optimizer("adamx", [], fused=False)
-    with pytest.raises(BadInput, match="the model has no parameter that is trained"):
+    with pytest.raises(BadInput, match="the model has no trainable parameter"):
         make_optimizer("adam", [], fused=False)
 
 
 def test_each_compiled_step_has_versions_of_its_own():
     """One code for all would reach torch's limit of versions, after which nothing is compiled."""
-    subject, counted = maker_of(make).make(), torch._dynamo.testing.CompileCounter()
+    subject, counted = make_factory(make).make(), torch._dynamo.testing.CompileCounter()
     times = torch._dynamo.config.cache_size_limit + 2
     for _ in range(times):
-        torch.compile(_with_own_code(subject.loss_fn), backend=counted, dynamic=False)(*subject.args)
+        torch.compile(_copy_with_own_code(subject.loss_fn), backend=counted, dynamic=False)(*subject.args)
     assert counted.frame_count == times
 
 
 def test_a_policy_put_on_again_is_not_compiled_again():
-    subject, counted = maker_of(make).make(), torch._dynamo.testing.CompileCounter()
+    subject, counted = make_factory(make).make(), torch._dynamo.testing.CompileCounter()
     policy = Policy("fp16").keep("fp32", "2")
     step = TrainingStep(subject, policy, make_optimizer("sgd", subject.parameters, fused=False))
-    compiled = torch.compile(_with_own_code(subject.loss_fn), backend=counted, dynamic=False)
+    compiled = torch.compile(_copy_with_own_code(subject.loss_fn), backend=counted, dynamic=False)
     for _ in range(4):
         with step.in_place(), torch.autocast("cpu", torch.float16):
             compiled(*subject.args)
@@ -110,7 +110,7 @@ def test_a_policy_put_on_again_is_not_compiled_again():
 
 
 def test_around_it_autocast_may_be_on():
-    subject = maker_of(make).make()
+    subject = make_factory(make).make()
     step = TrainingStep(subject, "fp32", make_optimizer("sgd", subject.parameters, fused=False))
     with ProductTypes() as seen, torch.autocast("cpu", torch.bfloat16):
         step()

@@ -8,7 +8,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from ampwise.errors import BadInput
-from ampwise.tune.subject import maker_named, maker_of
+from ampwise.tune.train_case import load_factory, make_factory
 
 
 def make(batch=6):
@@ -19,7 +19,7 @@ def make(batch=6):
 
 def test_a_subject_has_the_loss_of_its_batch():
     torch.manual_seed(0)
-    subject = maker_of(make).make()
+    subject = make_factory(make).make()
     model, (x, y) = subject.model, subject.args
     assert subject.loss().item() == nn.functional.cross_entropy(model(x), y).item()
     assert (subject.rows, subject.tokens, subject.optimizer) == (6, None, None)
@@ -27,14 +27,14 @@ def test_a_subject_has_the_loss_of_its_batch():
 
 
 def test_the_function_is_told_the_size_it_is_asked_for():
-    maker = maker_of(make)
+    maker = make_factory(make)
     assert maker.takes_batch
     assert maker.make(batch=11).rows == 11
-    assert maker_of(lambda batch_size=2: make(batch_size)).make(batch=5).rows == 5
+    assert make_factory(lambda batch_size=2: make(batch_size)).make(batch=5).rows == 5
 
 
 def test_a_batch_of_a_function_without_a_size_is_cut_or_repeated():
-    maker = maker_of(lambda: make(4))
+    maker = make_factory(lambda: make(4))
     assert not maker.takes_batch
     whole = maker.make()
     for rows in (1, 3, 4, 5, 9):
@@ -47,7 +47,9 @@ def test_a_batch_of_a_function_without_a_size_is_cut_or_repeated():
 def test_what_has_no_row_for_each_sample_stays():
     mask, x = torch.ones(3, 3), torch.randn(6, 3)
     model = nn.Linear(3, 1)
-    subject = maker_of(lambda: (model, {"x": x, "mask": mask, "flag": True}, lambda **given: model(given["x"]).mean()))
+    subject = make_factory(
+        lambda: (model, {"x": x, "mask": mask, "flag": True}, lambda **given: model(given["x"]).mean())
+    )
     resized = subject.make().resized(2)
     assert resized.kwargs["mask"] is mask
     assert resized.kwargs["flag"] is True
@@ -57,11 +59,11 @@ def test_what_has_no_row_for_each_sample_stays():
 def test_tokens_are_counted_where_the_batch_is_of_integers():
     model = nn.Embedding(10, 1)
     ids = torch.randint(10, (4, 7))
-    assert maker_of(lambda: (model, ids, lambda ids: model(ids).mean())).make().tokens == 28
+    assert make_factory(lambda: (model, ids, lambda ids: model(ids).mean())).make().tokens == 28
 
 
 def test_nothing_is_allocated_on_meta():
-    subject = maker_of(make).make(device="meta")
+    subject = make_factory(make).make(device="meta")
     assert {tensor.device.type for tensor in (*subject.parameters, *subject.tensors)} == {"meta"}
     assert subject.loss().shape == ()
 
@@ -71,12 +73,12 @@ def test_a_batch_made_elsewhere_by_name_is_moved():
         model = nn.Linear(4, 1)
         return model, torch.ones(2, 4, device="cpu"), lambda x: model(x).mean()
 
-    assert maker_of(elsewhere).make(device="meta").args[0].device.type == "meta"
+    assert make_factory(elsewhere).make(device="meta").args[0].device.type == "meta"
 
 
 def test_a_loss_with_extras_is_its_first_part():
     model = nn.Linear(4, 1)
-    made = maker_of(lambda: (model, torch.ones(2, 4), lambda x: (model(x).mean(), "extra"))).make()
+    made = make_factory(lambda: (model, torch.ones(2, 4), lambda x: (model(x).mean(), "extra"))).make()
     assert made.loss().shape == ()
 
 
@@ -85,75 +87,75 @@ def test_an_optimizer_may_be_the_fourth():
         model = nn.Linear(4, 1)
         return model, torch.ones(2, 4), lambda x: model(x).mean(), torch.optim.SGD(model.parameters())
 
-    assert isinstance(maker_of(with_optimizer).make().optimizer, torch.optim.SGD)
+    assert isinstance(make_factory(with_optimizer).make().optimizer, torch.optim.SGD)
 
 
 @pytest.mark.parametrize(
     ("made", "told"),
     [
-        (None, "it returned None; expected is a function that returns the model, a batch"),
+        (None, "it returned None; expected a function that returns the model, a batch"),
         (nn.Linear(2, 2), "it returned a Linear; expected"),
-        ((1, 2, 3), "the model that it returned is an int"),
+        ((1, 2, 3), "it returned an int as the model"),
         ((nn.ReLU(), torch.ones(1)), "has no parameters"),
         ((nn.Linear(2, 2), "words"), "is a str without tensors"),
-        ((nn.Linear(2, 2), torch.ones(2, 2), 3), "what makes the loss is an int"),
-        ((nn.Linear(2, 2), torch.ones(2, 2), None, "adam"), "the optimizer that it returned is a str"),
+        ((nn.Linear(2, 2), torch.ones(2, 2), 3), "it returned an int as the loss function"),
+        ((nn.Linear(2, 2), torch.ones(2, 2), None, "adam"), "it returned a str as the optimizer"),
     ],
 )
 def test_what_is_made_wrongly(made, told):
     with pytest.raises(BadInput, match=told) as caught:
-        maker_of(lambda: made, "train:make").make()
+        make_factory(lambda: made, "train:make").make()
     assert str(caught.value).startswith("train:make: ")
 
 
 def test_the_example_is_one_that_works():
-    from ampwise.tune import subject
+    from ampwise.tune import train_case as subject
 
     place = {"torch": torch, "F": nn.functional, "Net": lambda: nn.Linear(128, 10)}
     exec("\n".join(line[2:] for line in subject.EXAMPLE.splitlines()), place)
-    assert maker_of(place["make"]).make(batch=3).loss().isfinite()
+    assert make_factory(place["make"]).make(batch=3).loss().isfinite()
 
 
 @pytest.mark.parametrize(
     ("loss", "told"),
-    [(lambda x: x, r"a tensor of shape \(2, 2\), not a tensor of one"), (lambda x: 0.5, "is a float, not a")],
+    [(lambda x: x, r"a tensor of shape \(2, 2\), not a tensor with one"), (lambda x: 0.5, "is a float, not a")],
 )
 def test_a_loss_that_is_none(loss, told):
     with pytest.raises(BadInput, match=told):
-        maker_of(lambda: (nn.Linear(2, 2), torch.ones(2, 2), loss)).make().loss()
+        make_factory(lambda: (nn.Linear(2, 2), torch.ones(2, 2), loss)).make().loss()
 
 
 def test_a_function_that_needs_arguments():
-    with pytest.raises(BadInput, match=r"it needs arguments \(width, depth\), and is called without"):
-        maker_of(lambda width, depth, batch=1: None)
+    with pytest.raises(BadInput, match=r"it must be callable without arguments, but requires width, depth"):
+        make_factory(lambda width, depth, batch=1: None)
 
 
 @pytest.mark.parametrize("rows", [0, -3])
 def test_sizes_that_make_no_sense(rows):
-    with pytest.raises(BadInput, match=f"a batch of {rows} rows makes no sense"):
-        maker_of(make).make(batch=rows)
-    with pytest.raises(BadInput, match=f"a batch of {rows} rows makes no sense"):
-        maker_of(make).make().resized(rows)
+    with pytest.raises(BadInput, match=f"expected a batch of at least 1 row, got {rows}"):
+        make_factory(make).make(batch=rows)
+    with pytest.raises(BadInput, match=f"expected a batch of at least 1 row, got {rows}"):
+        make_factory(make).make().resized(rows)
 
 
 def test_a_model_is_no_function():
-    with pytest.raises(BadInput, match="that is a Linear; expected is a function"):
-        maker_of(nn.Linear(2, 2), "train:model")
+    with pytest.raises(BadInput, match="got a Linear; expected a function"):
+        make_factory(nn.Linear(2, 2), "train:model")
 
 
 def test_what_fails_is_told_in_a_line_with_its_place(tmp_path, monkeypatch):
     (tmp_path / "broken_subject.py").write_text("def make():\n    raise KeyError('data')\n")
     monkeypatch.chdir(tmp_path)
     with pytest.raises(BadInput, match=r"make\(\) failed: KeyError: 'data' \(broken_subject.py:2\)"):
-        maker_named("broken_subject.py:make").make()
+        load_factory("broken_subject.py:make").make()
     with pytest.raises(BadInput, match="has no function 'build'"):
-        maker_named("broken_subject.py:build")
+        load_factory("broken_subject.py:build")
     with pytest.raises(BadInput, match=r"there is no file nowhere\.py"):
-        maker_named("nowhere.py:make")
+        load_factory("nowhere.py:make")
     with pytest.raises(BadInput, match="No module named 'nowhere_at_all'"):
-        maker_named("nowhere_at_all:make")
-    with pytest.raises(BadInput, match=r"'train': expected is module:function or file.py:function"):
-        maker_named("train")
+        load_factory("nowhere_at_all:make")
+    with pytest.raises(BadInput, match=r"'train': expected module:function or file.py:function"):
+        load_factory("train")
 
 
 def test_what_is_imported_late_is_found_beside_the_file(tmp_path, monkeypatch):
@@ -163,7 +165,7 @@ def test_what_is_imported_late_is_found_beside_the_file(tmp_path, monkeypatch):
     text = "import torch\ndef make():\n    from late_parts import model\n    return model, torch.ones(1, 2)\n"
     (folder / "late_subject.py").write_text(text)
     monkeypatch.chdir(tmp_path)
-    assert maker_named("project/late_subject.py:make").make().rows == 1
+    assert load_factory("project/late_subject.py:make").make().rows == 1
 
 
 @pytest.mark.parametrize(
@@ -171,7 +173,7 @@ def test_what_is_imported_late_is_found_beside_the_file(tmp_path, monkeypatch):
 )
 def test_a_loss_may_be_in_what_is_returned(wrapped):
     model = nn.Linear(4, 1)
-    made = maker_of(lambda: (model, torch.ones(2, 4), lambda x: wrapped(model(x).mean()))).make()
+    made = make_factory(lambda: (model, torch.ones(2, 4), lambda x: wrapped(model(x).mean()))).make()
     assert made.loss().shape == ()
 
 
@@ -182,7 +184,7 @@ def test_what_cannot_be_made_on_the_device_is_made_on_the_cpu_and_moved():
         (x,) = next(iter(data))
         return model, x, lambda x: model(x).mean()
 
-    subject = maker_of(shuffled).make(device="meta")
+    subject = make_factory(shuffled).make(device="meta")
     assert subject.rows == 8
     assert {tensor.device.type for tensor in (*subject.parameters, *subject.tensors)} == {"meta"}
 
@@ -190,16 +192,16 @@ def test_what_cannot_be_made_on_the_device_is_made_on_the_cpu_and_moved():
         model = nn.Linear(8, 4).to("cpu")
         return model, torch.ones(2, 8, device="cpu"), lambda x: model(x).mean()
 
-    assert maker_of(named).make(device="meta").device.type == "meta"
+    assert make_factory(named).make(device="meta").device.type == "meta"
 
 
 def test_an_empty_batch():
-    with pytest.raises(BadInput, match=r"the batch that it returned is empty: \(0, 4\)"):
-        maker_of(lambda: make(0)).make()
+    with pytest.raises(BadInput, match=r"the batch it returned is empty: \(0, 4\)"):
+        make_factory(lambda: make(0)).make()
 
 
 @pytest.mark.gpu
 def test_another_device_of_the_same_kind_is_another():
     place = torch.device("cuda", torch.cuda.current_device())
-    subject = maker_of(make).make(device="cuda")
+    subject = make_factory(make).make(device="cuda")
     assert subject.device == place

@@ -60,5 +60,5 @@ def test_a_watched_run_has_as_many_graphs(way):
 def test_a_compiled_model_is_seen_to_run():
     with Watch(timing=False) as watch:
         train("a module")
-    (forward,) = watch._tracker.conduct.forwards
+    (forward,) = watch._tracker.run_events.forwards
     assert (forward.model, forward.training) == ("Model", True)

@@ -1,18 +1,20 @@
 """Findings as they come up: judged once, counted, replaced as what they rest on grows."""
 
-from ampwise.evidence.conduct import Clip, Site
-from ampwise.evidence.health import Health
-from ampwise.record.rows import StepRow
-from ampwise.rules.judging import checks_of
+from ampwise.rules.dispatch import checks_for
+from ampwise.rules.evidence.gradient_health import GradientHealth
+from ampwise.rules.evidence.rows import StepRow
+from ampwise.rules.evidence.run_events import CallSite, Clip
 from ampwise.watch.findings import MOST, Findings
 
 
 def clip(line):
-    return Clip(site=Site(file="train.py", line=line), function="clip_grad_norm_", scaled=True, backward=Site(line=1))
+    return Clip(
+        site=CallSite(file="train.py", line=line), function="clip_grad_norm_", scaled=True, backward=CallSite(line=1)
+    )
 
 
 def skipping(optimizer, steps):
-    health = Health(optimizer, precision="fp16")
+    health = GradientHealth(optimizer, precision="fp16")
     for step in range(1, steps + 1):
         health.add_step(StepRow(optimizer=optimizer, step=step, scale=2.0 ** (20 - step), skipped=True, loss=1.0))
     return health
@@ -24,9 +26,9 @@ def collapse(findings):
 
 
 def test_each_check_says_by_its_argument_what_it_takes():
-    assert {kind.__name__ for kind in checks_of("gradient")} == {"Health"}
-    assert {kind.__name__ for kind in checks_of("time")} == {"TimeUse"}
-    assert len(checks_of("step")[Clip]) == 1
+    assert {kind.__name__ for kind in checks_for("gradient")} == {"GradientHealth"}
+    assert {kind.__name__ for kind in checks_for("time")} == {"TimeUse"}
+    assert len(checks_for("step")[Clip]) == 1
 
 
 def test_an_equal_call_is_counted_and_another_line_is_another_finding():
@@ -70,5 +72,5 @@ def test_optimizers_have_findings_of_their_own():
 def test_what_is_no_longer_so_is_gone():
     findings = Findings()
     findings.judge_whole(skipping(0, 30), "gradient")
-    findings.judge_whole(Health(0), "gradient")
+    findings.judge_whole(GradientHealth(0), "gradient")
     assert not len(findings)

@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
+from ampwise.check.linter import CheckTask, check_texts
 from ampwise.finding import Place
-from ampwise.lint.check import Task, check_texts
-from ampwise.record.reader import Run
-from ampwise.record.rows import Seen
-from ampwise.record.writer import Writer
 from ampwise.rules import find_rule
-from ampwise.watch import fixes
-from ampwise.watch.fixes import add_diffs
+from ampwise.rules.evidence.rows import CountedFinding
+from ampwise.runs.reader import Run
+from ampwise.runs.writer import RecordWriter
+from ampwise.watch import fix_diffs as fixes
+from ampwise.watch.fix_diffs import add_diffs
 from ampwise.watch.watch import Watch
 
 ROOT = Path(__file__).parents[2]
@@ -92,7 +92,7 @@ for i in range(16):
 
 def run_watched(path, folder):
     """The findings of a script that is run here, as its record has them."""
-    with Watch(Writer.create(folder / "run"), timing=False) as watch:
+    with Watch(RecordWriter.create(folder / "run"), timing=False) as watch:
         try:
             runpy.run_path(str(path))
         except (AssertionError, RuntimeError) as error:  # torch's own, for a scaler that was driven wrongly
@@ -102,7 +102,7 @@ def run_watched(path, folder):
 
 
 def linted(text, code, file="train.py"):
-    task = Task((file,), {file: frozenset([code])}, {file: text})
+    task = CheckTask((file,), {file: frozenset([code])}, {file: text})
     return [finding for finding in check_texts(task).findings if finding.rule.code == code]
 
 
@@ -177,7 +177,7 @@ def test_a_line_off_is_still_in_the_loop_and_one_outside_is_not(tmp_path):
 
 
 def clip_at(path, line):
-    return Seen(finding=find_rule("AMP101").at(Place(file=str(path), line=line), "clipped too hard"))
+    return CountedFinding(finding=find_rule("AMP101").at(Place(file=str(path), line=line), "clipped too hard"))
 
 
 @pytest.mark.parametrize("what", ["changed since", "gone", "not Python", "too large", "suppressed"])
@@ -234,7 +234,7 @@ def test_a_failure_in_here_costs_the_diff_and_not_the_record(tmp_path, monkeypat
     monkeypatch.setattr(fixes, "_linted", fail)
     path = tmp_path / "train.py"
     path.write_text(CLIP)
-    with Watch(Writer.create(tmp_path / "run"), timing=False) as watch:
+    with Watch(RecordWriter.create(tmp_path / "run"), timing=False) as watch:
         runpy.run_path(str(path))
     assert watch.failures
     run = Run.read(tmp_path / "run")

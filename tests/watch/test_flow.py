@@ -1,4 +1,4 @@
-"""Which formats modules ran in: seen in one step, without a trace in the numbers, the graphs or what is saved."""
+"""Dtypes of modules: recorded in one step, without an effect on numbers, graphs or saved files."""
 
 import copy
 import io
@@ -9,11 +9,11 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from ampwise.formats.catalog import find_format
-from ampwise.watch import flow
-from ampwise.watch.asking import dtype_name, tensors_in
-from ampwise.watch.hook import Hook
-from ampwise.watch.models import plain_name
+from ampwise.numbers.formats.catalog import find_format
+from ampwise.watch import dtype_flow as flow
+from ampwise.watch.hooks import Hook
+from ampwise.watch.inspection import dtype_name, tensors_in
+from ampwise.watch.models import name_without_wrappers
 from ampwise.watch.watch import Watch
 
 
@@ -72,7 +72,7 @@ def hooks_of(model):
 
 
 def said(facts):
-    return [sentence for sentence in facts["not_measured"] if sentence.startswith("Which formats modules")]
+    return [sentence for sentence in facts["not_measured"] if sentence.startswith("Dtypes of modules")]
 
 
 def names(facts):
@@ -152,8 +152,8 @@ def test_what_is_computed_again_stays_in_its_order(reentrant):
 def test_wrappers_leave_no_trace_in_names():
     facts, _ = watched(lambda: train(nn.DataParallel(Net())))
     assert names(facts)[:3] == ["DataParallel", "Net", "embed"]
-    assert plain_name("module.submodule.weight") == "submodule.weight"
-    assert plain_name("_orig_mod.layers.0._checkpoint_wrapped_module.weight") == "layers.0.weight"
+    assert name_without_wrappers("module.submodule.weight") == "submodule.weight"
+    assert name_without_wrappers("_orig_mod.layers.0._checkpoint_wrapped_module.weight") == "layers.0.weight"
 
 
 def test_models_of_two_optimizers():
@@ -185,12 +185,12 @@ def test_there_is_an_end_to_the_rows(monkeypatch):
     monkeypatch.setattr(flow, "MOST", 3)
     facts, _ = watched(lambda: train(Net()))
     assert names(facts) == ["Net", "embed", "block"]
-    assert said(facts) == ["Which formats modules ran in: only the first 3 of them were looked at."]
+    assert said(facts) == ["Dtypes of modules: only the first 3 modules were recorded."]
 
 
 # What is not looked at, and why
 
-SHORT = "Which formats modules ran in was not looked at: the run ended before the second step of an optimizer did."
+SHORT = "Dtypes of modules were not recorded: the run ended before an optimizer's second step did."
 
 
 def compiled_function(model):
@@ -211,10 +211,10 @@ def inner_compiled(model):
 @pytest.mark.parametrize(
     ("make", "expected", "why"),
     [
-        (lambda model: torch.compile(model, backend="eager"), [], "Net left out; torch.compile has it"),
-        (compiled_in_place, [], "Net left out; torch.compile has it"),
-        (inner_compiled, ["Net", "embed", "head"], "Block left out; torch.compile has it"),
-        (compiled_function, [], "the script has compiled a function"),
+        (lambda model: torch.compile(model, backend="eager"), [], "Net left out; it is compiled"),
+        (compiled_in_place, [], "Net left out; it is compiled"),
+        (inner_compiled, ["Net", "embed", "head"], "Block left out; it is compiled"),
+        (compiled_function, [], "the script has a compiled function"),
     ],
 )
 def test_what_is_compiled_is_left_alone(make, expected, why):
@@ -240,7 +240,7 @@ def test_compiling_takes_the_hooks_off_first():
 
     facts, _ = watched(lambda: train(model, between=between))
     assert seen == [16, 2]
-    assert "those of Net were about to be compiled" in said(facts)[0]
+    assert "the modules of Net were about to be compiled" in said(facts)[0]
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -285,7 +285,7 @@ def test_a_scripted_model_takes_no_hooks_and_is_watched_all_the_same():
     assert not watch.failures
     assert watch.steps == 3
     (sentence,) = said(watch.facts())
-    assert sentence.endswith("left out; TorchScript takes no hooks.")
+    assert sentence.endswith("left out; TorchScript modules take no hooks.")
 
 
 def test_what_would_compute_otherwise_is_left_out():
@@ -293,7 +293,7 @@ def test_what_would_compute_otherwise_is_left_out():
     facts, _ = watched(lambda: train(nn.Sequential(layer, nn.Linear(8, 1)), inputs=torch.ones(2, 3, 8)))
     assert names(facts) == ["Sequential", "1"]
     assert said(facts) == [
-        "Which formats modules ran in: TransformerEncoderLayer left out; with a hook it would compute in another way."
+        "Dtypes of modules: TransformerEncoderLayer left out; a hook would switch off its fast path."
     ]
 
 
@@ -302,15 +302,13 @@ def test_parameters_of_no_model():
     facts, _ = watched(
         lambda: train(None, run=lambda x: x @ weight, optimizer=torch.optim.SGD([weight]), inputs=torch.ones(2, 4))
     )
-    assert said(facts) == [
-        "Which formats modules ran in was not looked at: none was found that has the parameters of SGD."
-    ]
+    assert said(facts) == ["Dtypes of modules were not recorded: no model was found with the parameters of SGD."]
 
 
 def test_modules_that_are_never_called():
     model = nn.Linear(4, 1)
     facts, _ = watched(lambda: train(model, run=lambda x: x @ model.weight.t() + model.bias, inputs=torch.ones(2, 4)))
-    assert said(facts) == ["Which formats modules ran in was not looked at: those of Linear were not seen to run."]
+    assert said(facts) == ["Dtypes of modules were not recorded: the modules of Linear never ran."]
 
 
 # Nothing of it is left

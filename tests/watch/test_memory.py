@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import nn
 
-from ampwise.watch.memory import Block, Memory, memory_facts
+from ampwise.watch.memory import OptimizerMemory, TensorBlock, memory_facts
 from ampwise.watch.watch import Watch
 
-NOTHING_TAKEN = "Memory of weights, gradients and optimizer state: no step was seen to be taken."
+NOTHING_TAKEN = "Memory of weights, gradients and optimizer state: no optimizer step was seen."
 
 
 def step(model, optimizer, inputs=None):
@@ -20,7 +20,7 @@ def step(model, optimizer, inputs=None):
 
 
 def held(*optimizers):
-    memory = Memory()
+    memory = OptimizerMemory()
     for index, optimizer in enumerate(optimizers):
         memory.take(index, optimizer)
     facts = memory.facts()
@@ -99,7 +99,7 @@ def test_of_what_is_shared_out_the_local_part():
 
 
 def test_it_is_taken_once_and_only_of_those_that_live():
-    memory = Memory()
+    memory = OptimizerMemory()
     for index in range(3):
         model = nn.Linear(4, 3)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -117,14 +117,14 @@ def test_it_is_taken_once_and_only_of_those_that_live():
 
 
 def on(device, *sizes, kind="parameters"):
-    return [Block(kind, "fp32", device, size) for size in sizes]
+    return [TensorBlock(kind, "fp32", device, size) for size in sizes]
 
 
 PEAK = {"peak_allocated": 100, "peak_reserved": 120, "total": 1000}
 
 
 def test_the_rest_is_what_the_peak_has_besides():
-    counter = Block("optimizer", "fp32", "cpu", 4, is_counter=True)
+    counter = TensorBlock("optimizer", "fp32", "cpu", 4, is_counter=True)
     blocks = [*on("cuda:0", 20, 5), *on("cuda:0", 25, kind="gradients"), counter]
     (row,) = memory_facts(blocks, {"cuda:0": PEAK}, 7)["devices"].values()
     assert row == {**PEAK, "parameters": 25, "buffers": 0, "gradients": 25, "optimizer": 0, "rest": 50}
@@ -197,7 +197,7 @@ def test_without_a_step_only_the_host_is_known():
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_the_hosts_peak_is_in_bytes():
-    told = Memory().facts()["host_peak"]
+    told = OptimizerMemory().facts()["host_peak"]
     lines = Path("/proc/self/status").read_text().splitlines()
     (peak,) = [int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM")]
     assert 0.5 * peak < told < 2 * peak

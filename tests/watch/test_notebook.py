@@ -8,7 +8,7 @@ from traceback import walk_tb
 
 import pytest
 
-from ampwise.record.reader import Run
+from ampwise.runs.reader import Run
 
 pytest.importorskip("IPython")
 

@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import ampwise
-from ampwise.census import census
+from ampwise import census
 from ampwise.watch.watch import Watch
 
 STEPS = 12

@@ -13,10 +13,10 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from ampwise.trace.kept import as_they_were
+from ampwise.trace.python_state import attributes_restored
 from ampwise.watch.bad_steps import APART
-from ampwise.watch.calls import MOST, Calls
-from ampwise.watch.replaying import _backward, _forget_poisoned_statistics
+from ampwise.watch.model_calls import MOST, ModelCalls
+from ampwise.watch.step_replay import _backward, _reset_bad_statistics
 from ampwise.watch.watch import Watch
 
 HERE = Path(__file__).name
@@ -111,9 +111,7 @@ def test_a_product_that_leaves_fp16_is_named_with_line_module_and_step(fused):
     assert traced(found)["op"] == "aten.mul.Tensor"
     assert traced(found)["symptom"] == "loss"
     assert any(trial["finite"] for trial in traced(found)["trials"])
-    assert traced(found)["remarks"][-1] == (
-        "The remedies were tried on the model's output: gradients are those of its mean."
-    )
+    assert traced(found)["remarks"][-1] == ("Fixes were tried on the mean of the model's output, not on the loss.")
     assert not about_replays(watch)
 
 
@@ -304,8 +302,8 @@ def test_statistics_that_the_bad_step_has_left_are_put_aside():
     for each in (trained, other):
         each.running_mean.fill_(math.nan)
     buffer = trained.running_mean
-    with as_they_were([trained, other]):
-        _forget_poisoned_statistics([trained, other])
+    with attributes_restored([trained, other]):
+        _reset_bad_statistics([trained, other])
         assert trained.running_mean.tolist() == [0.0, 0.0]
         assert other.running_mean.isnan().all()  # these are read, and may be the cause
     assert trained.running_mean is buffer
@@ -322,13 +320,13 @@ def test_a_fault_of_the_loss_function_is_said_to_lie_behind_the_model():
     assert not ops_in(watch)
     (sentence, *_) = about_replays(watch)
     assert sentence == (
-        "Step 1 was replayed, and Net is finite. What went bad lies after its output, which a run cannot replay, or "
-        "does not come again; `ampwise.trace(loss_fn, batch)` can look there."
+        "Step 1 was replayed, and Net is finite. The bad value arises after its output, which cannot be replayed, or "
+        "is not reproducible; `ampwise.trace(loss_fn, batch)` can look there."
     )
     (loss,) = [seen.finding for seen in watch.seen() if seen.finding.rule.code == "AMP612"]
     assert loss.fix == (
-        "The model's own part is finite: it arose between its output and the loss. Put that into a function, and ask "
-        "`ampwise.trace(loss_fn, x, y)`."
+        "The model's output is finite: the bad value arises between it and the loss. Put that code into a function and "
+        "run `ampwise.trace(loss_fn, x, y)`."
     )
 
 
@@ -342,8 +340,8 @@ def test_where_the_operation_is_named_the_symptoms_point_to_it():
 @pytest.mark.parametrize(
     ("read_up_to", "said"),
     [
-        (2, "the weights were finite before, so it arose in this forward pass, from the data or an operation"),
-        (1, "whether the weights were finite before is not known"),
+        (2, "the weights were finite before, so it originated in this forward pass, from the data or an operation"),
+        (1, "it is unknown whether the weights were finite before"),
     ],
 )
 def test_weights_whose_last_gradients_nobody_has_read_are_not_called_finite(read_up_to, said):
@@ -351,7 +349,7 @@ def test_weights_whose_last_gradients_nobody_has_read_are_not_called_finite(read
         model = nn.Linear(4, 1)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         for step in (1, 2, 3):
-            watch._gradients._reads.asked = lambda step=step: step <= read_up_to
+            watch._gradients._reads.is_due = lambda step=step: step <= read_up_to
             optimizer.zero_grad()
             (model(torch.ones(2, 4)).mean() + (math.nan if step == 3 else 0.0)).backward()
             optimizer.step()
@@ -371,8 +369,8 @@ def test_what_the_script_computes_between_two_models_is_no_batch():
     watch = watched(script)
     assert not ops_in(watch)
     assert about_replays(watch) == [
-        "Step 1 was replayed: `input (2)`, which the script has computed and given to its model, is not finite; what "
-        "computes it lies outside of models, where a run cannot replay."
+        "Step 1 was replayed: the model's input `input (2)`, which the script has computed, is not finite; the code "
+        "that computes it is outside of the models and cannot be replayed."
     ]
 
 
@@ -425,7 +423,7 @@ def test_a_wrapped_model_is_replayed_as_a_whole():
 def test_inputs_that_were_written_to_are_not_replayed():
     watch = watched(lambda: train_in_half(before_backward=lambda x: x.zero_()))
     assert not ops_in(watch)
-    assert about_replays(watch) == ["Step 4 could not be replayed: what Net was given was written to since."]
+    assert about_replays(watch) == ["Step 4 could not be replayed: the inputs of Net have been modified since."]
 
 
 def test_a_batch_that_a_script_empties_is_still_there():
@@ -467,7 +465,7 @@ def test_a_model_that_fails_when_it_runs_again_is_said_to():
 
     with Watch(every=1, timing=False) as watch:
         script()
-    assert about_replays(watch) == ["Step 1 could not be replayed: the model, run again, fails with StopIteration."]
+    assert about_replays(watch) == ["Step 1 could not be replayed: running the model again failed with StopIteration."]
 
 
 # Ordinary overflow
@@ -514,8 +512,8 @@ def test_no_more_than_a_few_steps_are_replayed(monkeypatch):
         replayed.append(step.number)
         return explain(calls, step)
 
-    explain = bad_steps.explain
-    monkeypatch.setattr(bad_steps, "explain", counted)
+    explain = bad_steps.replay_step
+    monkeypatch.setattr(bad_steps, "replay_step", counted)
     watched(lambda: train_in_half(steps=20, bad=range(2, 21)))
     assert replayed == [2, 3, 5, 9, 17]
     assert APART > 20
@@ -573,7 +571,7 @@ def test_all_goes_on_as_it_would_have(kind, fused, capfd):
 
 def test_the_watch_does_not_count_what_it_runs_itself():
     watch = watched(lambda: train_in_half(steps=8, bad=(2,), model=None))
-    assert sum(watch._tracker.conduct.forwards.values()) == 8
+    assert sum(watch._tracker.run_events.forwards.values()) == 8
     assert watch._kinds["Backward"] == 8
     assert watch.steps == 8
 
@@ -609,7 +607,7 @@ def test_a_compiled_model_is_replayed_as_written_and_compiled_once(part):
     found = only_op_in(watched(script))
     assert len(compiled) == 2 * alone
     assert found.rule.name == "bad-batch"
-    assert "It runs compiled; the replay, as written, fails too." in traced(found)["remarks"]
+    assert "The model is compiled; the eager replay fails too." in traced(found)["remarks"]
 
 
 def test_a_step_within_the_scripts_own_autocast():
@@ -683,9 +681,9 @@ def test_copies_of_a_model_and_its_output_bear_nothing_of_ours(tmp_path):
 
 def test_our_engine_explains_its_steps_itself():
     watch = Watch(every=1, timing=False)
-    calls = Calls()
-    calls.leave(0)
-    assert calls.leaves(0)
+    calls = ModelCalls()
+    calls.ignore(0)
+    assert calls.is_ignored(0)
     finding = only_op_in(watched(train_in_half))
     watch.explained(finding, 7)
     (seen,) = list(watch.findings)

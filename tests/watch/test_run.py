@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from ampwise.record.reader import Run
-from ampwise.report.verdict import setup
+from ampwise.report.verdict import setup_of
+from ampwise.runs.reader import Run
 
 from ..night import by_night
 
@@ -317,7 +317,7 @@ def test_the_rank_that_went_bad_is_named_and_the_others_guess_no_more(write, wat
     ("words", "said"),
     [
         (["no_such.py"], "no_such.py: no such file. For a module: ampwise run -m no_such."),
-        (["folder"], "folder is a folder without __main__.py. Name the script in it."),
+        (["folder"], "folder is a folder without __main__.py. Give the path of a script."),
         (["--every", "0", "train.py"], "--every"),
         (["--capsule", "train.py/saved", "train.py"], "train.py is not a folder. Name another folder."),
         ([], "SCRIPT"),
@@ -339,7 +339,7 @@ def test_a_record_is_not_written_over_by_accident(write, tmp_path):
     assert ampwise("run", "-q", "-o", "run", "train.py", folder=tmp_path).returncode == 0
     again = ampwise("run", "-q", "-o", "run", "train.py", folder=tmp_path)
     assert (again.returncode, again.stdout) == (2, "")
-    assert "run exists and holds a record; -f writes over it, -o names another." in again.stderr
+    assert "run already holds a record; -f overwrites it, -o names another folder." in again.stderr
     assert ampwise("run", "-q", "-f", "-o", "run", "train.py", folder=tmp_path).returncode == 0
 
 
@@ -375,7 +375,7 @@ def test_a_record_says_what_runs_before_the_end(write, watched, tmp_path):
     end = Run.read(tmp_path / "run")
     assert run.facts["precision"] == end.facts["precision"] == "fp16"
     assert run.facts["optimizers"] == end.facts["optimizers"] == [{"index": 0, "name": "SGD", "model": "Linear"}]
-    assert setup(run) == setup(end) == " (fp16, scaler)"
+    assert setup_of(run) == setup_of(end) == " (fp16, scaler)"
 
 
 def _read_until(folder, holds, seconds=120.0):

@@ -11,7 +11,7 @@ from torch.profiler import ProfilerActivity
 from torch.utils.flop_counter import FlopCounterMode
 
 from ampwise.watch.patches import Patches
-from ampwise.watch.timing import Timing
+from ampwise.watch.timing import RunTiming
 
 pytestmark = pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")  # a CPU without BF16, which works all the same
 
@@ -30,7 +30,7 @@ class Run:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
         self.x = torch.randn(BATCH, SIZE_IN)
         self.patches = Patches()
-        self.timing = Timing(self.patches, **settings)
+        self.timing = RunTiming(self.patches, **settings)
         self.step_number = 0
 
     def loss(self):
@@ -83,8 +83,8 @@ def test_matrix_work_is_what_one_counts_by_hand(make, precision, name, compiled)
     assert use.flops_by_precision == {name: by_hand()}
     assert use.half_share == (0 if name == "fp32" else 1)
     assert use.profiled_steps == 1
-    assert sum(product.count for product in use.matrix_products) == 5
-    assert all(product.aligned for product in use.matrix_products)
+    assert sum(product.count for product in use.matmuls) == 5
+    assert all(product.aligned for product in use.matmuls)
 
 
 class Attending(nn.Module):
@@ -117,15 +117,13 @@ def test_every_kind_of_product_agrees_with_torchs_own_counter(make, precision):
     run.steps(3)
     use = run.timing.use()
     attention = "_scaled_dot_product_flash_attention_for_cpu"
-    counted = {
-        f"{attention}{way}": sum(p.flops for p in use.matrix_products if p.op == f"{attention}{way}") for way in WAYS
-    }
+    counted = {f"{attention}{way}": sum(p.flops for p in use.matmuls if p.op == f"{attention}{way}") for way in WAYS}
     # Attention on a CPU is not on that counter's list: two products forward, five backward.
     once = 2 * (BATCH // 8 * 2) * 192 * 192 * 4
     assert list(counted.values()) == [2 * once, 5 * once]
     assert use.flops - sum(counted.values()) == counter.get_total_flops()
     assert use.half_share == (0 if precision is None else 1)
-    ops = {product.op for product in use.matrix_products}
+    ops = {product.op for product in use.matmuls}
     assert {"convolution", "convolution_backward", "mm", "bmm", "baddbmm"} < ops
 
 
@@ -152,12 +150,12 @@ def test_what_runs_outside_autocast_is_seen_in_fp32(make):
     assert use.half_share == 0.5
 
 
-@pytest.mark.skipif(torch.__version__ < "2.12", reason="this torch's profiler tells no strides")
+@pytest.mark.skipif(torch.__version__ < "2.12", reason="this torch's profiler does not record strides")
 def test_sizes_off_alignment_are_those_of_rows_in_memory(make):
     run = make(nn.Sequential(nn.Linear(SIZE_IN, 33), nn.Linear(33, 8)), profile_at=(3,))
     run.x = torch.randn(13, SIZE_IN)  # an odd number of rows shifts no row
     run.steps(3)
-    products = run.timing.use().matrix_products
+    products = run.timing.use().matmuls
     assert {product.shape: product.aligned for product in products} == {
         "13×32 @ 32×33": False,
         "13×33 @ 33×8": False,
@@ -168,7 +166,7 @@ def test_sizes_off_alignment_are_those_of_rows_in_memory(make):
     clean = make(profile_at=(3,))
     clean.x = torch.randn(13, SIZE_IN)
     clean.steps(3)
-    assert all(product.aligned for product in clean.timing.use().matrix_products)
+    assert all(product.aligned for product in clean.timing.use().matmuls)
 
 
 def test_casts_and_the_other_kinds_of_work_are_told_apart(make):
@@ -278,7 +276,7 @@ def test_a_scripts_profiler_that_only_warms_up_is_left_alone(make):
             run.step()
             theirs.step()
     assert [event.count for event in ready[0] if event.key == "aten::mm"] == [3]
-    assert "matrix work and casts: the script's own profiler was on" in run.timing.use().not_measured
+    assert "matmuls and casts: the script's own profiler was on" in run.timing.use().not_measured
 
 
 def test_ours_stays_away_from_a_script_that_profiles_every_step(make):
@@ -289,7 +287,7 @@ def test_ours_stays_away_from_a_script_that_profiles_every_step(make):
         run.step()
     use = run.timing.use()
     assert not use.profiled_steps
-    assert "matrix work and casts: the script's own profiler was on" in use.not_measured
+    assert "matmuls and casts: the script's own profiler was on" in use.not_measured
 
 
 def test_everything_is_put_back():
@@ -320,7 +318,7 @@ def test_a_failure_is_a_sentence_and_training_goes_on(make, monkeypatch, method)
     assert not torch.autograd._profiler_enabled()
     assert not torch.autograd.profiler._is_profiler_enabled
     use = run.timing.use()
-    assert "matrix work and casts: RuntimeError: no profiler today" in use.not_measured
+    assert "matmuls and casts: RuntimeError: no profiler today" in use.not_measured
     assert use.flops == 0
     assert use.cast_share is None
 
@@ -329,8 +327,8 @@ def test_what_was_not_measured_is_said(make):
     run = make(profile_at=(6,))
     run.steps(2)
     assert run.timing.use().not_measured == (
-        "matrix work and casts: the run ended before its step 6 did",
-        "waits of the host for the device: the run used no CUDA device",
+        "matmuls and casts: the run ended before step 6 did",
+        "host-device syncs: the run did not use a CUDA device",
         "waiting for data: the run ended within its first 3 steps",
     )
 

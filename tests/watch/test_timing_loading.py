@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from ampwise.rules.time import data_stall
 from ampwise.watch.patches import Patches
-from ampwise.watch.timing import Timing
+from ampwise.watch.timing import RunTiming
 
 
 class Slow(Dataset):
@@ -53,7 +53,7 @@ def train(timing, loader, work):
 
 def test_the_share_is_exact_on_a_clock_of_our_own(patches):
     clock = Clock()
-    timing = Timing(patches, profile_at=(), clock=clock)
+    timing = RunTiming(patches, profile_at=(), clock=clock)
     loader = DataLoader(Slow(lambda: clock.wait(3)), batch_size=None)
     assert train(timing, loader, lambda: clock.wait(1)) == [float(index) for index in range(12)]
     use = timing.use()
@@ -63,12 +63,12 @@ def test_the_share_is_exact_on_a_clock_of_our_own(patches):
     assert site.function == "train"
     (finding,) = data_stall.check(use)
     assert finding.place == site.place
-    assert finding.message == "75% of the time is spent waiting for data: 3000 ms a step"
+    assert finding.message == "75% of the time is spent waiting for data: 3000 ms per step"
 
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_waits_are_measured_on_the_real_clock(patches, workers):
-    timing = Timing(patches, profile_at=())
+    timing = RunTiming(patches, profile_at=())
     loader = DataLoader(Slow(lambda: time.sleep(0.03)), batch_size=None, num_workers=workers)
     train(timing, loader, lambda: None)
     use = timing.use()
@@ -78,7 +78,7 @@ def test_waits_are_measured_on_the_real_clock(patches, workers):
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_fast_dataset_stays_silent(patches, workers):
     clock = Clock()
-    timing = Timing(patches, profile_at=(), clock=clock)
+    timing = RunTiming(patches, profile_at=(), clock=clock)
     loader = DataLoader(Slow(lambda: None), batch_size=None, num_workers=workers)
     train(timing, loader, lambda: clock.wait(1))
     use = timing.use()
@@ -96,14 +96,14 @@ class Nested(IterableDataset):
 
 def test_a_loader_that_reads_another_waits_once(patches):
     clock = Clock()
-    timing = Timing(patches, profile_at=(), clock=clock)
+    timing = RunTiming(patches, profile_at=(), clock=clock)
     inner = DataLoader(Slow(lambda: clock.wait(3)), batch_size=None)
     train(timing, DataLoader(Nested(inner), batch_size=None), lambda: clock.wait(1))
     assert timing.use().data_wait_share == 0.75
 
 
 def test_a_thread_that_fetches_ahead_keeps_nobody_waiting(patches):
-    timing = Timing(patches, profile_at=())
+    timing = RunTiming(patches, profile_at=())
     fetched = []
     thread = threading.Thread(target=lambda: fetched.extend(DataLoader(Slow(lambda: None), batch_size=None)))
     timing.step_ended(4)
@@ -118,7 +118,7 @@ def test_what_a_dataset_raises_comes_through(patches):
     def broken():
         raise KeyError("no such image")
 
-    timing = Timing(patches, profile_at=())
+    timing = RunTiming(patches, profile_at=())
     with pytest.raises(KeyError, match="no such image"):
         next(iter(DataLoader(Slow(broken), batch_size=None)))
     timing.step_ended(4)

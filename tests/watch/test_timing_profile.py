@@ -4,15 +4,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ampwise.watch.matrix_work import Call, product
-from ampwise.watch.profile import KINDS, OURS, HostOp, Kernel, Profile, read
+from ampwise.watch.matmul_work import OperatorCall, matmul_of
+from ampwise.watch.profile import KINDS, OURS, DeviceKernel, HostOp, Profile, read
 
 HALF, FULL = "c10::Half", "float"
 
 
 def call(name, *shapes, formats=FULL, strides=(), values=None):
     formats = [formats] * len(shapes) if isinstance(formats, str) else formats
-    return Call(
+    return OperatorCall(
         name=name, shapes=shapes, strides=strides or [rows(shape) for shape in shapes], formats=formats, values=values
     )
 
@@ -38,7 +38,7 @@ class Recorded:
         self.ops.append(None)
         self.now += 10
         if kernel:
-            self.kernels.append(Kernel(name=kernel_name, duration=kernel, launched_by=number))
+            self.kernels.append(DeviceKernel(name=kernel_name, duration=kernel, launched_by=number))
         for inner in within:
             inner()
         self.now += 10
@@ -131,22 +131,24 @@ def test_what_cannot_be_counted_is_said(recorded):
     recorded.run("aten::_cudnn_rnn", kernel=1)
     recorded.run("aten::x", kernel=1, kernel_name="triton_tem_fused_mm_1")
     assert recorded.read().unknown == (
-        "the work of aten::mm: its sizes are not those of plain matrices",
-        "the matrix work inside aten::_cudnn_rnn: it is one operator to torch",
-        "the work of matrix products that torch.compile wrote as kernels of its own",
+        "the FLOPs of aten::mm: its inputs are not plain matrices",
+        "matmuls inside aten::_cudnn_rnn: torch profiles it as one operator",
+        "the FLOPs of matmuls that torch.compile wrote as Triton kernels",
     )
 
 
 def test_a_replayed_graph_is_recognised():
-    kernels = [Kernel(name="sm90_xmma_gemm", duration=5)]
+    kernels = [DeviceKernel(name="sm90_xmma_gemm", duration=5)]
     assert read([], kernels).unknown == (
-        "matrix work: the device ran kernels and no operator was called (a replayed CUDA graph)",
+        "matmuls: the device ran kernels and no operator was called (a replayed CUDA graph)",
     )
 
 
 def test_without_strides_the_rows_of_the_result_tell():
-    bare = [Call(name="aten::mm", shapes=[(8, 16), (16, n)], strides=None, formats=[HALF, HALF]) for n in (24, 25)]
-    assert [product(each).aligned for each in bare] == [True, False]
+    bare = [
+        OperatorCall(name="aten::mm", shapes=[(8, 16), (16, n)], strides=None, formats=[HALF, HALF]) for n in (24, 25)
+    ]
+    assert [matmul_of(each).aligned for each in bare] == [True, False]
 
 
 @pytest.mark.parametrize(
@@ -164,18 +166,18 @@ def test_without_strides_the_rows_of_the_result_tell():
     ],
 )
 def test_rows_begin_at_whole_words_or_do_not(shapes, strides, format, aligned):
-    assert product(call("aten::mm", *shapes, strides=strides, formats=format)).aligned is aligned
+    assert matmul_of(call("aten::mm", *shapes, strides=strides, formats=format)).aligned is aligned
 
 
 @given(st.integers(1, 9), st.integers(1, 9), st.integers(1, 9), st.integers(1, 9))
 def test_a_batch_of_products_is_as_much_work_as_the_products(batch, first, inner, last):
-    one = product(call("aten::mm", (first, inner), (inner, last))).flops
-    assert product(call("aten::bmm", (batch, first, inner), (batch, inner, last))).flops == batch * one
-    assert product(call("aten::addmm", (last,), (first, inner), (inner, last))).flops == one
+    one = matmul_of(call("aten::mm", (first, inner), (inner, last))).flops
+    assert matmul_of(call("aten::bmm", (batch, first, inner), (batch, inner, last))).flops == batch * one
+    assert matmul_of(call("aten::addmm", (last,), (first, inner), (inner, last))).flops == one
 
 
 kinds = st.dictionaries(st.sampled_from(KINDS), st.integers(1, 2**20).map(float))
-products = st.lists(st.sampled_from([product(MM), product(MM_FULL)]), max_size=4).map(tuple)
+products = st.lists(st.sampled_from([matmul_of(MM), matmul_of(MM_FULL)]), max_size=4).map(tuple)
 profiles = st.builds(Profile, products=products, seconds=kinds, unknown=st.just(("x",)))
 
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from ampwise.watch.patches import Patches
-from ampwise.watch.timing import Timing
-from ampwise.watch.waits import Waits
+from ampwise.watch.sync_counter import SyncCounter
+from ampwise.watch.timing import RunTiming
 
 TEXT = "called a synchronizing CUDA operation (Triggered internally at CUDAFunctions.cpp:150.)"
 
@@ -42,9 +42,9 @@ def device():
 
 @pytest.fixture
 def waits(device):
-    made = Waits(set_mode=device.set, get_mode=lambda: device.mode)
+    made = SyncCounter(set_mode=device.set, get_mode=lambda: device.mode)
     yield made
-    made.heard()
+    made.stop()
 
 
 def test_the_test_can_fail(device):
@@ -62,21 +62,21 @@ def test_waits_are_counted_by_line(waits):
     for _ in range(3):
         item()
     item()
-    heard = waits.heard()
-    assert list(heard.values()) == [3, 1]
-    one, other = heard
+    counts = waits.stop()
+    assert list(counts.values()) == [3, 1]
+    one, other = counts
     assert other.line == one.line + 1
-    assert {site.file for site in heard} == {__file__}
-    assert {site.function for site in heard} == {"test_waits_are_counted_by_line"}
+    assert {site.file for site in counts} == {__file__}
+    assert {site.function for site in counts} == {"test_waits_are_counted_by_line"}
 
 
 def test_listening_has_an_end(device, waits):
     device.item()
     waits.listen()
     device.item()
-    assert sum(waits.heard().values()) == 1
+    assert sum(waits.stop().values()) == 1
     device.item()
-    assert waits.heard() == {}
+    assert waits.stop() == {}
     assert device.mode == 0
 
 
@@ -91,7 +91,7 @@ def test_the_scripts_own_warnings_and_filters_are_its_own(device, waits):
         warnings.warn("of the script", stacklevel=1)
         device.item()
     assert [str(one.message) for one in caught] == ["of the script"]
-    waits.heard()
+    waits.stop()
     assert warnings.filters == before
 
 
@@ -106,7 +106,7 @@ def test_a_filter_of_the_scripts_does_not_turn_waits_into_errors(device, waits):
             warnings.simplefilter("error")
             device.item()
         device.item()
-        assert sum(waits.heard().values()) == 3, "not the one while the script catches warnings"
+        assert sum(waits.stop().values()) == 3, "not the one while the script catches warnings"
         assert warnings.filters == []
 
 
@@ -120,7 +120,7 @@ def test_what_the_script_warns_of_once_is_not_warned_of_again(device, waits):
                 waits.listen()
             device.item()
             warnings.warn("said once", stacklevel=1)
-            waits.heard()
+            waits.stop()
     assert said == ["said once"]
 
 
@@ -144,7 +144,7 @@ def test_our_own_work_is_not_listened_to(device, waits):
     with waits.paused():
         device.item()
     device.item()
-    assert sum(waits.heard().values()) == 1
+    assert sum(waits.stop().values()) == 1
 
 
 def test_everything_is_put_back(device, waits):
@@ -152,7 +152,7 @@ def test_everything_is_put_back(device, waits):
     before = [getattr(warnings, name) for name in names], dict(vars(warnings.catch_warnings))
     setter = torch.cuda.set_sync_debug_mode
     waits.listen()
-    waits.heard()
+    waits.stop()
     assert ([getattr(warnings, name) for name in names], dict(vars(warnings.catch_warnings))) == before
     assert torch.cuda.set_sync_debug_mode is setter
 
@@ -160,7 +160,7 @@ def test_everything_is_put_back(device, waits):
 def test_steps_are_sampled(device, waits, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     patches = Patches()
-    timing = Timing(patches, profile_at=(), sync_every=5, waits=waits)
+    timing = RunTiming(patches, profile_at=(), sync_every=5, waits=waits)
     listened = []
     for number in range(1, 13):
         if waits.listening:
@@ -174,21 +174,21 @@ def test_steps_are_sampled(device, waits, monkeypatch):
     patches.undo()
     assert listened == [4, 9]
     assert (use.sync_steps, use.syncs_per_step) == (2, 2)
-    assert not any("waits of the host" in sentence for sentence in use.not_measured)
+    assert not any("host-device syncs" in sentence for sentence in use.not_measured)
 
 
 @pytest.mark.gpu
 def test_on_a_gpu_each_wait_is_heard_at_its_line(capfd):
     x = torch.ones(4, device="cuda")
-    waits = Waits()
+    waits = SyncCounter()
     assert waits.listen()
     for _ in range(3):
         x.sum().item()
     x.sum().mul_(2)
-    heard = waits.heard()
+    counts = waits.stop()
     x.sum().item()
-    assert list(heard.values()) == [3]
-    (site,) = heard
+    assert list(counts.values()) == [3]
+    (site,) = counts
     assert site.file == __file__
     assert torch.cuda.get_sync_debug_mode() == 0
     assert capfd.readouterr().err == ""
@@ -197,7 +197,7 @@ def test_on_a_gpu_each_wait_is_heard_at_its_line(capfd):
 @pytest.mark.gpu
 def test_on_a_gpu_time_is_that_of_its_kernels(capfd):
     patches = Patches()
-    timing = Timing(patches, profile_at=(6,))
+    timing = RunTiming(patches, profile_at=(6,))
     model = torch.nn.Sequential(torch.nn.Linear(512, 1001), torch.nn.LayerNorm(1001), torch.nn.Linear(1001, 512)).cuda()
     optimizer = torch.optim.AdamW(model.parameters())
     x = torch.randn(1024, 512, device="cuda")
@@ -213,7 +213,7 @@ def test_on_a_gpu_time_is_that_of_its_kernels(capfd):
     patches.undo()
     assert use.device == "cuda"
     assert use.flops_by_precision == {"bf16": 5 * 2 * 1024 * 512 * 1001}
-    assert any(product.aligned is False for product in use.matrix_products)  # all of them, where strides are told
+    assert any(product.aligned is False for product in use.matmuls)  # all of them, where strides are told
     assert 0 < use.cast_share < 1
     assert {"matrix", "casts", "normalisation", "optimizer"} <= set(use.time_by_kind)
     assert use.syncs_per_step == 1

@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 from ampwise.errors import BadInput
-from ampwise.record.reader import Run
 from ampwise.report.as_json import as_json
+from ampwise.runs.reader import Run
 
 from ..night import by_night
 

@@ -1,11 +1,11 @@
-"""The verbs of the command line with their options; and the exit codes."""
+"""The commands of the command line with their options, and the exit codes."""
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator
 
-from ampwise.cli import INTERRUPTED, READER_GONE, build_parser, verbs
+from ampwise.cli import INTERRUPTED, READER_GONE, build_parser, commands
 
 __all__ = ["command_lines"]
 
@@ -14,10 +14,10 @@ def command_lines() -> Iterator[str]:
     yield "exit codes: 0 clean, 1 findings or a no, 2 could not do what was asked, " + (
         f"{INTERRUPTED} interrupted, {READER_GONE} the reader has gone; of `run`, the script's own"
     )
-    for verb in verbs():
-        choices = next(a for a in build_parser([verb])._actions if isinstance(a, argparse._SubParsersAction)).choices
-        yield f"ampwise {verb}"
-        actions = [action for action in choices[verb]._actions if action.help != argparse.SUPPRESS]
+    for name in commands():
+        choices = next(a for a in build_parser([name])._actions if isinstance(a, argparse._SubParsersAction)).choices
+        yield f"ampwise {name}"
+        actions = [action for action in choices[name]._actions if action.help != argparse.SUPPRESS]
         yield from sorted(f"    {_line(action)}" for action in actions)
 
 

@@ -136,7 +136,12 @@ def _defines(node: ast.stmt) -> list[str]:
     if isinstance(node, Function | ast.ClassDef):
         return [node.name]
     targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
-    return [name.id for target in targets for name in ast.walk(target) if isinstance(name, ast.Name)]
+    return [
+        name.id
+        for target in targets
+        for name in ast.walk(target)
+        if isinstance(name, ast.Name) and isinstance(name.ctx, ast.Store)
+    ]
 
 
 def _value(node: ast.stmt) -> ast.expr | None:

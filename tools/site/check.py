@@ -1,6 +1,6 @@
-"""Whether the pages of the built site hold together: each link leads somewhere, and nothing is fetched from elsewhere.
+"""Check the built site: every link has a target, and nothing is fetched from other sites.
 
-python -m tools.site.check build/site    exit 1, with what is wrong, page by page
+python -m tools.site.check build/site    exit 1, with the problems of each page
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from urllib.parse import unquote, urljoin, urlsplit
 
 __all__ = ["Page", "main", "problems", "read"]
 
-# Attributes whose value a browser fetches by itself, by tag.
+# Attributes whose value a browser fetches automatically, by tag.
 FETCHED = {
     "audio": {"src"},
     "embed": {"src"},
@@ -32,7 +32,7 @@ FETCHED = {
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """What a page has and asks for: ids, links that a reader may follow, and what the browser fetches."""
+    """Ids, links and fetched resources of a page."""
 
     ids: set[str] = field(default_factory=set)
     links: set[str] = field(default_factory=set)

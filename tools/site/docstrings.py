@@ -1,7 +1,6 @@
-"""Docstrings as Sphinx takes them. Ours are plain text: ``name: what it is``, with the lines that follow indented.
+"""Sphinx extension: convert plain-text docstrings, with lines like ``name: description``, to reST.
 
-Names of parameters become fields. A room that can be called as the function it shares its name with is shown as that
-function, as a reader calls it: ``ampwise.census``.
+Names of parameters become fields. A callable package is shown as the function of the same name: ``ampwise.trace``.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ def _signature(
 
 
 def _function(thing: Any) -> Any:
-    """What a room is called as, else the thing itself."""
+    """Return the function of a callable package, else the thing itself."""
     if inspect.ismodule(thing) and callable(thing):
         return getattr(thing, thing.__name__.rpartition(".")[2])
     return thing
@@ -57,7 +56,7 @@ def _parameters(thing: Any) -> set[str]:
 
 
 def with_fields(lines: Iterable[str], parameters: set[str]) -> Iterator[str]:
-    """Each line that begins with names of parameters, and what is indented below it, as a field of its own."""
+    """Yield the lines, with each line that starts with parameter names, and its indented lines, as a field."""
     in_field = False
     for line in lines:
         found = PARAMETERS.fullmatch(line)
@@ -65,7 +64,7 @@ def with_fields(lines: Iterable[str], parameters: set[str]) -> Iterator[str]:
             if not in_field:
                 yield ""
             in_field = True
-            yield f":param {found['names'].replace(', ', '/')}: {found['text']}"  # a field has one word for a name
+            yield f":param {found['names'].replace(', ', '/')}: {found['text']}"  # a field's name is one word
         elif in_field and line and not line.startswith(" "):
             in_field = False
             yield from ("", line)

@@ -1,7 +1,7 @@
-"""Links as code hosts take them, which the site's pages have too: to files of the repository, and to ``<a id>``.
+"""Sphinx extension: links to files of the repository and to ``<a id>``, as on code hosts.
 
-A file outside docs/ is linked to by its path (``../examples/char_gpt.py``), since that works wherever the repository is
-read. In the site such a link leads to the page that includes the file, where there is one, else to a page made of it.
+A file outside docs/ is linked by its path (``../examples/char_gpt.py``), which also works on code hosts. On the site
+such a link leads to the page that includes the file, if there is one, else to a page generated from it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ __all__ = ["FOLDER", "included", "page_of"]
 
 INCLUDED = re.compile(r"^```\{include\} (\S+)$", re.MULTILINE)
 ANCHOR = re.compile(r'^<a id="([^"]+)"></a>$', re.MULTILINE)
-FOLDER = "files"  # of the site, for pages made of files
+FOLDER = "files"  # of the site, for pages generated from files
 
 _their_link = SphinxRenderer.render_link_unknown
 
@@ -45,7 +45,7 @@ def setup(app: Sphinx) -> dict[str, Any]:
 
 @cache
 def included(docs: Path) -> dict[Path, Path]:
-    """Files outside docs/ that a page includes, and the page."""
+    """Return the files outside docs/ that pages include, and the page of each."""
     return {
         (page.parent / path).resolve(): page
         for page in sorted(docs.rglob("*.md"))
@@ -54,7 +54,7 @@ def included(docs: Path) -> dict[Path, Path]:
 
 
 def page_of(file: Path, root: Path) -> str:
-    """The name of the page that is made of a file."""
+    """Return the name of the page generated from a file."""
     return f"{FOLDER}/{file.relative_to(root).as_posix()}"
 
 
@@ -84,7 +84,7 @@ def _link(self: SphinxRenderer, token: SyntaxTreeNode) -> None:
 
 
 def _files(env: BuildEnvironment) -> dict[str, set[Path]]:
-    """Files that are linked to, by page."""
+    """Return the linked files by page."""
     if not hasattr(env, "linked_files"):
         env.linked_files = {}  # type: ignore[attr-defined]
     found: dict[str, set[Path]] = env.linked_files  # type: ignore[attr-defined]
@@ -108,7 +108,7 @@ def _pages(app: Sphinx) -> Iterator[tuple[str, dict[str, Any], str]]:
 
 
 def _highlighted(file: Path) -> str:
-    """The file's text, whose lines are ``#L1``, ``#L2``, as on code hosts."""
+    """Return the file's text as HTML; its lines are ``#L1``, ``#L2``, as on code hosts."""
     try:
         lexer = get_lexer_for_filename(file.name)
     except ClassNotFound:

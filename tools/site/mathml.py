@@ -1,4 +1,4 @@
-"""Formulas as MathML, which browsers draw by themselves: no script, and nothing from elsewhere."""
+"""Sphinx extension: formulas as MathML, which browsers render without scripts."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The sidebar names the list of rules, not each rule: a hundred and more names on every page help nobody.
+"""Sphinx extension: the sidebar contains the index of rules, not each of more than a hundred rules.
 
-They would also take half of the time to build. Rules, and pages made of files, have no place of their own in it: those
-of a folder have the same sidebar, which is made once.
+They would also take half of the build time. Rules and pages generated from files are not in it: all pages of such a
+folder share one sidebar, which is built once.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from tools.site.links import FOLDER
 
 __all__ = ["is_a_rule"]
 
-BEFORE_THE_THEME = 400  # whose sidebar is made of what is in the context then
+BEFORE_THE_THEME = 400  # the theme builds its sidebar from the context
 
 
 def setup(app: Sphinx) -> dict[str, Any]:
@@ -29,7 +29,7 @@ def is_a_rule(docname: str) -> bool:
 
 
 def _leave_out(app: Sphinx, _doctree: nodes.document) -> None:
-    """Say that this page is in no list of contents, which Sphinx would otherwise warn of."""
+    """Mark rule pages as orphans, so that Sphinx does not warn that no toctree has them."""
     if is_a_rule(app.env.docname):
         app.env.metadata[app.env.docname]["orphan"] = True
 
@@ -43,7 +43,7 @@ _made: dict[tuple[Any, ...], str] = {}
 
 
 def _once(folder: str, toctree: Callable[..., str]) -> Callable[..., str]:
-    """Links are relative, so that a sidebar serves one folder."""
+    """Return a toctree function that builds a folder's sidebar once; links are relative to the folder."""
 
     def made(**options: Any) -> str:
         key = (folder, *sorted(options.items()))

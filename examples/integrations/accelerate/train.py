@@ -1,4 +1,4 @@
-"""Accelerate's quick tour, on noise. The line that makes the accelerator is the one that changed."""
+"""Accelerate's quick tour, on random data. Changed: the line that creates the accelerator."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from accelerate import Accelerator
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from ampwise.accelerate import mend
+from ampwise.integrations.accelerate import fix
 
 
 def main() -> None:
     torch.manual_seed(0)
-    accelerator = mend(Accelerator(mixed_precision="fp16"))  # was: Accelerator(mixed_precision="fp16")
+    accelerator = fix(Accelerator(mixed_precision="fp16"))  # was: Accelerator(mixed_precision="fp16")
     x = torch.randn(16, 32, 16)
     y = (x @ torch.randn(16, 4)).argmax(-1)
     model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 4))

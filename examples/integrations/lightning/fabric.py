@@ -1,4 +1,4 @@
-"""Fabric's quick start, on noise. The line that makes Fabric is the one that changed."""
+"""Fabric's quick start, on random data. Changed: the line that creates Fabric."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 from lightning_fabric import Fabric
 from torch import nn
 
-from ampwise.lightning import Precision
+from ampwise.integrations.lightning import Precision
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""Lightning's quick start, an autoencoder, on noise in place of MNIST. The Trainer's line is the one that changed."""
+"""Lightning's quick start, an autoencoder, on random data. Changed: the line that creates the Trainer."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from ampwise.lightning import Precision, Watch
+from ampwise.integrations.lightning import Precision, Watch
 
 
 class LitAutoEncoder(pl.LightningModule):

@@ -1,4 +1,4 @@
-"""The loop of timm's train.py, on noise. One line was added, after the loss scaler is made."""
+"""The loop of timm's train.py, on random data. Added: one line after the loss scaler is created."""
 
 from __future__ import annotations
 

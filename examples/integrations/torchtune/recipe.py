@@ -1,4 +1,4 @@
-"""A recipe as torchtune's are written: a class with setup and train, in BF16. Two lines changed: the guard's."""
+"""A recipe in torchtune's style: a class with setup and train, in BF16. Changed: the two lines of the guard."""
 
 from __future__ import annotations
 

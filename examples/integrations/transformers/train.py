@@ -1,4 +1,4 @@
-"""The quick start of Hugging Face's Trainer, with a tiny GPT-2 from a config. The callback is what was added."""
+"""The quick start of Hugging Face's Trainer, with a tiny GPT-2 from a config. Added: the callback."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import tempfile
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
-from ampwise.transformers import AmpwiseCallback
+from ampwise.integrations.transformers import AmpwiseCallback
 
 VOCABULARY, LENGTH = 64, 16
 

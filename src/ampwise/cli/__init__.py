@@ -1,8 +1,8 @@
-"""The command line: one file a verb.
+"""The command line: one module per command.
 
-A verb is a module of this package with a docstring (its help), ``add_arguments(parser)`` and ``run(args)``,
-which returns the exit code: 0 clean, 1 findings, 2 could not do what was asked. The list of verbs is the
-list of files. Verbs import what they need inside ``run``, so that ``ampwise rules`` never pays for torch.
+A command is a module of this package with a docstring (its help), ``add_arguments(parser)`` and ``run(args)``,
+which returns the exit code: 0 clean, 1 findings, 2 error. The modules in this folder are the list of commands.
+Commands import what they need inside ``run``, so that ``ampwise rules`` never pays for torch.
 """
 
 from __future__ import annotations
@@ -18,37 +18,37 @@ import sys
 from collections.abc import Sequence
 
 from ampwise.errors import AmpwiseError, UnknownName, nearest
-from ampwise.modules import module_names
-from ampwise.printers.terminal import CannotWrite, console, flush, say, write, writing
+from ampwise.finding.package_modules import module_names
+from ampwise.finding.terminal import OutputError, console, flush, output_errors, say, write
 
 TYPE_CHECKING = False  # as in typing, which takes milliseconds to import
 if TYPE_CHECKING:
     from types import ModuleType
     from typing import Any, NoReturn
 
-__all__ = ["build_parser", "main", "script", "verbs"]
+__all__ = ["build_parser", "commands", "main", "script", "summaries"]
 
 DESCRIPTION = "Mixed-precision training for PyTorch: checked, measured, explained."
-EPILOG = "`ampwise VERB --help` explains a verb, with examples."
+EPILOG = "`ampwise COMMAND --help` explains a command, with examples."
 
-INTERRUPTED = 130  # 128 + SIGINT, and
-READER_GONE = 141  # 128 + SIGPIPE: what a shell reports for a program that the signal ended
+INTERRUPTED = 130  # 128 + SIGINT
+READER_GONE = 141  # 128 + SIGPIPE, as a shell reports a program that the signal ended
 
 
 def script() -> NoReturn:
-    """The command ``ampwise``."""
+    """Run the program ``ampwise``."""
     only_reads = sys.argv[1:2] == ["check"]
     if only_reads:
-        gc.disable()  # see cli/check.py; here it stays off, since there is no afterwards
+        gc.disable()  # see cli/check.py; it stays off, since the process ends after this command
     try:
         code = main()
-    except Exception:  # a fault of ours, whose traceback may quote what was read
+    except Exception:  # a bug in ampwise; its traceback may quote what was read
         import traceback
 
         write(traceback.format_exc(), sys.stderr)
         code = 1
     if only_reads:
-        # Taking apart the trees of a thousand files takes as long as a third of the check, and nobody needs it.
+        # Freeing the syntax trees of a thousand files would add a third to the time of the check.
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(OSError, ValueError):
                 stream.flush()
@@ -57,7 +57,7 @@ def script() -> NoReturn:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one verb; errors raised on purpose become one line and exit code 2, all others stay tracebacks."""
+    """Run one command; an AmpwiseError becomes one line and exit code 2, other exceptions stay tracebacks."""
     words = list(sys.argv[1:] if argv is None else argv)
     _open_streams()
     try:
@@ -65,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except AmpwiseError as error:
         say("ampwise: error: {}", error)
         return 2
-    except CannotWrite as error:
+    except OutputError as error:
         say("ampwise: error: {}", error)
         _drop_stdout()
         return 2
@@ -77,81 +77,87 @@ def main(argv: Sequence[str] | None = None) -> int:
         return INTERRUPTED
 
 
-def verbs() -> list[str]:
-    """The verbs there are, by scanning this folder."""
+def commands() -> list[str]:
+    """Names of all commands: the modules in this folder."""
     return module_names(__path__)
 
 
+def summaries() -> dict[str, str]:
+    """The first line of each command's help, by name."""
+    modules = {name: importlib.import_module(f"{__name__}.{name}") for name in commands()}
+    return {name: str(module.__doc__).strip().partition("\n")[0].rstrip(".") for name, module in modules.items()}
+
+
 def build_parser(words: Sequence[str] = ()) -> _Parser:
-    """The parser for a command line; when it names a verb, only that verb's file is loaded."""
+    """Build the parser for a command line; if it names a command, only that command's module is loaded."""
     parser = _Parser(prog="ampwise", description=DESCRIPTION, epilog=EPILOG)
     parser.add_argument("--version", action=_Version)
     leading = list(itertools.takewhile(lambda word: word.startswith("-"), words))
     named = words[len(leading)] if len(leading) < len(words) else None
-    known = verbs()
+    known = commands()
     if named is not None:
-        parser.refuse_options_of_a_verb(leading)
+        parser.refuse_command_options(leading)
     if named is not None and named not in known:
-        raise UnknownName("verb", named, known, listing="`ampwise --help` lists the verbs.")
-    subparsers = parser.add_subparsers(metavar="VERB", title="verbs", parser_class=_Parser)
+        raise UnknownName("command", named, known, listing="`ampwise --help` lists the commands.")
+    subparsers = parser.add_subparsers(metavar="COMMAND", title="commands", parser_class=_Parser)
     for name in known if named is None else [named]:
-        _add_verb(subparsers, importlib.import_module(f"{__name__}.{name}"))
+        _add_command(subparsers, importlib.import_module(f"{__name__}.{name}"))
     return parser
 
 
 def _run(words: list[str]) -> int:
     parser = build_parser(words)
-    ours = True  # the streams
+    flushes = True
     try:
         args, unknown = parser.parse_known_args(words)
         if unknown:
-            getattr(args, "parser", parser).complain(unknown)
+            getattr(args, "parser", parser).refuse_unknown(unknown)
         if not hasattr(args, "run"):
             parser.print_help()
             return 0
-        ours = not args.streams_are_the_scripts
+        flushes = not args.script_owns_streams
         return int(args.run(args))
     finally:
-        if ours:  # here and not at exit, where a reader who has gone could no longer be met quietly
+        if flushes:  # not at exit, where a closed pipe would print a traceback
             flush(sys.stdout)
 
 
 def _open_streams() -> None:
-    """Python has None for a stream that the shell closed (`>&-`): nobody listens, which is no error."""
+    """Replace streams that the shell closed (`>&-`), which Python sets to None, by the null device."""
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: PTH123, SIM115 (it lives as long as Python)
 
 
 def _drop_stdout() -> None:
-    """What could not be written goes nowhere, else Python complains again when it flushes at exit."""
+    """Send unwritten output to the null device, or Python reports the error again when it flushes at exit."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def _add_verb(subparsers: argparse._SubParsersAction[_Parser], verb: ModuleType) -> None:
-    text = (verb.__doc__ or "").strip()
-    name = verb.__name__.rpartition(".")[2]
+def _add_command(subparsers: argparse._SubParsersAction[_Parser], command: ModuleType) -> None:
+    text = (command.__doc__ or "").strip()
+    name = command.__name__.rpartition(".")[2]
     # argparse reads % in a help line as a format.
     summary = text.partition("\n")[0].rstrip(".").replace("%", "%%")
     parser = subparsers.add_parser(name, help=summary, description=text)
-    verb.add_arguments(parser)
-    scripts = getattr(verb, "STREAMS_ARE_THE_SCRIPTS", False)
-    parser.set_defaults(run=verb.run, parser=parser, streams_are_the_scripts=scripts)
+    command.add_arguments(parser)
+    script_owns_streams = getattr(command, "SCRIPT_OWNS_STREAMS", False)
+    parser.set_defaults(run=command.run, parser=parser, script_owns_streams=script_owns_streams)
 
 
 class _Parser(argparse.ArgumentParser):
-    """argparse, but a mistake is one line and the way to the help, and half an option's name is a mistake."""
+    """ArgumentParser whose errors are one line that names the help, and which takes no abbreviated options."""
 
     def __init__(self, **options: Any) -> None:
         # An abbreviation that works today is ambiguous after the next option is added.
-        # Nothing is printed with this formatter: it is told a width, or it would import shutil to ask for one.
+        # Nothing is printed with this formatter; without a width it would import shutil to find one.
         plain = functools.partial(argparse.RawDescriptionHelpFormatter, width=80)
         super().__init__(**{"formatter_class": plain, "allow_abbrev": False, **options})
 
     def format_help(self) -> str:
-        # Only now: argparse makes a formatter for each argument it is told of, and this one imports rich.
+        # Set here: argparse makes a formatter for each argument that is added, and this one imports rich.
         self.formatter_class = _formatter()
-        with writing():  # it is rich that writes, though nothing yet
+        with output_errors():  # rich touches the stream before anything is written
             return super().format_help()
 
     def error(self, message: str) -> NoReturn:
@@ -160,17 +166,17 @@ class _Parser(argparse.ArgumentParser):
         raise SystemExit(2)
 
     def _print_message(self, message: str, file: Any = None) -> None:
-        # argparse would keep to itself that help could not be written.
+        # argparse ignores errors when it writes help.
         write(message, sys.stderr if file is None else file)
 
-    def refuse_options_of_a_verb(self, leading: Sequence[str]) -> None:
-        """`ampwise --json formats`: the verb has the option, but it is asked too early."""
+    def refuse_command_options(self, leading: Sequence[str]) -> None:
+        """Refuse `ampwise --json formats`: options of a command come after it."""
         for option in (word.partition("=")[0] for word in leading):
             if option != "--" and option not in self._option_string_actions:
-                self.error(f"unknown option {option!r}; options of a verb come after the verb")
+                self.error(f"unknown option {option!r}; options of a command come after the command")
 
-    def complain(self, unknown: Sequence[str]) -> NoReturn:
-        """Name the first word that means nothing here; argparse would name the rest with it."""
+    def refuse_unknown(self, unknown: Sequence[str]) -> NoReturn:
+        """Report the first unknown word only; argparse would list all words after it, too."""
         word = unknown[0]
         if not word.startswith("-"):
             self.error(f"unexpected argument {word!r}")
@@ -180,13 +186,13 @@ class _Parser(argparse.ArgumentParser):
 
 
 class _Version(argparse.Action):
-    """--version, looked up only when asked: the metadata costs more than a whole verb."""
+    """--version, looked up only on demand: reading package metadata is slower than most commands."""
 
     def __init__(self, option_strings: Sequence[str], dest: str) -> None:
         super().__init__(option_strings, dest, nargs=0, help="show the version and exit")
 
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
-        from ampwise.printers.tool import installed_version
+        from ampwise.finding.version import installed_version
 
         say("ampwise {}", installed_version() or "(a source folder, not installed)", stream=sys.stdout)
         parser.exit()
@@ -195,17 +201,17 @@ class _Version(argparse.Action):
 def _formatter() -> type[argparse.HelpFormatter]:
     try:
         from rich_argparse import RawDescriptionRichHelpFormatter
-    except ImportError:  # an environment with torch but without our terminal libraries
+    except ImportError:  # rich_argparse is not installed
         return argparse.RawDescriptionHelpFormatter
 
     class Formatter(RawDescriptionRichHelpFormatter):
-        """Coloured, but a [bracket] in a docstring is a bracket and not markup."""
+        """Coloured help in which [brackets] of a docstring are text, not markup."""
 
         text_markup = False
         help_markup = False
 
         def __init__(self, *args: Any, **options: Any) -> None:
             super().__init__(*args, **options)
-            self.console = console()  # without any styles where none are wanted; rich would keep the bold ones
+            self.console = console()  # no styles at all where colour is off; rich would keep bold
 
     return Formatter

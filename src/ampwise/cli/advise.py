@@ -1,11 +1,11 @@
-"""Say which precision to train in, and why; and say no to what will not work.
+"""Recommend a precision to train in, with reasons, and reject what will not work.
 
-The device decides first (matrix units, emulation, memory), then the model (size, kind, parts that 16 bits
-hurt), then what goes wrong, then what was measured. Every number says what it rests on: measured,
-derived, or a datasheet. Without --gpu it is about this machine, and with nothing at all on a terminal it asks.
+The device decides first (tensor cores, emulation, memory), then the model (size, kind, parts that 16 bits
+hurt), then the symptom, then your measurement. Every number says what it is based on: measured, derived, or
+a datasheet. Without --gpu the advice is for this machine; without any argument, on a terminal, it asks.
 
 SUBJECT is a function that makes model, batch and loss, as module:callable or file.py:callable. It is called
-once, on the meta device: nothing is allocated and nothing is run. --params and --arch do without it.
+once, on the meta device: nothing is allocated or run. --params and --arch describe a model without one.
 
 Examples:
   ampwise advise
@@ -17,21 +17,20 @@ Examples:
   ampwise advise --ideas
   ampwise advise --gpu h100-sxm --params 124M --json | jq -r .precision
 
-The exit code is 0 with advice, 1 if something that was wanted or proposed gets a no, and 2 if the question
-makes no sense.
+The exit code is 0 with advice, 1 if something that you wanted or proposed is rejected, and 2 on an error.
 
 With --json: {precision, refused, asked, why, loss_scale, keep_fp32, tf32, compile, speedup, speedup_why,
 triage, changes, findings, code}
-  precision   fp32, tf32, fp16, bf16, fp8; auto where the device is not known
+  precision   fp32, tf32, fp16, bf16, fp8; auto if the device is unknown
   why         [{text, basis}], the basis one of read here, measured by you, measured on one H200,
               derived, datasheet, rule
-  loss_scale  {init_scale, growth_factor, backoff_factor, growth_interval, why}, or null: none is needed
+  loss_scale  {init_scale, growth_factor, backoff_factor, growth_interval, why}, or null if none is needed
   keep_fp32   [{what, why, how, by_itself, patterns, modules}]
-  speedup     {low, high, ceiling, over, approximate, measured, basis}, or null where peaks are not known
+  speedup     {low, high, ceiling, over, approximate, measured, basis}, or null if peaks are unknown
   findings    as elsewhere; in evidence: answer (no or careful), costs by choice, to_know {command, tells}, and
-              refuses, the precision that it is a no to
+              refuses, the precision that is rejected
   code        {torch, ampwise}: Python to paste
-What is not known is null.
+Unknown values are null.
 """
 
 from __future__ import annotations
@@ -57,7 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--params", metavar="N", help="how many parameters: 124M, 7B, 1.3e9")
     parser.add_argument("--arch", metavar="KIND", help="the kind of model: transformer, cnn, …; --ideas lists them")
     parser.add_argument("--gpu", metavar="NAME", help="a device of `ampwise gpu --list`, a capability (8.6), or cpu")
-    parser.add_argument("--want", metavar="PRECISION", help="what you have in mind: fp16, bf16, tf32, fp8, …")
+    parser.add_argument("--want", metavar="PRECISION", help="the precision you want: fp16, bf16, tf32, fp8, …")
     parser.add_argument("--scaling", metavar="HOW", help="how to scale the loss: none, dynamic, manual or manual:1000")
     parser.add_argument("--symptom", metavar="NAME", help="what goes wrong: nan, slow, memory, …; --ideas lists them")
     parser.add_argument(
@@ -78,7 +77,7 @@ def run(args: argparse.Namespace) -> int:
         asked |= ask()
     advice = _advice(asked)
     if args.json:
-        from ampwise.strict_json import dumps
+        from ampwise.finding.strict_json import dumps
 
         _write(dumps(advice.as_dict()))
     else:
@@ -87,9 +86,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _asks(args: argparse.Namespace) -> bool:
-    """Called bare by somebody who can answer."""
-    bare = not args.json and not any(getattr(args, name) for name in QUESTION)
-    return bare and sys.stdin is not None and sys.stdin.isatty() and sys.stdout.isatty()
+    """Whether to ask questions: no argument was given, and stdin and stdout are a terminal."""
+    no_arguments = not args.json and not any(getattr(args, name) for name in QUESTION)
+    return no_arguments and sys.stdin is not None and sys.stdin.isatty() and sys.stdout.isatty()
 
 
 def _advice(asked: dict[str, Any]) -> Advice:
@@ -97,7 +96,7 @@ def _advice(asked: dict[str, Any]) -> Advice:
 
     from ampwise.tune.advise import advise
 
-    # What the user's code prints is not what was asked for.
+    # Keep what the user's code prints out of our output.
     with contextlib.redirect_stdout(sys.stderr):
         return advise(
             asked["subject"],
@@ -118,28 +117,28 @@ def _number(text: str | None) -> float | None:
     try:
         return None if text is None else float(text.removesuffix("x").removesuffix("×"))
     except ValueError:
-        raise BadInput(f"--measured {text!r}: a number such as 1.8 is expected.") from None
+        raise BadInput(f"--measured {text!r}: expected a number such as 1.8.") from None
 
 
 def _show(advice: Advice) -> None:
-    from ampwise.printers.terminal import wants_colour
+    from ampwise.finding.terminal import wants_colour
     from ampwise.tune.advise.text import as_text
 
     _write(as_text(advice, width=_width(), colour=wants_colour(sys.stdout)))
 
 
 def _width() -> int:
-    """Of the terminal, up to what reads well."""
+    """Return the width of the terminal, at most a readable one."""
     import os
     import shutil
 
-    told = sys.stdout.isatty() or "COLUMNS" in os.environ
-    return max(NARROWEST, min(PIPE_WIDTH, shutil.get_terminal_size().columns)) if told else PIPE_WIDTH
+    is_known = sys.stdout.isatty() or "COLUMNS" in os.environ
+    return max(NARROWEST, min(PIPE_WIDTH, shutil.get_terminal_size().columns)) if is_known else PIPE_WIDTH
 
 
 def _list() -> int:
-    from ampwise.evidence.choice.ideas import IDEAS, SYMPTOMS
-    from ampwise.evidence.choice.model import KINDS
+    from ampwise.rules.evidence.choice.ideas import IDEAS, SYMPTOMS
+    from ampwise.rules.evidence.choice.model import KINDS
 
     for title, entries in (("--idea", IDEAS), ("--symptom", SYMPTOMS), ("--arch", KINDS)):
         column = max(map(len, entries)) + 4
@@ -155,6 +154,6 @@ def _entry(name: str, text: str, column: int) -> str:
 
 
 def _write(text: str) -> None:
-    from ampwise.printers.terminal import write
+    from ampwise.finding.terminal import write
 
     write(text, sys.stdout)

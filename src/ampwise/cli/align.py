@@ -1,9 +1,9 @@
-"""Say which matrix products of a training step have sizes that waste time, and what to do about each.
+"""Find the matmuls of a training step whose sizes waste time, and say what to do about each.
 
-Matrix units load words of 16 bytes: sizes along which matrices lie in memory are to be multiples of 8 elements of 16
-bits, of 4 of 32, and, for FP8, of 16, which there is a requirement. The step of training is run once, forward and
-backward. On a GPU, what better sizes would save is measured; elsewhere the step runs on tensors without memory, and
-costs are derived from the work of each product. `ampwise.pad_(model)` mends what can be mended by padding.
+Tensor cores load words of 16 bytes, so the contiguous sizes of a matrix should be multiples of 8 for 16-bit elements
+and of 4 for 32-bit ones; for FP8 they must be multiples of 16. The training step runs once, forward and backward. On a
+GPU, the time that better sizes would save is measured; elsewhere the step runs on meta tensors, and costs are derived
+from the FLOPs of each matmul. `ampwise.pad_(model)` fixes what padding can fix.
 
 MAKE names a function that returns model, batch and loss function:
   def make(batch=16):
@@ -14,18 +14,18 @@ Examples:
   ampwise align train:make
   ampwise align train.py:make --precision fp8 --gpu h100-sxm
   ampwise align train:make --batch 32 --to 64
-  ampwise align train:make --json | jq '.layers[] | select(.worth_mending) | .name'
+  ampwise align train:make --json | jq '.layers[] | select(.worth_fixing) | .name'
 
-The exit code is 1 if something is worth mending, 0 if not, and 2 if that could not be found out.
+The exit code is 1 if something is worth fixing, 0 if not, and 2 on an error.
 
 With --json, {subject, precision, device, gpu, processors, to, rows, tokens, matrix_flops, step_ms, basis, layers,
-padding, remarks, findings}; what is not known is null:
+padding, remarks, findings}; unknown values are null:
   one of the layers   {name, modules, kind, precision, product: {m, n, k, batches}, off: [{role, size, better}],
-                       share, off_share, saved_ms, worth_mending, advice}
+                       share, off_share, saved_ms, worth_fixing, advice}
   padding             what ampwise.pad_ would do: {padded: [{names, before, after, how, added}],
                        left: [{name, size, why}]}
   findings            [{code, name, severity, message, place, evidence, fix}]
-Shares are of the matrix work. saved_ms, in a step, is null where nothing was measured.
+Shares are of the matmul FLOPs. saved_ms is the time saved per step, null if it was not measured.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ import argparse
 import contextlib
 import sys
 
-from ampwise.printers import terminal
-from ampwise.printers.terminal import printable
+from ampwise.finding import terminal
+from ampwise.finding.terminal import printable
 
 TYPE_CHECKING = False  # as in typing, which takes milliseconds to import
 if TYPE_CHECKING:
@@ -45,26 +45,26 @@ if TYPE_CHECKING:
 
 __all__ = ["add_arguments", "run"]
 
-WRAPPED = 2  # the column with what is off
+WRAPPED = 2  # the column with the misaligned sizes
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("make", metavar="MAKE", help="module:function or file.py:function, such as train:make")
     parser.add_argument("--precision", metavar="NAME", default="bf16", help="fp32, tf32, fp16, bf16 (default) or fp8")
     parser.add_argument(
-        "--gpu", metavar="NAME", help="what it is to run on, of `ampwise gpu --list` (default: this one)"
+        "--gpu", metavar="NAME", help="the GPU to judge for, from `ampwise gpu --list` (default: this one)"
     )
     parser.add_argument("--device", metavar="NAME", help="where to run the step: cuda or cpu (default: cuda if there)")
     parser.add_argument("--batch", metavar="N", type=int, help="rows of the batch (default: as the function makes it)")
-    parser.add_argument("--to", metavar="N", type=int, help="sizes are to be multiples of this, such as 64")
-    parser.add_argument("-q", "--quiet", action="store_true", help="nothing about how far it is")
+    parser.add_argument("--to", metavar="N", type=int, help="sizes should be multiples of this, such as 64")
+    parser.add_argument("-q", "--quiet", action="store_true", help="no progress on stderr")
     parser.add_argument("--json", action="store_true", help="JSON, as described above")
 
 
 def run(args: argparse.Namespace) -> int:
     found = _found(args)
     if args.json:
-        from ampwise.strict_json import dumps
+        from ampwise.finding.strict_json import dumps
 
         terminal.write(dumps(found.as_dict()), sys.stdout)
     else:
@@ -76,11 +76,11 @@ def _found(args: argparse.Namespace) -> Alignment:
     _need_torch()
     from ampwise.tune.align.align import align
 
-    def tell(text: str) -> None:
+    def progress(text: str) -> None:
         if not args.quiet:
             terminal.say("ampwise: {}", text)
 
-    with contextlib.redirect_stdout(sys.stderr):  # what the user's code prints is not what was asked for
+    with contextlib.redirect_stdout(sys.stderr):  # keep what the user's code prints out of our output
         return align(
             args.make,
             precision=args.precision,
@@ -88,7 +88,7 @@ def _found(args: argparse.Namespace) -> Alignment:
             batch=args.batch,
             to=args.to,
             device=args.device,
-            tell=tell,
+            progress=progress,
         )
 
 
@@ -107,7 +107,7 @@ def _show(out: Console, found: Alignment) -> None:
     _say(out, found.head_line)
     if found.off:
         table = terminal.table(*HEADINGS)
-        table.columns[WRAPPED].no_wrap = False  # on a narrow terminal nothing is lost of it
+        table.columns[WRAPPED].no_wrap = False  # nothing is cut off on a narrow terminal
         for row in found.rows():
             table.add_row(*row)
         out.print()
@@ -121,5 +121,5 @@ def _show(out: Console, found: Alignment) -> None:
 
 
 def _say(out: Console, text: str) -> None:
-    """A line that stays one line, so that it can be searched for."""
+    """Print a line without wrapping it, so that it can be searched for."""
     out.print(printable(text), markup=False, highlight=False, soft_wrap=True)

@@ -1,9 +1,9 @@
 """Find mixed-precision mistakes in scripts and notebooks, without running them.
 
-PATHs are files, folders, or - for stdin. Folders are searched for .py and .ipynb, less what is usually not one's own
-(.venv, build, node_modules and the like) and less what the settings exclude; a symlink that leads out of the folder is
-not followed. A file given by name is always checked, unless --force-exclude says that the exclusions hold for it too,
-as they should under pre-commit.
+PATHs are files, folders, or - for stdin. Folders are searched for .py and .ipynb files, except in folders such as
+.venv, build and node_modules, and except what the settings exclude; a symlink that leads out of the folder is not
+followed. A file given by name is always checked, unless --force-exclude applies the exclusions to it, too (use it with
+pre-commit).
 
 Examples:
   ampwise check
@@ -15,32 +15,32 @@ Examples:
   ampwise check --output-format sarif . > ampwise.sarif
   ampwise check --stdin-filename train.py - < train.py
 
-Rules are selected by code (AMP101), the start of a code (AMP1), name (clip-scaled-grads) or ALL; without --select,
-by default those that `ampwise rules` does not call off. The longer selector wins.
+Rules are selected by code (AMP101), the start of a code (AMP1), name (clip-scaled-grads) or ALL. Without --select, all
+rules are on except those that `ampwise rules` marks as off by default. The longer selector wins.
 
-A finding is suppressed by `# noqa: AMP101` on its line, at the first or last line of its statement, or by `# ampwise:
-noqa: AMP101` anywhere in its file; without a code all findings are. --add-noqa writes such comments.
+`# noqa: AMP101` suppresses a finding on its line, or on the first or last line of its statement; `# ampwise: noqa:
+AMP101` suppresses it in the whole file. Without a code, all findings are suppressed. --add-noqa writes such comments.
 
-Settings come from [tool.ampwise] of the nearest pyproject.toml, or from an ampwise.toml with the same keys. They
-choose rules, files and the output; that files are written is for the command line alone to say:
+Settings come from [tool.ampwise] in the nearest pyproject.toml, or from an ampwise.toml with the same keys. They
+choose rules, files and the output format; only the command line can make ampwise write files:
   [tool.ampwise]
   select = ["AMP1", "AMP2"]           also: ignore, extend-select
-  extend-exclude = ["third_party"]    also: exclude, in the place of the usual list
+  extend-exclude = ["third_party"]    also: exclude, which replaces the default list
   output-format = "concise"
   [tool.ampwise.per-file-ignores]
   "tests/*" = ["sync-every-step"]
 
---fix writes the fixes that change nothing but the mistake; with --unsafe-fixes also those of which that is not proven.
-Each is checked before it is written: one after which a finding is still there, or a new one, is left out. A file that
-changed meanwhile, or that a symlink has elsewhere, is not written. From stdin the fixed text goes to stdout, and the
-findings to stderr.
+--fix writes the fixes that change nothing but the mistake; --unsafe-fixes adds those for which this is not proven. Each
+fix is checked before it is written: if its finding remains, or a new one appears, the fix is left out. A file that has
+changed since it was read, or that is a symlink out of the folder, is not written. With -, the fixed text goes to stdout
+and the findings to stderr.
 
---diff into a file or a pipe is an exact patch, for `patch -p0`. On a terminal, characters that would act on it or hide
-text are shown as escapes, as in all that ampwise prints.
+--diff into a file or a pipe is an exact patch for `patch -p0`. On a terminal, control characters and characters that
+hide text are shown as escapes, as in all of ampwise's output.
 
-The exit code is 0 when nothing was found, 1 when something was (after --fix: is left; with --diff: would change),
-and 2 when nothing could be read or the command makes no sense. With --exit-zero, findings do not count. Files that
-cannot be read are named on stderr and counted in the last line, and the rest is checked.
+The exit code is 0 without findings, 1 with findings (after --fix: remaining ones; with --diff: if a file would change),
+and 2 if no file could be read or the arguments are wrong. With --exit-zero, findings give 0, too. Files that cannot be
+read are named on stderr and counted in the last line; the other files are still checked.
 """
 
 from __future__ import annotations
@@ -51,17 +51,17 @@ import os
 import sys
 from collections.abc import Sequence
 
-from ampwise.printers import VARIABLE, add_output_arguments, output_format, print_findings
-from ampwise.printers.terminal import flush, say, wants_colour, write, write_exact
+from ampwise.finding.terminal import flush, say, wants_colour, write, write_exact
+from ampwise.report.printers import VARIABLE, add_output_arguments, known_output_format, output_format, print_findings
 
 TYPE_CHECKING = False  # as in typing, which takes milliseconds to import
 if TYPE_CHECKING:
     from typing import TextIO
 
+    from ampwise.check.config import CheckSettings
+    from ampwise.check.linter import CheckReport, CheckTask, RuleSelection
+    from ampwise.check.verified_fixes import FileFixes
     from ampwise.finding import Finding
-    from ampwise.lint.check import Choice, Report, Task
-    from ampwise.lint.config import Settings
-    from ampwise.lint.repair import Repairs
 
 __all__ = ["add_arguments", "run"]
 
@@ -73,26 +73,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("paths", metavar="PATH", nargs="*", default=["."], help="files, folders or - (default: .)")
     for option, what in (("select", "only these rules"), ("ignore", "not these"), ("extend-select", "these as well")):
         parser.add_argument(
-            f"--{option}", metavar="RULES", action="append", help=f"{what}: selectors with commas; may be repeated"
+            f"--{option}", metavar="RULES", action="append", help=f"{what}: comma-separated; may be repeated"
         )
     switch = argparse.BooleanOptionalAction
     parser.add_argument("--fix", action=switch, help="fix what can be fixed")
-    parser.add_argument("--unsafe-fixes", action=switch, help="also where that may change what the script does")
+    parser.add_argument("--unsafe-fixes", action=switch, help="include fixes that may change what the script does")
     parser.add_argument("--diff", action="store_true", help="show what --fix would change, and write nothing")
-    parser.add_argument("--add-noqa", action="store_true", help="write a comment that suppresses it at each finding")
-    parser.add_argument("--statistics", action="store_true", help="only how often each rule was broken")
-    parser.add_argument("--exit-zero", action="store_true", help="exit with 0 whatever is found")
-    parser.add_argument("--force-exclude", action="store_true", help="pass over what is excluded even if it is a PATH")
-    parser.add_argument("--stdin-filename", metavar="FILE", help="what to call stdin, and whose settings to use")
-    parser.add_argument("--config", metavar="FILE", help="settings, in the place of those found near each file")
-    parser.add_argument("--isolated", action="store_true", help="without any settings")
+    parser.add_argument("--add-noqa", action="store_true", help="suppress each finding with a comment in the file")
+    parser.add_argument("--statistics", action="store_true", help="only show how often each rule was broken")
+    parser.add_argument("--exit-zero", action="store_true", help="exit with 0 even if there are findings")
+    parser.add_argument("--force-exclude", action="store_true", help="apply exclusions to PATHs given by name, too")
+    parser.add_argument("--stdin-filename", metavar="FILE", help="the name of stdin in findings and for settings")
+    parser.add_argument("--config", metavar="FILE", help="read settings from this file only")
+    parser.add_argument("--isolated", action="store_true", help="ignore all settings files")
     parser.add_argument("--jobs", metavar="N", type=_positive, help="processes for many files (default: all cores)")
     add_output_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    # Trees of source are many objects and hardly any garbage: the collector would go through them again and again,
-    # and parsing take twice as long. The processes we start do the same.
+    # Syntax trees are many objects and hardly any garbage: with the collector on, parsing takes twice as long.
+    # Worker processes switch it off, too.
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -103,22 +103,22 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _run(args: argparse.Namespace) -> int:
-    from ampwise.lint.check import Choice, check_paths
-    from ampwise.lint.config import Configs
-    from ampwise.lint.select import Layer
+    from ampwise.check.config import SettingsByFolder
+    from ampwise.check.linter import RuleSelection, check_paths
+    from ampwise.check.selectors import SelectorLayer
 
-    _refuse_nonsense(args)
-    configs = Configs(args.config, isolated=args.isolated)
-    said = Layer(
+    _check_arguments(args)
+    configs = SettingsByFolder(args.config, isolated=args.isolated)
+    command_line = SelectorLayer(
         select=_listed(args.select) if args.select else None,
         ignore=_listed(args.ignore),
         extend_select=_listed(args.extend_select),
     )
-    choice = Choice(configs, said)
+    choice = RuleSelection(configs, command_line)
     if args.paths == [STDIN]:
-        _settle(args, configs.for_file(args.stdin_filename or ""))
+        _set_output_format(args, configs.for_file(args.stdin_filename or ""))
         return _run_stdin(args, choice)
-    _settle(args, configs.for_folder("."))
+    _set_output_format(args, configs.for_folder("."))
     report, task = check_paths(args.paths, choice, jobs=args.jobs, force_exclude=args.force_exclude)
     if args.add_noqa:
         return _add_noqa(args, report)
@@ -126,35 +126,34 @@ def _run(args: argparse.Namespace) -> int:
         return _show_diff(args, report, task)
     fixed = 0
     if args.fix:
-        fixed, troubles = _mend_files(args, report, task)
-        if fixed:  # a mended file may have changed what is found in others
+        fixed, problems = _fix_files(args, report, task)
+        if fixed:  # a fix in one file may change the findings in others
             report, _ = check_paths(
                 args.paths, choice, jobs=args.jobs, progress=False, force_exclude=args.force_exclude
             )
-        report.notes += troubles
-    return _tell(args, report, fixed)
+        report.notes += problems
+    return _print_report(args, report, fixed)
 
 
-def _refuse_nonsense(args: argparse.Namespace) -> None:
+def _check_arguments(args: argparse.Namespace) -> None:
     from ampwise.errors import BadInput
 
     if STDIN in args.paths and len(args.paths) > 1:
-        raise BadInput("check -: stdin is checked alone; give it or other paths")
+        raise BadInput("check -: cannot combine stdin with other paths; run them separately")
     if STDIN in args.paths and args.add_noqa:
-        raise BadInput("check --add-noqa -: it writes files, and stdin is none")
-    if args.select and not _listed(args.select):  # as of a variable that is not set
-        raise BadInput(
-            "check --select: it names no rule, so nothing would be checked. `ampwise rules` lists the rules."
-        )
+        raise BadInput("check --add-noqa -: --add-noqa writes files and cannot be used with stdin")
+    if args.select and not _listed(args.select):  # e.g. from an unset variable
+        raise BadInput("check --select: no rule was given. `ampwise rules` lists the rules.")
     modes = [flag for flag in ("fix", "diff", "add_noqa") if getattr(args, flag)]
     if "add_noqa" in modes and len(modes) > 1:
-        raise BadInput("check --add-noqa: it goes with neither --fix nor --diff")
+        raise BadInput("check --add-noqa: cannot be combined with --fix or --diff")
 
 
-def _settle(args: argparse.Namespace, settings: Settings) -> None:
-    """What the command line leaves open, the settings decide; but nothing that writes."""
+def _set_output_format(args: argparse.Namespace, settings: CheckSettings) -> None:
+    """Take the output format from the command line, the environment or the settings, in this order."""
     if not args.output_format and not os.environ.get(VARIABLE):
-        args.output_format = settings.output_format
+        wanted = settings.output_format
+        args.output_format = wanted and known_output_format(wanted, f" in {settings.source}")
     args.output_format = output_format(args)
 
 
@@ -165,16 +164,18 @@ def _listed(options: Sequence[str] | None) -> tuple[str, ...]:
 def _positive(text: str) -> int:
     number = int(text) if text.isdecimal() else 0
     if number < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of processes, from 1 on")
+        raise argparse.ArgumentTypeError(f"expected a number of processes of 1 or more, got {text!r}")
     return number
 
 
-# What is told.
+# Output.
 
 
-def _tell(args: argparse.Namespace, report: Report, fixed: int = 0, texts: dict[str, str] | None = None) -> int:
-    """Print the report; the exit code."""
-    # The mended text has stdout for itself.
+def _print_report(
+    args: argparse.Namespace, report: CheckReport, fixed: int = 0, texts: dict[str, str] | None = None
+) -> int:
+    """Print the report and return the exit code."""
+    # With stdin and --fix, stdout is for the fixed text.
     stream = sys.stderr if texts is not None and args.fix else sys.stdout
     _warn(report)
     for_people = args.output_format in FOR_PEOPLE or (args.statistics and args.output_format == "github")
@@ -187,17 +188,17 @@ def _tell(args: argparse.Namespace, report: Report, fixed: int = 0, texts: dict[
     return _exit_code(args, report, bool(report.findings))
 
 
-def _print(args: argparse.Namespace, report: Report, stream: TextIO, texts: dict[str, str] | None) -> None:
+def _print(args: argparse.Namespace, report: CheckReport, stream: TextIO, texts: dict[str, str] | None) -> None:
     if args.statistics:
-        from ampwise.printers.statistics import render_statistics
+        from ampwise.report.printers.statistics import render_statistics
 
         write(render_statistics(report.findings, args.output_format, wants_colour(stream)), stream)
     else:
         print_findings(report.findings, args.output_format, stream, texts=texts, notes=report.notes)
 
 
-def _last_lines(report: Report, fixed: int, missed: str) -> str:
-    """What the findings alone do not tell; after many of them, nobody sees what was said at first."""
+def _last_lines(report: CheckReport, fixed: int, missed: str) -> str:
+    """Return the closing lines: how many findings were fixed, and how many files were not checked."""
     left = len(report.findings)
     lines = []
     if fixed and left:
@@ -210,67 +211,67 @@ def _last_lines(report: Report, fixed: int, missed: str) -> str:
     return "".join(lines)
 
 
-def _missed(report: Report) -> str:
-    if not report.unreadable and not report.partly:  # the usual case, and a module less to import
+def _missed(report: CheckReport) -> str:
+    if not report.unreadable and not report.partly:  # the usual case; saves an import
         return ""
-    from ampwise.printers.summary import missed
+    from ampwise.report.printers.summary import describe_unchecked
 
-    return missed(len(report.unreadable), len(report.partly))
+    return describe_unchecked(len(report.unreadable), len(report.partly))
 
 
-def _exit_code(args: argparse.Namespace, report: Report, found: bool) -> int:
+def _exit_code(args: argparse.Namespace, report: CheckReport, found: bool) -> int:
     if not report.files_checked:
         only_excluded = report.excluded and not report.unreadable
         return 0 if only_excluded else 2
     return 1 if found and not args.exit_zero else 0
 
 
-def _warn(report: Report) -> None:
-    flush(sys.stdout)  # so that a log of both streams has them in order
+def _warn(report: CheckReport) -> None:
+    flush(sys.stdout)  # keeps both streams in order in a combined log
     for error in report.unreadable:
         say("ampwise: {}: cannot check: {}", error.path, error.reason)
     for note in report.notes:
         say("ampwise: {}", note)
 
 
-# What is changed.
+# Writing files.
 
 
-def _mend_files(args: argparse.Namespace, report: Report, task: Task) -> tuple[int, list[str]]:
-    """Write the mended files; how many findings that mended, and what stood in the way of others."""
-    from ampwise.lint.repair import repair
-    from ampwise.lint.write import write_script
-    from ampwise.source.script import Unreadable
+def _fix_files(args: argparse.Namespace, report: CheckReport, task: CheckTask) -> tuple[int, list[str]]:
+    """Write the fixed files; return how many findings were fixed, and why others were not."""
+    from ampwise.check.atomic_write import write_script
+    from ampwise.check.source.script import UnreadableFile
+    from ampwise.check.verified_fixes import fix_findings
 
-    repairs = repair(report.findings, task, unsafe=args.unsafe_fixes)
-    fixed, troubles = 0, repairs.notes
+    repairs = fix_findings(report.findings, task, unsafe=args.unsafe_fixes)
+    fixed, problems = 0, repairs.notes
     for path, change in repairs.files.items():
         try:
             write_script(change.before, change.text)
-        except Unreadable as error:
-            troubles.append(f"{path}: {error.reason}")
+        except UnreadableFile as error:
+            problems.append(f"{path}: {error.reason}")
         else:
-            fixed += len(change.mended)
-    return fixed, troubles
+            fixed += len(change.fixed)
+    return fixed, problems
 
 
-def _show_diff(args: argparse.Namespace, report: Report, task: Task) -> int:
-    from ampwise.lint.repair import repair
+def _show_diff(args: argparse.Namespace, report: CheckReport, task: CheckTask) -> int:
+    from ampwise.check.verified_fixes import fix_findings
 
-    repairs = repair(report.findings, task, unsafe=args.unsafe_fixes)
+    repairs = fix_findings(report.findings, task, unsafe=args.unsafe_fixes)
     report.notes += repairs.notes
     changes = _write_diffs(repairs)
     _warn(report)
     if report.files_checked:
-        told = f"would fix {repairs.count} finding{'s' if repairs.count != 1 else ''}" if changes else "nothing to fix"
+        result = f"would fix {repairs.count} finding{'s' if repairs.count != 1 else ''}"
         missed = _missed(report)
-        say("ampwise: {}{}", told, f", but {missed}" if missed else "")
+        say("ampwise: {}{}", result if changes else "nothing to fix", f", but {missed}" if missed else "")
     return _exit_code(args, report, changes)
 
 
-def _write_diffs(repairs: Repairs) -> bool:
-    """Write each diff in the encoding of its file, so that ``patch`` finds the bytes there; whether there was one."""
-    from ampwise.lint.fix import unified_diff
+def _write_diffs(repairs: FileFixes) -> bool:
+    """Write each diff in the encoding of its file, as ``patch`` needs it; return whether there was any."""
+    from ampwise.check.apply_edits import unified_diff
 
     changes = False
     for change in repairs.files.values():
@@ -281,10 +282,10 @@ def _write_diffs(repairs: Repairs) -> bool:
     return changes
 
 
-def _add_noqa(args: argparse.Namespace, report: Report) -> int:
-    from ampwise.lint.noqa import with_noqa
-    from ampwise.lint.write import write_script
-    from ampwise.source.script import Unreadable, read_script
+def _add_noqa(args: argparse.Namespace, report: CheckReport) -> int:
+    from ampwise.check.atomic_write import write_script
+    from ampwise.check.noqa import add_noqa_comments
+    from ampwise.check.source.script import UnreadableFile, read_script
 
     by_file: dict[str, list[Finding]] = {}
     for finding in report.findings:
@@ -293,8 +294,8 @@ def _add_noqa(args: argparse.Namespace, report: Report) -> int:
     for path, findings in by_file.items():
         try:
             script = read_script(path)
-            write_script(script, with_noqa(script, findings))
-        except Unreadable as error:
+            write_script(script, add_noqa_comments(script, findings))
+        except UnreadableFile as error:
             report.notes.append(f"{path}: {error.reason}")
         else:
             added += len(findings)
@@ -303,10 +304,10 @@ def _add_noqa(args: argparse.Namespace, report: Report) -> int:
     return _exit_code(args, report, found=added < len(report.findings))
 
 
-def _run_stdin(args: argparse.Namespace, choice: Choice) -> int:
-    from ampwise.lint.check import Report, check_text
-    from ampwise.lint.files import is_excluded
-    from ampwise.source.script import Unreadable, decoded
+def _run_stdin(args: argparse.Namespace, choice: RuleSelection) -> int:
+    from ampwise.check.files import is_excluded
+    from ampwise.check.linter import CheckReport, check_text
+    from ampwise.check.source.script import UnreadableFile, decode_source
 
     data = sys.stdin.buffer.read()
     path = args.stdin_filename or STDIN
@@ -315,24 +316,26 @@ def _run_stdin(args: argparse.Namespace, choice: Choice) -> int:
             write_exact(data, sys.stdout)
         return 0
     try:
-        text = decoded(data, path)
-    except Unreadable as error:
+        text = decode_source(data, path)
+    except UnreadableFile as error:
         if args.fix and not args.diff:
             write_exact(data, sys.stdout)
-        return _tell(args, Report(unreadable=[error]), texts={})
+        return _print_report(args, CheckReport(unreadable=[error]), texts={})
     report, task = check_text(text, path, choice)
     if args.diff:
         return _show_diff(args, report, task)
     if not args.fix:
-        return _tell(args, report, texts={path: text})
-    return _mend_stdin(args, choice, report, task, data)
+        return _print_report(args, report, texts={path: text})
+    return _fix_stdin(args, choice, report, task, data)
 
 
-def _mend_stdin(args: argparse.Namespace, choice: Choice, report: Report, task: Task, data: bytes) -> int:
-    from ampwise.lint.check import check_text
-    from ampwise.lint.repair import repair
+def _fix_stdin(
+    args: argparse.Namespace, choice: RuleSelection, report: CheckReport, task: CheckTask, data: bytes
+) -> int:
+    from ampwise.check.linter import check_text
+    from ampwise.check.verified_fixes import fix_findings
 
-    repairs = repair(report.findings, task, unsafe=args.unsafe_fixes)
+    repairs = fix_findings(report.findings, task, unsafe=args.unsafe_fixes)
     path, text = next(iter(task.texts.items()))
     change = repairs.files.get(path)
     if change is not None:
@@ -341,4 +344,4 @@ def _mend_stdin(args: argparse.Namespace, choice: Choice, report: Report, task: 
         report, _ = check_text(text, path, choice)
     report.notes += repairs.notes
     write_exact(data, sys.stdout)
-    return _tell(args, report, repairs.count, texts={path: text})
+    return _print_report(args, report, repairs.count, texts={path: text})

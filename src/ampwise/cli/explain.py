@@ -1,6 +1,6 @@
-"""Explain a rule: what it means, why it matters, and how to mend it.
+"""Explain a rule: what it means, why it matters, and how to fix it.
 
-Takes a rule's code or name, in any case; `ampwise rules` lists them.
+RULE is a rule's code or name, in any case; `ampwise rules` lists them.
 
 Examples:
   ampwise explain AMP701
@@ -19,12 +19,12 @@ from ampwise.finding import Rule
 
 __all__ = ["add_arguments", "run"]
 
-WIDEST = 90  # longer lines of prose are hard to read, most of all at night
-NARROWEST = 20  # a terminal of two columns is a mistake in COLUMNS
+WIDEST = 90  # longer lines of prose are hard to read
+NARROWEST = 20  # COLUMNS may be set to nonsense such as 2
 INDENT = "  "
-MENDED = {
-    "always": "Mended by `ampwise check --fix`.",
-    "sometimes": "Sometimes mended by `ampwise check --fix`.",
+FIXED_BY = {
+    "always": "Fixed by `ampwise check --fix`.",
+    "sometimes": "Sometimes fixed by `ampwise check --fix`.",
     "": "",
 }
 
@@ -35,12 +35,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from ampwise.printers.terminal import wants_colour, write
+    from ampwise.finding.terminal import wants_colour, write
     from ampwise.rules import find_rule
 
     rule = find_rule(args.rule)
     if args.json:
-        from ampwise.strict_json import dumps
+        from ampwise.finding.strict_json import dumps
 
         write(dumps(rule.as_dict()), sys.stdout)
     else:
@@ -49,14 +49,14 @@ def run(args: argparse.Namespace) -> int:
 
 
 def page(rule: Rule, colour: bool = False) -> str:
-    """A rule as a screenful of text."""
-    from ampwise.printers.terminal import paint
+    """Return the explanation of a rule as text."""
+    from ampwise.finding.terminal import paint
 
     off = "" if rule.on_by_default else ", off by default"
     title = f"{paint(rule.code, rule.severity, colour)} {paint(rule.name, 'bold', colour)} ({rule.severity}{off})"
     sections = {
         "Why": _prose(rule.why),
-        "Fix": "\n".join(filter(None, [_prose(rule.fix), _prose(MENDED[rule.fixable])])),
+        "Fix": "\n".join(filter(None, [_prose(rule.fix), _prose(FIXED_BY[rule.fixable])])),
         "Bad": _code(rule.bad, colour),
         "Good": _code(rule.good, colour),
         "More": rule.url or "",
@@ -70,7 +70,7 @@ def page(rule: Rule, colour: bool = False) -> str:
 
 
 def _prose(text: str) -> str:
-    """Paragraphs, each wrapped to the terminal; lines that are indented are kept as they are."""
+    """Wrap paragraphs to the terminal; indented lines are kept as they are."""
     width = max(min(shutil.get_terminal_size().columns, WIDEST), NARROWEST) - len(INDENT)
     paragraphs = textwrap.dedent(text).strip().split("\n\n")
     return "\n\n".join(part if "\n " in part else textwrap.fill(part, width) for part in paragraphs)
@@ -82,7 +82,7 @@ def _code(text: str, colour: bool) -> str:
 
 
 def _highlighted(code: str) -> str:
-    """Coloured by rich, which is worth its import only when someone looks."""
+    """Return code coloured by rich, which is slow to import and loaded only for colour output."""
     import io
 
     from rich.console import Console

@@ -1,10 +1,11 @@
 """Compare number formats: range, precision, bits, and what they mean for training.
 
-Without a NAME: all of them. With NAMEs: those, side by side, in detail. A NAME may be what torch or anyone
-else calls a format: fp16, half, float16, torch.float16.
+Without a NAME, all formats are listed; with NAMEs, those are compared in detail. Aliases work: fp16, half,
+float16 and torch.float16 are the same format.
 
-Two numbers are called the smallest. Down to the smallest normal, values keep their precision; torch.finfo
-calls it tiny. From there down to the smallest subnormal they lose it bit by bit. Below half of that is zero.
+A format has two smallest numbers. Down to the smallest normal (tiny in torch.finfo), values keep their
+precision. From there down to the smallest subnormal they lose it bit by bit. At or below half of that, they
+round to zero.
 
 Examples:
   ampwise formats
@@ -12,9 +13,9 @@ Examples:
   ampwise formats fp8 e5m2 mxfp8
   ampwise formats fp16 --json | jq '.[0].smallest_subnormal'
 
-With --json: an array, one object a format. What a format does not have is null. Magnitudes at or below
-2**flush_exponent round to zero. Those above overflow_threshold leave the range; one equal to it does, too,
-if overflow_at_threshold.
+With --json: an array with one object per format. What a format does not have is null. Magnitudes at or below
+2**flush_exponent round to zero. Magnitudes above overflow_threshold overflow, and so does one equal to it if
+overflow_at_threshold is true.
   kind "scalar"  {name, title, aliases, torch_dtype, bits, bytes_per_value, signed, exponent_bits,
                   mantissa_bits, bias, codes, infinities, nans, max, smallest_normal, smallest_subnormal,
                   epsilon, decimal_digits, flush_exponent, overflow_threshold, overflow_at_threshold,
@@ -31,14 +32,15 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from ampwise.printers import terminal
+from ampwise.finding import terminal
+from ampwise.numbers.formats.format import short_number
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
-    from ampwise.formats import BlockFormat, Format
+    from ampwise.numbers.formats import BlockFormat, Format
 
 __all__ = ["add_arguments", "run"]
 
@@ -50,7 +52,7 @@ WIDEST_COLUMN = 28  # of a format's details; what is longer wraps
 
 NOTES = (
     "Below the smallest normal a value loses precision; at or below half the smallest subnormal it is zero.",
-    "Needs scaling for gradients to survive: of the loss, or a scale a tensor or a block.",
+    "Needs scaling: what must be scaled so that gradients do not underflow: the loss, each tensor or each block.",
     "`ampwise formats NAME NAME` compares in detail.",
 )
 
@@ -61,12 +63,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from ampwise.formats import BLOCK_FORMATS, FORMATS, BlockFormat, find_format
+    from ampwise.numbers.formats import BLOCK_FORMATS, FORMATS, BlockFormat, find_format
 
     named = [find_format(name) for name in args.names] or [*FORMATS.values(), *BLOCK_FORMATS.values()]
     chosen = list({fmt.name: fmt for fmt in named}.values())  # "half" and "fp16" are one
     if args.json:
-        from ampwise.strict_json import dumps
+        from ampwise.finding.strict_json import dumps
 
         terminal.write(dumps([fmt.as_dict() for fmt in chosen]), sys.stdout)
         return 0
@@ -98,16 +100,16 @@ def _numbers(formats: Sequence[Format], *, with_hardware: bool = False) -> Table
         table.add_column(heading, justify="right", no_wrap=True)
     table.add_column("needs\nscaling", no_wrap=True)
     if with_hardware:
-        table.add_column("matrix units since", no_wrap=True)
+        table.add_column("tensor cores since", no_wrap=True)
     for fmt in formats:
         figures = (fmt.max, fmt.smallest_normal, fmt.smallest_subnormal, fmt.epsilon)
-        cells = [fmt.name, *map(number, figures), f"{fmt.decimal_digits:.1f}", _scaling(fmt)]
+        cells = [fmt.name, *map(short_number, figures), f"{fmt.decimal_digits:.1f}", _scaling(fmt)]
         table.add_row(*cells, *([fmt.since] if with_hardware else []))
     return table
 
 
 def _hardware(formats: Sequence[Format]) -> Table:
-    table = terminal.table("format", "matrix units since")
+    table = terminal.table("format", "tensor cores since")
     for fmt in formats:
         table.add_row(fmt.name, fmt.since)
     return table
@@ -117,7 +119,7 @@ def _blocks(formats: Sequence[BlockFormat]) -> Table:
     table = terminal.table("block format", "element", "scale")
     table.add_column("block\nsize", justify="right", no_wrap=True)
     table.add_column("bits per\nvalue", justify="right", no_wrap=True)
-    table.add_column("matrix units since")
+    table.add_column("tensor cores since")
     for fmt in formats:
         bits = f"{fmt.bits_per_value:g}"
         table.add_row(fmt.name, fmt.element.name, _scale(fmt), str(fmt.block_size), bits, fmt.since)
@@ -125,10 +127,10 @@ def _blocks(formats: Sequence[BlockFormat]) -> Table:
 
 
 def _scale(fmt: BlockFormat) -> str:
-    return f"{fmt.scale.name}{', fp32 a tensor' if fmt.tensor_scale else ''}"
+    return f"{fmt.scale.name}{', fp32 per tensor' if fmt.tensor_scale else ''}"
 
 
-# Named formats: a drawing, then a column each, as many abreast as the terminal is wide.
+# Named formats: a drawing, then one column per format, as many side by side as fit the terminal.
 
 
 def _show_details(out: Console, scalars: Sequence[Format], blocks: Sequence[BlockFormat]) -> None:
@@ -138,7 +140,7 @@ def _show_details(out: Console, scalars: Sequence[Format], blocks: Sequence[Bloc
     out.print(_drawing(list(drawn), _in_colour(out)))
     details = [_scalar_details(fmt) for fmt in scalars], [_block_details(fmt) for fmt in blocks]
     for columns in details:
-        for group in _abreast(columns, out.width):
+        for group in _column_groups(columns, out.width):
             out.print()
             out.print(_side_by_side(group))
     out.print()
@@ -155,7 +157,7 @@ def _scalar_details(fmt: Format) -> dict[str, str]:
         "bits": f"{fmt.bits}{f', stored in {fmt.storage_bits}' if fmt.storage_bits else ''}",
         "codes": f"{fmt.codes:,}" if fmt.bits <= 32 else f"2^{fmt.bits}",
         "bias": str(fmt.bias),
-        "largest": number(fmt.max),
+        "largest": short_number(fmt.max),
         "smallest normal": with_power(fmt.smallest_normal),
         "smallest subnormal": "none" if subnormal is None else with_power(subnormal),
         "zero at or below": _flushes(fmt),
@@ -165,7 +167,7 @@ def _scalar_details(fmt: Format) -> dict[str, str]:
         "infinities": "yes" if fmt.infinities else "no",
         "NaNs": "yes" if fmt.nans else "no",
         "needs scaling": _scaling(fmt),
-        "matrix units since": fmt.since,
+        "tensor cores since": fmt.since,
         "torch dtype": f"torch.{fmt.torch_dtype}" if fmt.torch_dtype else "none",
         "aliases": ", ".join(fmt.aliases),
     }
@@ -180,16 +182,16 @@ def _flushes(fmt: Format) -> str:
 
 def _overflows(fmt: Format) -> str:
     if not (fmt.infinities or fmt.nans):
-        return f"never: stays at {number(fmt.max)}"
+        return f"never: stays at {short_number(fmt.max)}"
     becomes = "infinity" if fmt.infinities else "NaN"
-    threshold = number(fmt.overflow_threshold)
-    if math.isinf(fmt.overflow_threshold) or threshold == number(fmt.max):
+    threshold = short_number(fmt.overflow_threshold)
+    if math.isinf(fmt.overflow_threshold) or threshold == short_number(fmt.max):
         return f"past the largest: {becomes}"
     return f"{'from' if fmt.overflow_at_threshold else 'above'} {threshold}: {becomes}"
 
 
 def _scaling(fmt: Format) -> str:
-    """What must be scaled for gradients to survive: the narrower the format, the fewer values share a scale."""
+    """Return what must be scaled so that gradients do not underflow: narrower formats need finer scales."""
     if not fmt.needs_loss_scale:
         return "no"
     return "loss" if fmt.bits >= 16 else "tensor" if fmt.bits >= 8 else "block"
@@ -204,17 +206,17 @@ def _block_details(fmt: BlockFormat) -> dict[str, str]:
         "scale": _scale(fmt),
         "block size": f"{fmt.block_size} values",
         "bits per value": f"{fmt.bits_per_value:g}",
-        "largest": f"{number(fmt.max)}{of_tensor}",
-        "smallest": f"{number(fmt.smallest)}{of_tensor}",
-        "range in a block": f"{number(fmt.element.max / fmt.element.smallest)} to 1",
+        "largest": f"{short_number(fmt.max)}{of_tensor}",
+        "smallest": f"{short_number(fmt.smallest)}{of_tensor}",
+        "range in a block": f"{short_number(fmt.element.max / fmt.element.smallest)} to 1",
         "needs scaling": "no: brings its own",
-        "matrix units since": fmt.since,
+        "tensor cores since": fmt.since,
         "aliases": ", ".join(fmt.aliases) or "none",
     }
 
 
-def _abreast(columns: Sequence[dict[str, str]], width: int) -> Iterator[Sequence[dict[str, str]]]:
-    """Groups of columns that fit ``width`` together; a group of one need not."""
+def _column_groups(columns: Sequence[dict[str, str]], width: int) -> Iterator[Sequence[dict[str, str]]]:
+    """Yield groups of columns that fit ``width`` together; a single column may be wider."""
     start = 0
     while start < len(columns):
         end = start + 1
@@ -255,9 +257,9 @@ def _drawing(formats: Sequence[Format], colour: bool) -> Table:
 
 
 def layout(fmt: Format, colour: bool) -> Text:
-    """The bits of a format, a letter each: coloured blocks, or words.
+    """Draw the bits of a format with one letter per bit: coloured blocks, or groups of letters.
 
-    >>> from ampwise.formats import find_format
+    >>> from ampwise.numbers.formats import find_format
     >>> str(layout(find_format("fp16"), colour=False))
     'S EEEEE MMMMMMMMMM'
     """
@@ -272,25 +274,13 @@ def _in_colour(out: Console) -> bool:
     return out.color_system is not None
 
 
-# Numbers, for people.
-
-
-def number(value: float | None) -> str:
-    """A few digits: all of them where they are few, else three.
-
-    >>> number(65504.0), number(6.103515625e-05), number(0.0625), number(3.3895313892515355e38), number(None)
-    ('65504', '6.10e-05', '0.0625', '3.39e+38', '-')
-    """
-    if value is None:
-        return "-"
-    short = f"{value:g}"
-    return short if float(short) == value and len(short) <= 7 and "e" not in short else f"{value:.2e}"
+# Numbers as text.
 
 
 def with_power(value: float) -> str:
-    """A power of two, both ways.
+    """Return a power of two as a decimal number and as a power.
 
     >>> with_power(2.0**-14), with_power(0.5)
     ('6.10e-05 = 2^-14', '0.5 = 2^-1')
     """
-    return f"{number(value)} = 2^{math.frexp(value)[1] - 1}"
+    return f"{short_number(value)} = 2^{math.frexp(value)[1] - 1}"

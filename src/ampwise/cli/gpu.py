@@ -1,8 +1,8 @@
-"""Say what this machine, or a GPU of the catalog, runs fast.
+"""Show which formats this machine, or a GPU from the catalog, runs fast.
 
 Without a NAME it describes this machine: torch, its devices, its TF32 switches, and what is wrong with them.
-With a NAME it shows what the catalog knows about a device: by id, by name, or as torch calls it.
-Peaks are dense. A number marked ~ is approximate: its sources disagree, or none states it exactly.
+With a NAME it shows the catalog entry of a device, by id, by name, or by torch's name for it.
+Peaks are for dense matmuls. A number marked ~ is approximate: sources disagree, or none states it exactly.
 
 Examples:
   ampwise gpu
@@ -10,21 +10,21 @@ Examples:
   ampwise gpu h200
   ampwise gpu "NVIDIA A100-SXM4-80GB" --json | jq .peak_flops.bf16
 
-The exit code is 1 when --want names a format that a GPU here lacks, or when --want is given and torch sees no
-GPU to use; else 0, also when it is not known.
+The exit code is 1 if --want names a format that a GPU here lacks, or if --want is given and torch sees no usable
+GPU; else 0, also if support is unknown.
 
-With --json, units are bytes, bytes/s and FLOP/s, and what is not known is null:
+With --json, units are bytes, bytes/s and FLOP/s, and unknown values are null:
   ampwise gpu --json         {"machine": {python, platform, cpu, driver, torch, torch_problem},
                               "findings": [{code, name, severity, message, place, evidence, fix}]}
     torch                    {version, cuda, hip, devices, mps, fp32, problem}
     one of its devices       {index, name, capability, memory_bytes, bf16_claimed, bf16_native, catalog_id,
-                              matrix_units: {format: true, false or null}}
+                              tensor_cores: {format: true, false or null}}
   ampwise gpu NAME --json    {id, name, vendor, arch, capability, memory_bytes, memory_bytes_per_s,
-                              matrix_formats, peak_flops, ridge_flop_per_byte, approximate, note, sources}
+                              tensor_core_formats, peak_flops, ridge_flop_per_byte, approximate, note, sources}
   ampwise gpu --list --json  an array of the latter
 Peaks and ridge points are objects, {format: number}. Numbers under "approximate" are left out everywhere else,
-and so are ridge points that would follow from them. bf16_claimed is what torch.cuda.is_bf16_supported() says,
-bf16_native what it says without emulation.
+and so are ridge points that would follow from them. bf16_claimed is torch.cuda.is_bf16_supported(), bf16_native
+the same without emulation.
 """
 
 from __future__ import annotations
@@ -34,32 +34,33 @@ import sys
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
+from ampwise.finding import terminal
 from ampwise.hardware.catalog import COMMON_FORMATS
-from ampwise.printers import output_formats, print_findings, terminal
+from ampwise.report.printers import output_formats, print_findings
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
     from ampwise.finding import Finding
-    from ampwise.hardware import Cpu, DeviceKind, Gpu, Machine, MachineUse, TorchFacts
+    from ampwise.hardware import Cpu, DeviceKind, Gpu, Machine, MachineRequirements, TorchInfo
 
 __all__ = ["add_arguments", "run"]
 
 TO_WANT = tuple(fmt for fmt in COMMON_FORMATS if fmt != "fp32")
-ANSWERS = {True: "yes", False: "no", None: "not known"}
+ANSWERS = {True: "yes", False: "no", None: "unknown"}
 TFLOPS, GIB, GB = 1e12, 2**30, 1e9
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("name", metavar="NAME", nargs="?", help="a device of the catalog (default: this machine)")
-    parser.add_argument("--list", action="store_true", help="the devices of the catalog")
+    parser.add_argument("--list", action="store_true", help="list the devices of the catalog")
     parser.add_argument(
         "--want",
         metavar="FORMAT",
         action="append",
         default=[],
-        help=f"exit with 1 if a GPU here lacks matrix units for it, or there is no GPU: {', '.join(TO_WANT)}; "
+        help=f"exit with 1 if a GPU here has no tensor cores for it, or there is no GPU: {', '.join(TO_WANT)}; "
         "may be repeated",
     )
     group = parser.add_mutually_exclusive_group()
@@ -68,7 +69,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--output-format",
         metavar="FORMAT",
         choices=output_formats(),
-        help=f"only what is wrong with this machine, as other tools read it: {', '.join(output_formats())}",
+        help=f"only the findings about this machine, in this format: {', '.join(output_formats())}",
     )
 
 
@@ -90,11 +91,11 @@ def _wanted(args: argparse.Namespace) -> tuple[str, ...]:
     for option in ("want", "output_format"):
         if getattr(args, option) and about_a_device:
             flag = "--" + option.replace("_", "-")
-            raise BadInput(f"gpu {flag}: it asks about this machine; give it without a NAME and without --list")
+            raise BadInput(f"gpu {flag}: it is about this machine and cannot be combined with a NAME or --list")
     for fmt in args.want:
         if fmt.lower() not in TO_WANT:
             listing = f"--want takes {', '.join(TO_WANT)}."
-            raise UnknownName("matrix format", fmt, TO_WANT, listing=listing)
+            raise UnknownName("format", fmt, TO_WANT, listing=listing)
     return tuple(dict.fromkeys(fmt.lower() for fmt in args.want))
 
 
@@ -120,9 +121,9 @@ def _run_device(name: str, as_json: bool) -> int:
 
 
 def _run_machine(wanted: tuple[str, ...], output_format: str | None, as_json: bool) -> int:
-    from ampwise.hardware import MachineUse, describe_machine
+    from ampwise.hardware import MachineRequirements, describe_machine
 
-    use = MachineUse(machine=describe_machine(), wanted=wanted)
+    use = MachineRequirements(machine=describe_machine(), wanted=wanted)
     findings = _check(use)
     if output_format:
         print_findings(findings, output_format)
@@ -131,25 +132,25 @@ def _run_machine(wanted: tuple[str, ...], output_format: str | None, as_json: bo
         _write_json({"machine": use.machine.as_dict(), "findings": shown})
     else:
         terminal.print_tables(lambda out: _show_machine(out, use.machine, findings))
-    return 1 if any(_breaks_a_wish(finding) for finding in findings) else 0
+    return 1 if any(_fails_want(finding) for finding in findings) else 0
 
 
-def _check(use: MachineUse) -> list[Finding]:
-    from ampwise.rules import rules_about
+def _check(use: MachineRequirements) -> list[Finding]:
+    from ampwise.rules import rules_in
 
-    found = (finding for rule in rules_about("hardware") for finding in rule.check(use))
+    found = (finding for rule in rules_in("hardware") for finding in rule.check(use))
     return sorted(found, key=lambda finding: (finding.severity.rank, finding.rule.code))
 
 
-def _breaks_a_wish(finding: Finding) -> bool:
-    """Advice about a machine is no reason for a script to stop; a format it asked for and cannot have is."""
+def _fails_want(finding: Finding) -> bool:
+    """Whether a finding is about a format given with --want; others are advice and do not change the exit code."""
     from ampwise.rules.hardware import format_without_matrix_units
 
     return finding.rule == format_without_matrix_units.RULE
 
 
 def _write_json(value: object) -> None:
-    from ampwise.strict_json import dumps
+    from ampwise.finding.strict_json import dumps
 
     terminal.write(dumps(value), sys.stdout)
 
@@ -176,36 +177,36 @@ def _show_machine(out: Console, machine: Machine, findings: Sequence[Finding]) -
 def _torch(machine: Machine) -> str:
     if machine.torch is None:
         why = f"does not load: {machine.torch_problem}" if machine.torch_problem else "not installed"
-        return f"{why}; so nothing is known about a GPU here"
+        return f"{why}, so GPUs of this machine are unknown"
     torch = machine.torch
     built = f"CUDA {torch.cuda}" if torch.cuda else f"ROCm {torch.hip}" if torch.hip else "no CUDA in this build"
     driver = f", NVIDIA driver {machine.driver}" if machine.driver else ""
     return f"{torch.version} ({built}{driver}){_without_devices(torch)}"
 
 
-def _without_devices(torch: TorchFacts) -> str:
+def _without_devices(torch: TorchInfo) -> str:
     if torch.devices:
         return ""
     if torch.mps:
-        return "; Apple's GPU, through MPS, which does not say which one it is"
-    return "; no GPU that torch can use: it computes on the CPU"
+        return "; Apple GPU through MPS, which does not report its model"
+    return "; torch finds no usable GPU and computes on the CPU"
 
 
 def _cpu(cpu: Cpu) -> str:
     from ampwise.hardware.cpu import FEATURES
 
-    model = cpu.model or "of unknown model"
+    model = cpu.model or "unknown model"
     if cpu.features is None:
-        return f"{model}; what it has for BF16 and FP16 is not known"
+        return f"{model}; its BF16 and FP16 instructions are unknown"
     shown = ", ".join(f"{feature} ({FEATURES[feature]})" for feature in cpu.features)
     return f"{model}; {shown or 'no instructions for BF16 or FP16'}"
 
 
-def _fp32(torch: TorchFacts) -> str:
+def _fp32(torch: TorchInfo) -> str:
     uses = {True: "TF32", False: "full FP32"}
     return (
-        f"matrix products in {uses[torch.fp32.matmul_tf32]}, convolutions in "
-        f"{uses[torch.fp32.convolution_tf32]} (as torch starts; a script may change it)"
+        f"matmuls in {uses[torch.fp32.matmul_tf32]}, convolutions in "
+        f"{uses[torch.fp32.convolution_tf32]} (torch's defaults; a script may change them)"
     )
 
 
@@ -213,13 +214,13 @@ def _show_kind(out: Console, kind: DeviceKind) -> None:
     device = kind.first
     label = "compute capability " if device.compute_capability else ""
     _say(out, f"{kind.torch_names}  {kind.title}", style="bold")
-    known = f"in the catalog as {device.gpu.id}" if device.gpu else "not in the catalog, so no peaks are known"
+    known = f"in the catalog as {device.gpu.id}" if device.gpu else "not in the catalog, so its peaks are unknown"
     _say(out, f"{label}{device.capability}, {device.memory_bytes / GIB:.1f} GiB, {known}")
     emulated = f"{device.bf16_claimed}, without emulation: {device.bf16_native}"
     _say(out, f"torch.cuda.is_bf16_supported(): {emulated}")
-    answers = device.matrix_units
+    answers = device.tensor_cores
     if device.gpu is None:
-        answers.pop("fp32")  # the capability says nothing about it, and nobody asks
+        answers.pop("fp32")  # the capability says nothing about it
     out.print(_formats(answers, device.gpu))
 
 
@@ -229,14 +230,14 @@ def _show_device(out: Console, gpu: Gpu) -> None:
     memory, bandwidth = gpu.figure("memory_bytes"), gpu.figure("memory_bytes_per_s")
     facts = {
         "architecture": f"{gpu.arch}, {label}{gpu.capability}",
-        "memory": f"{memory.show(GIB, 0)} GiB" if memory else "not known",
-        "bandwidth": f"{bandwidth.show(GB, 0)} GB/s" if bandwidth else "not known",
+        "memory": f"{memory.show(GIB, 0)} GiB" if memory else "unknown",
+        "bandwidth": f"{bandwidth.show(GB, 0)} GB/s" if bandwidth else "unknown",
     }
     if gpu.note:
         facts["note"] = gpu.note
     out.print(_facts(facts))
     out.print()
-    answers = {fmt: gpu.has_matrix_units(fmt) for fmt in (*COMMON_FORMATS, *_uncommon(gpu))}
+    answers = {fmt: gpu.has_tensor_cores(fmt) for fmt in (*COMMON_FORMATS, *_uncommon(gpu))}
     out.print(_formats(answers, gpu))
     out.print()
     for url in gpu.sources:
@@ -244,12 +245,12 @@ def _show_device(out: Console, gpu: Gpu) -> None:
 
 
 def _uncommon(gpu: Gpu) -> list[str]:
-    return [fmt for fmt in gpu.matrix_formats or () if fmt not in COMMON_FORMATS]
+    return [fmt for fmt in gpu.tensor_core_formats or () if fmt not in COMMON_FORMATS]
 
 
 def _formats(answers: dict[str, bool | None], gpu: Gpu | None) -> Table:
-    """A row a format: whether matrix units take it and, for a device of the catalog, how fast."""
-    table = terminal.table("format", "matrix units")
+    """Return a table with a row per format: whether tensor cores take it and, for a catalog device, how fast."""
+    table = terminal.table("format", "tensor cores")
     for heading in ("dense peak, TFLOP/s", "ridge, FLOP/byte") if gpu else ():
         table.add_column(heading, justify="right")
     for fmt, answer in answers.items():
@@ -263,17 +264,17 @@ def _formats(answers: dict[str, bool | None], gpu: Gpu | None) -> Table:
 
 def _show_list(out: Console, gpus: Iterable[Gpu]) -> None:
     table = terminal.table("id", "capability")
-    table.add_column("matrix units")  # these two may wrap; an id is there to be copied
+    table.add_column("tensor cores")  # the last two columns may wrap; ids must stay whole to be copied
     table.add_column("name")
     for gpu in gpus:
-        formats = gpu.matrix_formats
-        shown = "not known" if formats is None else " ".join(fmt for fmt in COMMON_FORMATS if fmt in formats)
+        formats = gpu.tensor_core_formats
+        shown = "unknown" if formats is None else " ".join(fmt for fmt in COMMON_FORMATS if fmt in formats)
         table.add_row(gpu.id, gpu.capability, shown or "none", gpu.name)
     out.print(table)
 
 
 def _say(out: Console, text: str, style: str = "") -> None:
-    """A line that stays one line, so that it can be searched for and a URL clicked."""
+    """Print a line without wrapping it, so that it can be searched for and a URL clicked."""
     out.print(terminal.printable(text), style=style, markup=False, soft_wrap=True)
 
 
@@ -284,5 +285,5 @@ def _facts(facts: dict[str, str]) -> Table:
     grid = Table.grid(padding=(0, 2, 0, 0))
     grid.add_column(style="dim", no_wrap=True)
     for label, fact in facts.items():
-        grid.add_row(label, Text(terminal.printable(fact)))  # Text: a driver's words are not markup
+        grid.add_row(label, Text(terminal.printable(fact)))  # Text: a driver's output is not markup
     return grid

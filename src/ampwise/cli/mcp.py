@@ -1,9 +1,9 @@
-"""Serve coding agents over stdin and stdout, by the Model Context Protocol.
+"""Serve coding agents over stdin and stdout with the Model Context Protocol.
 
-An agent starts it; nothing listens on a network. Its tools are the verbs check, fix, explain, advise, memory, formats,
-gpu, replay and read_report, and they see the folder it was started in and nothing else: no other path, no link that
-leads out. fix answers with a diff unless it is asked to write. No code of yours is imported or run unless you say
---allow-run: then there is also run, replay works, and advise and memory take module:function.
+An agent starts it; nothing listens on a network. Its tools are check, fix, explain, advise, memory, formats, gpu,
+replay and read_report. They see only the folder it was started in: no other path, and no symlink that leads out. fix
+returns a diff unless it is asked to write. Your code is imported or run only with --allow-run, which adds the tool run,
+enables replay, and lets advise and memory take module:function.
 
 Examples:
   pip install "ampwise[mcp]"
@@ -12,8 +12,8 @@ Examples:
   ampwise mcp --allow-run
   claude mcp add ampwise -- ampwise mcp
 
-The exit code is 0 when the agent has gone, and 2 when it cannot begin: the package mcp is missing or of a version that
-was not tested, or there is no such folder.
+The exit code is 0 when the agent disconnects, and 2 if the server cannot start: the package mcp is missing or has an
+untested version, or the folder does not exist.
 """
 
 from __future__ import annotations
@@ -26,26 +26,27 @@ __all__ = ["add_arguments", "run"]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--allow-run", action="store_true", help="also run and import code of the folder")
-    parser.add_argument("--root", metavar="DIR", default=".", help="the folder that agents see (default: this one)")
+    parser.add_argument("--allow-run", action="store_true", help="let agents run and import code in the folder")
+    parser.add_argument("--root", metavar="DIR", default=".", help="the folder that agents see (default: .)")
 
 
 def run(args: argparse.Namespace) -> int:
-    _forget(args.root)
-    from ampwise.integrations.mcp import serve
+    _remove_from_path(args.root)
+    from ampwise.integrations.mcp_server import serve
 
     if sys.stdin is not None and sys.stdin.isatty():
-        from ampwise.printers.terminal import say
+        from ampwise.finding.terminal import say
 
-        say("ampwise: an agent starts this, and speaks to it on stdin; Ctrl-D ends it")
+        say("ampwise: waiting for an agent on stdin; agents start this command themselves. Ctrl-D ends it")
     serve(args.root, allow_run=args.allow_run)
     return 0
 
 
-def _forget(root: str) -> None:
-    """Take the folder off Python's path, where a PYTHONPATH may have it: its files are not to be imported.
+def _remove_from_path(root: str) -> None:
+    """Remove the folder from sys.path, where PYTHONPATH may have put it: its files must not be imported.
 
-    First of all, since a json.py there would be imported by the next line; and by os alone, which is loaded already.
+    This comes before any other import, since a json.py in the folder could be imported; it uses only os, which is
+    already loaded.
     """
     real = os.path.realpath
     sys.path[:] = [each for each in sys.path if real(each or ".") not in (real("."), real(root))]

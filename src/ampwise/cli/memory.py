@@ -1,17 +1,17 @@
-"""Say how much memory a training step takes on a GPU, in every precision, without taking it.
+"""Estimate the GPU memory of a training step in every precision, without allocating it.
 
-MAKER names a function of yours that returns a model, a batch and what makes the loss of it:
+MAKER names a function of yours that returns a model, a batch and a loss function:
 
   def make(batch=16):                       # in train.py; the parameter is optional
       model = Net()
       x, y = torch.randn(batch, 128), torch.randint(10, (batch,))
       return model, (x, y), lambda x, y: F.cross_entropy(model(x), y)
 
-A fourth thing that it returns is the optimizer. The step is run with tensors that have shapes and no memory: forward,
-backward, clip, optimizer, as CUDA would run them, its autocast and its fused kernels included, and every tensor is
-followed from its allocation to its end through a copy of torch's caching allocator. No GPU is needed, and no weights
-are allocated: a model of 7 B takes seconds. Without a MAKER, --params or --layers and --hidden describe a decoder
-transformer; what is not said of it is as it usually is, and is told.
+It may return the optimizer as a fourth value. The step runs on tensors without memory: forward, backward, clip,
+optimizer, as on CUDA, with its autocast and fused kernels. Every tensor is followed from allocation to release through
+a model of torch's caching allocator. No GPU is needed, and no weights are allocated: a 7B model takes seconds. Without
+a MAKER, --params or --layers and --hidden describe a decoder transformer; sizes that are not given get usual values,
+which are reported.
 
 Examples:
   ampwise memory train:make
@@ -22,21 +22,20 @@ Examples:
   ampwise memory --params 7B --precision bf16,bf16-pure,kahan,bf16-pure,bf16-states
   ampwise memory train:make --json | jq '.estimates[] | {precision, batch, peak_bytes}'
 
-The exit code is 0; with --gpu it is 1 when the step fits that GPU in none of the precisions; and it is 2 when nothing
-could be counted.
+The exit code is 0, 1 if the step does not fit the GPU given with --gpu in any precision, and 2 on an error.
 
-With --json, memory is in bytes, and what is not known is null:
+With --json, memory is in bytes, and unknown values are null:
   {name, parameters, trained_parameters, shape, optimizer, checkpointing, fsdp, ddp, gpu, context_bytes, estimates,
    largest_batch, notes}
     one of the estimates  {precision, batch, peak_bytes, reserved_bytes, needed_bytes, phase, peak_split_bytes,
                            most_bytes, phase_peak_bytes, fits, fsdp_ranks, smallest_memory_bytes,
                            bytes_per_parameter}
     gpu                   {name, memory_bytes, usable_bytes, basis}
-peak_bytes is what torch.cuda.max_memory_allocated() would say and reserved_bytes what max_memory_reserved() would; with
-CUDA's context, an allowance, it is needed_bytes. peak_split_bytes is what the peak consists of, most_bytes the most of
-each kind at any time, bytes_per_parameter those of weights, gradients and optimizer state together. fits is yes, tight
-(the allocator has to give memory back at every step) or no; fsdp_ranks how many ranks it would take then. largest_batch
-is by precision, on that GPU.
+peak_bytes corresponds to torch.cuda.max_memory_allocated(), reserved_bytes to max_memory_reserved(), and needed_bytes
+adds an allowance for the CUDA context. peak_split_bytes is what the peak consists of, most_bytes the maximum of each
+kind at any time, bytes_per_parameter the bytes of weights, gradients and optimizer state together. fits is yes, tight
+(the allocator must release memory at every step) or no; fsdp_ranks is how many ranks it would take if it does not fit.
+largest_batch is per precision, on that GPU.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ import argparse
 import contextlib
 import sys
 
-from ampwise.printers import terminal
+from ampwise.finding import terminal
 
 TYPE_CHECKING = False  # as in typing, which takes milliseconds to import
 if TYPE_CHECKING:
@@ -58,13 +57,13 @@ if TYPE_CHECKING:
 __all__ = ["add_arguments", "run"]
 
 SIZES = {
-    "layers": "how many",
-    "hidden": "the width of a layer",
-    "heads": "of attention",
-    "kv_heads": "of keys and values (default: as many as heads)",
-    "ffn": "the inner width of an MLP",
-    "vocab": "words in the vocabulary (default: 32000)",
-    "seq": "tokens of a sequence (default: 2048)",
+    "layers": "number of layers",
+    "hidden": "width of a layer",
+    "heads": "attention heads",
+    "kv_heads": "key and value heads (default: as many as heads)",
+    "ffn": "inner width of an MLP",
+    "vocab": "size of the vocabulary (default: 32000)",
+    "seq": "tokens in a sequence (default: 2048)",
 }
 
 
@@ -72,35 +71,35 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "maker", metavar="MAKER", nargs="?", help="module:function or file.py:function, such as train:make"
     )
-    parser.add_argument("--params", metavar="N", help="of a decoder transformer, such as 124M or 7B")
-    for name, said in SIZES.items():
-        parser.add_argument(f"--{name.replace('_', '-')}", metavar="N", type=int, help=said)
+    parser.add_argument("--params", metavar="N", help="parameters of a decoder transformer, such as 124M or 7B")
+    for name, help_text in SIZES.items():
+        parser.add_argument(f"--{name.replace('_', '-')}", metavar="N", type=int, help=help_text)
     parser.add_argument(
-        "--batch", metavar="ROWS", help="sizes of the batch, with commas (default: what MAKER makes, or 1)"
+        "--batch", metavar="ROWS", help="batch sizes, comma-separated (default: the batch that MAKER makes, or 1)"
     )
     parser.add_argument(
         "--precision",
         metavar="LIST",
-        help="of fp32, tf32, fp16, bf16 and bf16-pure, with commas (default: the first four)",
+        help="comma-separated: fp32, tf32, fp16, bf16, bf16-pure (default: the first four)",
     )
     parser.add_argument(
         "--optimizer", metavar="NAME", help="such as adamw, sgd or adamw8bit (default: MAKER's, or adamw)"
     )
-    parser.add_argument("--checkpointing", action="store_true", help="repeated blocks are computed again when needed")
-    parser.add_argument("--fsdp", metavar="RANKS", type=int, help="what each of so many ranks holds with FSDP")
-    parser.add_argument("--ddp", action="store_true", help="count DDP's buckets")
+    parser.add_argument("--checkpointing", action="store_true", help="with activation checkpointing of repeated blocks")
+    parser.add_argument("--fsdp", metavar="RANKS", type=int, help="memory of one rank with FSDP over this many ranks")
+    parser.add_argument("--ddp", action="store_true", help="include DDP's gradient buckets")
     parser.add_argument(
         "--gpu", metavar="NAME", help="a device of the catalog (default: this machine's, if it has one)"
     )
     parser.add_argument("--no-largest", action="store_true", help="do not look for the largest batch")
     parser.add_argument("--json", action="store_true", help="JSON, as described above")
-    parser.add_argument("-q", "--quiet", action="store_true", help="do not say how far it is")
+    parser.add_argument("-q", "--quiet", action="store_true", help="no progress on stderr")
 
 
 def run(args: argparse.Namespace) -> int:
     result = _estimated(args)
     if args.json:
-        from ampwise.strict_json import dumps
+        from ampwise.finding.strict_json import dumps
 
         terminal.write(dumps(result.as_dict()), sys.stdout)
     else:
@@ -111,16 +110,16 @@ def run(args: argparse.Namespace) -> int:
 
 def _estimated(args: argparse.Namespace) -> MemoryEstimate:
     _need_torch()
-    from ampwise.low_bit.pure import names_in
+    from ampwise.train.low_bit.pure_bf16 import split_precisions
     from ampwise.tune.memory.estimate import memory
 
     sizes = {name: getattr(args, name) for name in SIZES if getattr(args, name) is not None}
-    # What the user's code prints is not what was asked for.
-    with _progress(args.quiet) as tell, contextlib.redirect_stdout(sys.stderr):
+    # Keep what the user's code prints out of our output.
+    with _progress(args.quiet) as progress, contextlib.redirect_stdout(sys.stderr):
         return memory(
             args.maker,
             params=args.params,
-            precisions=None if args.precision is None else names_in(args.precision),
+            precisions=None if args.precision is None else split_precisions(args.precision),
             batch=_batches(args.batch),
             optimizer=args.optimizer,
             checkpointing=args.checkpointing,
@@ -128,7 +127,7 @@ def _estimated(args: argparse.Namespace) -> MemoryEstimate:
             ddp=args.ddp,
             gpu=args.gpu,
             largest=not args.no_largest,
-            tell=tell,
+            progress=progress,
             **sizes,
         )
 
@@ -148,7 +147,7 @@ def _batches(text: str | None) -> list[int] | None:
     try:
         return None if text is None else [int(size) for size in text.split(",")]
     except ValueError:
-        raise BadInput(f"--batch {text}: expected are numbers of rows, such as 8 or 8,16,32.") from None
+        raise BadInput(f"--batch {text}: expected whole numbers of rows, such as 8 or 8,16,32.") from None
 
 
 @contextlib.contextmanager
@@ -179,8 +178,8 @@ def _show(out: Console, result: MemoryEstimate) -> None:
             table.add_row(line.label, *line.cells, line.basis, style="bold" if line.strong else "")
         out.print(table)
     out.print()
-    for said in verdicts(result):
-        _say(out, said)
+    for verdict in verdicts(result):
+        _say(out, verdict)
     for note in (CAPTION, *result.notes):
         _say(out, note, style="dim")
 

@@ -1,8 +1,8 @@
-"""Run a bad step again that was saved as a capsule, and say which operation went bad first.
+"""Rerun a bad step that was saved as a capsule, and find the first operation that gave NaN or inf.
 
-CAPSULE is a folder such as capsules/step-000012. It holds the batch, the state of random numbers and, unless they were
-left out, the weights; it holds no code. --build names the function of yours that makes the model and the loss function.
-It is called with the capsule's build_args, which are shown first:
+CAPSULE is a folder such as capsules/step-000012. It holds the batch, the random state and, unless they were left out,
+the weights; it holds no code. --build names a function of yours that makes the model and the loss function. It is
+called with the capsule's build_args, which are shown first:
 
   def make(width=64):                       # in train.py
       model = Net(width)
@@ -10,11 +10,11 @@ It is called with the capsule's build_args, which are shown first:
           return F.mse_loss(model(x), y)
       return model, loss_fn
 
-A capsule of `ampwise run` has what the model was given: there the model alone will do, `return model`.
+A capsule of `ampwise run` holds the inputs of the model, so a function that returns the model alone is enough.
 
-Without --build, in a terminal, you are asked whether to call the function that the capsule suggests, if it is one of a
-file in the current folder. Nothing is called only because a capsule names it, and nothing inside the capsule's folder
-is imported. A capsule that was changed or damaged is refused.
+Without --build, on a terminal, you are asked whether to call the function that the capsule suggests, if it is in a file
+in the current folder. A function is never called just because a capsule names it, and nothing inside the capsule's
+folder is imported. A capsule that was changed or damaged is refused.
 
 Examples:
   ampwise replay capsules/step-000012 --build train:make
@@ -22,7 +22,7 @@ Examples:
   ampwise replay capsules/step-000012 --build train:make --json
   ampwise replay capsules/step-000012
 
-The exit code is 0 if the step is finite, 1 if it is not and 2 if it could not be run.
+The exit code is 0 if the step is finite, 1 if it is not, and 2 if it could not be run.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ import argparse
 import contextlib
 import sys
 
-from ampwise.printers import add_output_arguments, output_format, print_findings
-from ampwise.printers.terminal import printable, say
+from ampwise.finding.terminal import printable, say
+from ampwise.report.printers import add_output_arguments, output_format, print_findings
 
 TYPE_CHECKING = False  # as in typing, which takes milliseconds to import
 if TYPE_CHECKING:
-    from ampwise.trace.capsule.contents import Contents
-    from ampwise.trace.capsule.rerunning import Rerun
-    from ampwise.user_code import Named
+    from ampwise.trace.capsule.capsule_replay import CapsuleReplay
+    from ampwise.trace.capsule.contents import CapsuleContents
+    from ampwise.trace.user_code import UserFunction
 
 __all__ = ["add_arguments", "run"]
 
@@ -50,12 +50,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--build",
         metavar="FUNCTION",
-        help="what makes model and loss function: module:function or file.py:function (default: ask, in a terminal)",
+        help="makes model and loss function: module:function or file.py:function (default: ask, on a terminal)",
     )
     parser.add_argument(
         "--precision", metavar="NAME", help="fp32, tf32, fp16, bf16 or emulate:FORMAT (default: the step's own)"
     )
-    parser.add_argument("--device", metavar="NAME", help="such as cpu or cuda:1 (default: as the step's own, else cpu)")
+    parser.add_argument("--device", metavar="NAME", help="such as cpu or cuda:1 (default: the step's own, else cpu)")
     add_output_arguments(parser)
 
 
@@ -73,51 +73,50 @@ def run(args: argparse.Namespace) -> int:
     return 0 if rerun.ended.finite else 1
 
 
-def _rerun(args: argparse.Namespace) -> tuple[Contents, Rerun]:
+def _rerun(args: argparse.Namespace) -> tuple[CapsuleContents, CapsuleReplay]:
     from pathlib import Path
 
-    from ampwise.user_code import nothing_imported_from, python_path
+    from ampwise.trace.user_code import imports_refused_from, python_path_of
 
     home = Path(args.capsule)
-    with nothing_imported_from(home):
+    with imports_refused_from(home):
         _need_torch()
-        from ampwise.trace.capsule.arguments import shown_call
-        from ampwise.trace.capsule.building import build, builder_named
+        from ampwise.trace.capsule.build_arguments import format_call
+        from ampwise.trace.capsule.builder import build, builder_named
+        from ampwise.trace.capsule.capsule_replay import device_named, load_weights, precision_for, replay_capsule
         from ampwise.trace.capsule.reading import read
-        from ampwise.trace.capsule.rerunning import device_named, load_weights, precision_for, rerun
 
         contents = read(home, lambda kind: device_named(args.device, kind))
-        say("ampwise: {}", _head(contents))
+        say("ampwise: {}", _headline(contents))
         device = device_named(args.device, contents.device or "cpu")
         precision = precision_for(args.precision, contents, device)
         builder = _confirmed(args, contents) if args.build is None else builder_named(args.build, home)
-        of = builder.place if args.build is not None else builder.said
-        called = shown_call(builder.function, contents.build_args)
-        say("ampwise: calling {} of {}, with the capsule's arguments", called, of)
-        # What the user's code prints is not what was asked for.
-        with python_path(builder), contextlib.redirect_stdout(sys.stderr):
+        source = builder.place if args.build is not None else builder.said
+        called = format_call(builder.function, contents.build_args)
+        say("ampwise: calling {} from {}, with the capsule's arguments", called, source)
+        # Keep what the user's code prints out of our output.
+        with python_path_of(builder), contextlib.redirect_stdout(sys.stderr):
             built = build(builder, contents.build_args)
             load_weights(contents, built.models)
-            return contents, rerun(contents, built, device, precision)
+            return contents, replay_capsule(contents, built, device, precision)
 
 
-def _confirmed(args: argparse.Namespace, contents: Contents) -> Named:
-    """The function that the capsule suggests, once the user has agreed to it; BadInput says what to type instead."""
+def _confirmed(args: argparse.Namespace, contents: CapsuleContents) -> UserFunction:
+    """Return the function that the capsule suggests if the user agrees to call it; else BadInput says what to type."""
     from pathlib import Path
 
     from ampwise.errors import BadInput
-    from ampwise.trace.capsule.arguments import shown_call
-    from ampwise.trace.capsule.building import suggested_builder
+    from ampwise.trace.capsule.build_arguments import format_call
+    from ampwise.trace.capsule.builder import suggested_builder
 
     builder = suggested_builder(contents.build, Path(args.capsule))
-    what = f"{shown_call(builder.function, contents.build_args)} of {printable(builder.said)}"
+    what = f"{format_call(builder.function, contents.build_args)} from {printable(builder.said)}"
     if _has_terminal():
-        say("ampwise: the capsule suggests to call {}. Call it? [y/N]", what)
+        say("ampwise: the capsule suggests calling {}. Call it? [y/N]", what)
         if sys.stdin.readline().strip().lower() in ("y", "yes"):
             return builder
     raise BadInput(
-        f"the capsule suggests to call {what}, and nothing is called only because a capsule names it. If you want it, "
-        f"type: {_command(args, builder)}"
+        f"the capsule suggests calling {what}, which needs your consent. To call it, run: {_command(args, builder)}"
     )
 
 
@@ -125,8 +124,8 @@ def _has_terminal() -> bool:
     return all(stream is not None and stream.isatty() for stream in (sys.stdin, sys.stderr))
 
 
-def _command(args: argparse.Namespace, builder: Named) -> str:
-    """The same again, with --build."""
+def _command(args: argparse.Namespace, builder: UserFunction) -> str:
+    """Return this command line with --build added."""
     import shlex
 
     words = ["ampwise", "replay", args.capsule, "--build", f"{builder.place}:{builder.function}"]
@@ -144,8 +143,8 @@ def _need_torch() -> None:
         raise MissingDependency("ampwise replay needs torch: pip install 'ampwise[torch]'") from error
 
 
-def _head(contents: Contents) -> str:
-    """What it is, and what was found when it was saved."""
+def _headline(contents: CapsuleContents) -> str:
+    """Describe the saved step, and the first finding from when it was saved."""
     step = "a step" if contents.step is None else f"step {contents.step}"
     loss = "" if contents.loss is None else f", loss {contents.loss:.6g}"
     found = "".join(f"; found then: {each.rule.code} {each.rule.name}, {each.place}" for each in contents.findings[:1])
@@ -154,23 +153,23 @@ def _head(contents: Contents) -> str:
     return f"{step}{precision} on {contents.device}{loss}{weights}{found}"
 
 
-def _finite(contents: Contents, rerun: Rerun) -> str:
-    """On a step that is finite here, or about which there is nothing else to say."""
-    return " ".join((_ending(contents, rerun), *rerun.remarks))
+def _finite(contents: CapsuleContents, rerun: CapsuleReplay) -> str:
+    """Describe a step without findings, with remarks about the rerun."""
+    return " ".join((_result(contents, rerun), *rerun.remarks))
 
 
-def _ending(contents: Contents, rerun: Rerun) -> str:
+def _result(contents: CapsuleContents, rerun: CapsuleReplay) -> str:
     ended, scaled = rerun.ended, rerun.scaled
     what = "the sum of the outputs" if rerun.summed else "the loss"
     loss = f"there is no {what}" if ended.loss is None else f"{what} is {ended.loss:.6g}"
     if not ended.finite:
-        return f"not finite in {rerun.precision} on {rerun.device}: {loss}, and no operation was found that made it so."
-    told = f"finite in {rerun.precision} on {rerun.device}: {loss}, and so are all {ended.gradients} gradients."
+        return f"not finite in {rerun.precision} on {rerun.device}: {loss}, but no operation was found that caused it."
+    finite = f"finite in {rerun.precision} on {rerun.device}: {loss}, and all {ended.gradients} gradients are finite."
     if scaled is not None and not scaled.finite:
         return (
-            f"{told} Only times the loss scale of {contents.scale:g} do {len(scaled.bad)} of them overflow, which is "
-            "what a scaler lowers its scale for."
+            f"{finite} Multiplied by the loss scale of {contents.scale:g}, {len(scaled.bad)} of them overflow; a "
+            "scaler then lowers its scale."
         )
     if rerun.as_it_was and contents.weights:
-        return f"{told} The step that was saved was not: it depends on something that a capsule does not hold."
-    return told
+        return f"{finite} The saved step was not: it depends on something that a capsule does not hold."
+    return finite

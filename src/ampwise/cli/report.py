@@ -1,9 +1,9 @@
-"""Read the record of a run, or compare two: in the terminal, as JSON, or as a page.
+"""Show the record of a run, or compare two: in the terminal, as JSON, or as an HTML page.
 
-RUN is the folder that `ampwise run -o RUN` left, of a run that has ended or is still going. With OTHER,
-the two are compared: what is gone, what is new, and which numbers have changed from RUN to OTHER. The
-page is one HTML file that needs nothing else; nothing is sent anywhere. A record with findings is still
-a record that could be read: the exit code is 0, and 2 when one cannot be read or a page cannot be written.
+RUN is the folder that `ampwise run -o RUN` wrote; the run may have ended or still be going. With OTHER, the
+two are compared: findings that are gone or new, and numbers that changed from RUN to OTHER. The page is one
+self-contained HTML file; nothing is sent anywhere. The exit code is 0, also if the record has findings, and
+2 if a record cannot be read or a page cannot be written.
 
 Examples:
   ampwise report RUN
@@ -23,27 +23,29 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from ampwise.record.reader import Run
+    from ampwise.runs.reader import Run
 
 __all__ = ["add_arguments", "run"]
 
 OWN_PAGE = "report.html"  # in the record's folder, for --open without -o
-OWN_COMPARISON = "comparison.html"  # likewise, in the folder of the later of two
+OWN_COMPARISON = "comparison.html"  # in the folder of OTHER, for --open without -o
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("record", metavar="RUN", help="the folder of a record")
-    parser.add_argument("other", metavar="OTHER", nargs="?", help="the folder of a later one, to compare it with RUN")
-    parser.add_argument("more", nargs="*", help=argparse.SUPPRESS)  # only to say that two are the most
+    parser.add_argument("other", metavar="OTHER", nargs="?", help="the folder of a later record, to compare with RUN")
+    parser.add_argument("more", nargs="*", help=argparse.SUPPRESS)  # for the error message about a third record
     parser.add_argument("--json", action="store_true", help="the whole report as a JSON object")
-    parser.add_argument("-o", "--output", metavar="FILE", help="write the report as a page instead of printing it")
-    parser.add_argument("--html", dest="output", help=argparse.SUPPRESS)  # what -o was called at first
+    parser.add_argument(
+        "-o", "--output", metavar="FILE", help="write the report as an HTML page instead of printing it"
+    )
+    parser.add_argument("--html", dest="output", help=argparse.SUPPRESS)  # an earlier name of -o
     parser.add_argument(
         "--open",
         action="store_true",
-        help=f"show the page in a browser (RUN/{OWN_PAGE} by default, OTHER/{OWN_COMPARISON} of two)",
+        help=f"open the page in a browser (default: RUN/{OWN_PAGE}; with OTHER: OTHER/{OWN_COMPARISON})",
     )
-    parser.add_argument("-f", "--force", action="store_true", help="write over a file that is no earlier report")
+    parser.add_argument("-f", "--force", action="store_true", help="overwrite a file that is not an earlier report")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -51,115 +53,117 @@ def run(args: argparse.Namespace) -> int:
 
     if args.more:
         raise BadInput(
-            f"report takes one record, or two to compare, and was given {2 + len(args.more)}. Compare them by twos."
+            f"report: expected one record, or two to compare, got {2 + len(args.more)}. Compare two at a time."
         )
     return _report(args) if args.other is None else _compare(args)
 
 
 def _report(args: argparse.Namespace) -> int:
     from ampwise.report.as_json import as_json
-    from ampwise.report.summary import summary
+    from ampwise.report.run_text import run_text
     from ampwise.report.verdict import verdict
 
     record = _read(args.record)
 
-    def drawn() -> str:
+    def make_page() -> str:
         from ampwise.report.page import page  # slow to import
 
         return page(record)
 
-    return _give(
+    return _output(
         args,
         record.folder / OWN_PAGE,
-        page=drawn,
-        told=lambda width, colour: summary(record, colour=colour, width=width),
+        page=make_page,
+        text=lambda width, colour: run_text(record, colour=colour, width=width),
         verdict=lambda: f"{verdict(record)}.",
         as_json=lambda: as_json(record),
     )
 
 
 def _compare(args: argparse.Namespace) -> int:
+    from ampwise.finding.strict_json import dumps
     from ampwise.report.comparison.comparison import Comparison
-    from ampwise.report.comparison.text import comparison_text, sentence
-    from ampwise.strict_json import dumps
+    from ampwise.report.comparison.comparison_text import comparison_text, sentence
 
     before, after = _read(args.record, other=args.other), _read(args.other, other=args.record)
     compared = Comparison.of(before, after)
 
-    def drawn() -> str:
+    def make_page() -> str:
         from ampwise.report.page import comparison_page  # slow to import
 
         return comparison_page(before, after)
 
-    return _give(
+    return _output(
         args,
         after.folder / OWN_COMPARISON,
-        page=drawn,
-        told=lambda width, colour: comparison_text(compared, colour=colour, width=width),
+        page=make_page,
+        text=lambda width, colour: comparison_text(compared, colour=colour, width=width),
         verdict=lambda: sentence(compared.verdict),
         as_json=lambda: dumps(compared.as_dict()),
     )
 
 
-def _give(
+def _output(
     args: argparse.Namespace,
     own_page: Path,
     *,
     page: Callable[[], str],
-    told: Callable[[int, bool], str],
+    text: Callable[[int, bool], str],
     verdict: Callable[[], str],
     as_json: Callable[[], str],
 ) -> int:
-    """The report in the form that was asked for; each is made only then."""
+    """Write the report in the requested form; only that form is made."""
     from pathlib import Path
 
     from ampwise.errors import BadInput
-    from ampwise.printers.terminal import console, printable, say, wants_colour, write
-    from ampwise.report.page.writing import write_page
+    from ampwise.finding.terminal import console, printable, say, wants_colour, write
+    from ampwise.report.page.page_file import write_page
 
-    paper = Path(args.output) if args.output is not None else own_page if args.open else None
-    if args.output is None and paper is not None and paper.is_symlink():  # a record may come from anybody
-        raise BadInput(f"--open {printable(str(paper))}: it is a symlink, and no page is written through one. Give -o.")
-    if paper is not None:
-        write_page(page, paper, "-o", force=args.force)
+    page_path = Path(args.output) if args.output is not None else own_page if args.open else None
+    if args.output is None and page_path is not None and page_path.is_symlink():  # a record may come from anybody
+        raise BadInput(
+            f"--open: {printable(str(page_path))} is a symlink and is not written to. Name another file with -o."
+        )
+    if page_path is not None:
+        write_page(page, page_path, "-o", force=args.force)
     if args.json:
         write(as_json(), sys.stdout)
-    elif paper is not None:
-        say("{}\nThe page is {}", verdict(), paper, stream=sys.stdout)
+    elif page_path is not None:
+        say("{}\nWrote {}", verdict(), page_path, stream=sys.stdout)
     else:
-        write(told(console().width, wants_colour(sys.stdout)), sys.stdout)
-    if args.open and paper is not None:
-        _show(paper)
+        write(text(console().width, wants_colour(sys.stdout)), sys.stdout)
+    if args.open and page_path is not None:
+        _show(page_path)
     return 0
 
 
 # --- pages ---------------------------------------------------------------------------------------------------------
 
 
-def _show(paper: Path) -> None:
+def _show(page_path: Path) -> None:
     from ampwise.errors import BadInput
-    from ampwise.programs import open_in_browser
+    from ampwise.hardware.programs import open_in_browser
 
-    if not open_in_browser(paper.resolve().as_uri()):
-        raise BadInput(f"--open: no browser was found here. Open {paper} yourself.")
+    if not open_in_browser(page_path.resolve().as_uri()):
+        raise BadInput(f"--open: no browser found. Open {page_path} yourself.")
 
 
 # --- records -------------------------------------------------------------------------------------------------------
 
 
 def _read(name: str, other: str | None = None) -> Run:
-    """The record in a folder; where there is none, what it is instead, as far as names tell."""
+    """Read the record in a folder; the error for another kind of folder says what it seems to be."""
     from pathlib import Path
 
     from ampwise.errors import BadInput
-    from ampwise.record.hints import why_not_a_record
-    from ampwise.record.reader import Run
+    from ampwise.runs.find import why_not_a_record
+    from ampwise.runs.reader import Run
 
     if not name:
-        raise BadInput("report: the name of the record is empty. Name its folder; `.` is the one you are in.")
+        raise BadInput("report: the name of the record is empty. Name its folder; `.` is the current one.")
     try:
         return Run.read(Path(name), layers_of_others=False)
     except BadInput as error:
         alone = "" if other is None else f"`ampwise report {other}` shows the other one."
-        told = [str(error), why_not_a_record(Path(name)), alone]
-        raise BadInput(" ".join(part for part in told if part)) from error
+        parts = [str(error), why_not_a_record(Path(name)), alone]
+        raise BadInput(" ".join(part for part in parts if part)) from error

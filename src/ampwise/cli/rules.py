@@ -1,6 +1,6 @@
-"""List the rules, by what they look at.
+"""List the rules, grouped by what they check.
 
-Rules that installed plugins bring are listed with ours.
+Rules of installed plugins are included.
 
 Examples:
   ampwise rules
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 __all__ = ["add_arguments", "run"]
 
 MARKS = {"always": "[*]", "sometimes": "[-]", "": "   "}
-INDENT = " " * 10  # a summary that has its own line starts below the name
+INDENT = " " * 10  # aligns a summary on its own line with the name
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -31,25 +31,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from ampwise.printers.terminal import wants_colour, write
+    from ampwise.finding.terminal import wants_colour, write
     from ampwise.rules import registered
 
     entries = registered()
     if args.json:
-        from ampwise.strict_json import dumps
+        from ampwise.finding.strict_json import dumps
 
-        write(dumps([{**entry.rule.as_dict(), "room": entry.room} for entry in entries]), sys.stdout)
+        write(dumps([{**entry.rule.as_dict(), "category": entry.category} for entry in entries]), sys.stdout)
     else:
-        # In a pipe a rule stays one line, for grep.
+        # In a pipe each rule is one line, for grep.
         width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
         write(table(entries, wants_colour(sys.stdout), width), sys.stdout)
     return 0
 
 
 def table(entries: Sequence[RegisteredRule], colour: bool = False, width: int | None = None) -> str:
-    """One line a rule, in columns, under the room it belongs to; two, where a line would not fit ``width``."""
-    from ampwise.printers.terminal import NARROWEST, paint
-    from ampwise.rules import by_room
+    """Return the rules in columns under their category: a line each, or two if a line would not fit ``width``."""
+    from ampwise.finding.terminal import NARROWEST, paint
+    from ampwise.rules import by_category
 
     if not entries:
         return "No rules.\n"
@@ -57,21 +57,21 @@ def table(entries: Sequence[RegisteredRule], colour: bool = False, width: int | 
     widest = max(len(_line(entry, name_width, False)) for entry in entries)
     summary_width = None if width is None or widest <= width else max(width, NARROWEST)
     lines: list[str] = []
-    for room, group in by_room(entries).items():
+    for category, group in by_category(entries).items():
         lines += [
-            paint(room, "bold", colour),
+            paint(category, "bold", colour),
             *(_line(entry, name_width, colour, summary_width) for entry in group),
             "",
         ]
     hints = [f"{len(entries)} rule{'s' if len(entries) > 1 else ''}; `ampwise explain CODE` explains one."]
     if any(entry.rule.fixable for entry in entries):
-        hints.append("[*] is mended by `ampwise check --fix`, [-] sometimes.")
+        hints.append("[*] is fixed by `ampwise check --fix`, [-] sometimes.")
     return "\n".join([*lines, *(paint(hint, "dim", colour) for hint in hints)]) + "\n"
 
 
 def _line(entry: RegisteredRule, name_width: int, colour: bool, summary_width: int | None = None) -> str:
-    """A rule in one line or, if the width for the summary is given, with the summary below."""
-    from ampwise.printers.terminal import paint, printable
+    """Return a rule in one line or, if ``summary_width`` is given, with the summary on lines below."""
+    from ampwise.finding.terminal import paint, printable
 
     rule = entry.rule
     severity = paint(f"{rule.severity:7}", rule.severity, colour)

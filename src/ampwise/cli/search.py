@@ -1,17 +1,17 @@
-"""Find the cheapest format for each module with which loss and gradients stay what they are in FP32.
+"""Find the cheapest format for each module that keeps loss and gradients close to FP32.
 
-FUNCTION makes a model, a batch and what makes the loss of it; it is called once for each batch, with another seed, and
-the model of the first call is the one that is searched:
+FUNCTION makes a model, a batch and a loss function. It is called once per batch, each time with another seed; the model
+of the first call is searched:
 
   def make():                                    # in train.py
       model = Net()
       x, y = torch.randn(16, 128), torch.randint(10, (16,))
       return model, (x, y), lambda x, y: F.cross_entropy(model(x), y)
 
-Formats of 8 bits and fewer are emulated, so that a CPU answers whether this could train in FP8 or MXFP8. The error is
-the larger of two: the relative difference of the loss, and half of the squared relative error of the gradient of the
-module where that is largest, which is the part of a step's progress that is lost. FP32 is compared with itself first:
-a tolerance below its own noise is refused. A quarter of the batches is held back to verify what was found.
+Formats of 8 bits and fewer are emulated, so a CPU can tell whether a model could train in FP8 or MXFP8. The error is
+the larger of two: the relative difference of the loss, and half of the squared relative error of the gradient, in the
+module where it is largest; the latter is the part of a step's progress that is lost. FP32 is compared with itself
+first: a tolerance below its own noise is refused. A quarter of the batches is held back to verify the result.
 
 Examples:
   ampwise search train:make
@@ -19,13 +19,12 @@ Examples:
   ampwise search train:make --modules 'blocks.*' --out policy.json
   ampwise search train:make --out policy.json --resume
 
-Trials are kept in OUT.part (without --out in ampwise-search.part) until the search is over: after Ctrl-C, --resume
-goes on from them, and -f begins anew. A policy file is read by ampwise.Found.load("policy.json").
+Trials are kept in OUT.part (without --out, in ampwise-search.part) until the search ends: after Ctrl-C, --resume
+continues from them, and -f starts over. ampwise.Found.load("policy.json") reads a policy file.
 
-The exit code is 0 if something can be narrower than FP32, 1 if nothing was found that can, 2 if it could not be
-searched and 130 after Ctrl-C.
+The exit code is 0 if some module can be narrower than FP32, 1 if none was found, 2 on an error, and 130 after Ctrl-C.
 
-With --json, what is not known is null, and an infinite error is "Infinity":
+With --json, unknown values are null, and an infinite error is "Infinity":
   {what, version, subject, formats, tolerance, noise, error, loss_error, gradient_error, worst,
    modules: {name: format}, policy: {version, base, keep: [{pattern, precision}]}, narrow: {pattern: format}, widened,
    ranking: [{name, kind, format, share, narrower, estimates: {format: error}, alone, reasons}],
@@ -42,7 +41,7 @@ import os
 import sys
 from pathlib import Path
 
-from ampwise.printers.terminal import print_tables, say, write
+from ampwise.finding.terminal import print_tables, say, write
 
 TYPE_CHECKING = False  # as in typing, which takes milliseconds to import
 if TYPE_CHECKING:
@@ -51,7 +50,7 @@ if TYPE_CHECKING:
     import torch
 
     from ampwise.tune.search.found import Found
-    from ampwise.tune.subject import Subject
+    from ampwise.tune.train_case import TrainCase
 
 __all__ = ["add_arguments", "run"]
 
@@ -66,22 +65,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--formats",
         metavar="NAMES",
         default=DEFAULTS["formats"],
-        help="the formats to choose among, fp32 one of them (default: %(default)s; `ampwise formats` lists all; "
-        "mxfp8+up has scales that are rounded up)",
+        help="comma-separated formats to choose from, including fp32 (default: %(default)s; `ampwise formats` lists "
+        "all; mxfp8+up rounds scales up)",
     )
     parser.add_argument(
         "--tolerance",
         metavar="NUMBER",
         type=float,
         default=DEFAULTS["tolerance"],
-        help="how far from FP32 loss and gradients may be (default: %(default)s)",
+        help="largest error against FP32 (default: %(default)s)",
     )
     parser.add_argument(
         "--batches",
         metavar="COUNT",
         type=int,
         default=DEFAULTS["batches"],
-        help="how many batches, 16 at most, of which a quarter is held back (default: %(default)s)",
+        help="batches to use, at most 16; a quarter is held back (default: %(default)s)",
     )
     parser.add_argument(
         "--modules", metavar="GLOB", action="append", default=[], help="search only these modules; may be repeated"
@@ -90,13 +89,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--trials",
         metavar="COUNT",
         type=int,
-        help="try no more assignments than so many; where one fails on the batches held back, so many again",
+        help="try at most this many assignments, and as many again if one fails on the batches held back",
     )
-    parser.add_argument("--gpu", metavar="NAME", help="predict the time on this one, of `ampwise gpu --list`")
-    parser.add_argument("--device", metavar="NAME", help="such as cpu or cuda:1 (default: cuda where there is one)")
-    parser.add_argument("--out", metavar="FILE", help="write what was found there, as JSON")
-    parser.add_argument("-f", "--force", action="store_true", help="write over files that are there")
-    parser.add_argument("--resume", action="store_true", help="go on from the trials of an interrupted search")
+    parser.add_argument("--gpu", metavar="NAME", help="predict the time on this GPU, from `ampwise gpu --list`")
+    parser.add_argument("--device", metavar="NAME", help="such as cpu or cuda:1 (default: cuda if there is one)")
+    parser.add_argument("--out", metavar="FILE", help="write the result there, as JSON")
+    parser.add_argument("-f", "--force", action="store_true", help="overwrite existing files")
+    parser.add_argument("--resume", action="store_true", help="continue from the trials of an interrupted search")
     parser.add_argument("--json", action="store_true", help="JSON, as described above")
     parser.add_argument("-q", "--quiet", action="store_true", help="no progress on stderr")
 
@@ -113,10 +112,10 @@ def run(args: argparse.Namespace) -> int:
         say("\nampwise: interrupted; resume with: {}", _command(args))
         return INTERRUPTED
     _print(found, args)
-    if args.out:  # after it was printed: if it cannot be written, it is not lost
+    if args.out:  # after printing, so that the result is not lost if the file cannot be written
         found.save(args.out)
         if not args.json:
-            say("Written to {}: ampwise.Found.load({})", args.out, repr(args.out), stream=sys.stdout)
+            say("Wrote {}; load it with ampwise.Found.load({})", args.out, repr(args.out), stream=sys.stdout)
     return 0 if found.narrower else 1
 
 
@@ -127,36 +126,35 @@ def _check(args: argparse.Namespace) -> None:
         import torch  # noqa: F401
     except ImportError as error:
         raise MissingDependency("ampwise search needs torch: pip install 'ampwise[torch]'") from error
-    from ampwise.tune.search.checking import MOST_BATCHES
+    from ampwise.tune.search.arguments import MOST_BATCHES
 
     if not 1 <= args.batches <= MOST_BATCHES:
         raise BadInput(
-            f"search --batches {args.batches}: one is the least and {MOST_BATCHES} the most; of four, one is held back."
+            f"search --batches {args.batches}: expected 1 to {MOST_BATCHES}; of every four, one is held back."
         )
 
 
 def _check_files(args: argparse.Namespace, part: Path) -> None:
-    """What cannot be written is found out before there is something to write, and nothing is lost without asking."""
+    """Check before the search that files can be written, and refuse to overwrite files without -f."""
     from ampwise.errors import BadInput
 
     if args.out and (Path(args.out).is_dir() or not os.access(Path(args.out).parent, os.W_OK)):
-        raise BadInput(f"search --out {args.out}: no file can be written there. Name one in a folder that is there.")
+        raise BadInput(f"search --out {args.out}: cannot write there. Name a file in an existing, writable folder.")
     if args.out and Path(args.out).exists() and not args.force:
-        raise BadInput(f"search --out {args.out}: it is there already. Name another file, or write over it with -f.")
+        raise BadInput(f"search --out {args.out}: the file exists. Name another one, or overwrite it with -f.")
     if part.exists() and not (args.resume or args.force):
         raise BadInput(
-            f"search: {part} has the trials of a search that was interrupted. Go on from them with --resume, or begin "
-            "anew with -f."
+            f"search: {part} has the trials of an interrupted search. Continue with --resume, or start over with -f."
         )
 
 
 def _found(args: argparse.Namespace, part: Path) -> Found:
-    from ampwise.trace.capsule.rerunning import device_named
-    from ampwise.tune.search.searching import search
-    from ampwise.tune.search.telling import progress_on
+    from ampwise.trace.capsule.capsule_replay import device_named
+    from ampwise.tune.search.progress import progress_on
+    from ampwise.tune.search.search import search
 
     formats = [name.strip() for name in args.formats.split(",") if name.strip()]
-    # What the user's code prints is not what was asked for.
+    # Keep what the user's code prints out of our output.
     with contextlib.redirect_stdout(sys.stderr), progress_on(sys.stderr, quiet=args.quiet) as progress:
         subject, batches = _made(args.function, args.batches, device_named(args.device, "cuda"))
         return search(
@@ -174,13 +172,13 @@ def _found(args: argparse.Namespace, part: Path) -> Found:
         )
 
 
-def _made(name: str, count: int, device: torch.device) -> tuple[Subject, list[Any]]:
-    """The subject of the first call, and the batches of all of them."""
+def _made(name: str, count: int, device: torch.device) -> tuple[TrainCase, list[Any]]:
+    """Return what the first call makes, and the batches of all calls."""
     import torch
 
-    from ampwise.tune.subject import maker_named
+    from ampwise.tune.train_case import load_factory
 
-    maker = maker_named(name)
+    maker = load_factory(name)
     torch.manual_seed(0)
     subject = maker.make(device)
     batches: list[Any] = [dict(subject.kwargs) or subject.args]
@@ -192,7 +190,7 @@ def _made(name: str, count: int, device: torch.device) -> tuple[Subject, list[An
 
 
 def _print(found: Found, args: argparse.Namespace) -> None:
-    from ampwise.strict_json import dumps
+    from ampwise.finding.strict_json import dumps
     from ampwise.tune.search.text import show
 
     if args.json:
@@ -202,7 +200,7 @@ def _print(found: Found, args: argparse.Namespace) -> None:
 
 
 def _command(args: argparse.Namespace) -> str:
-    """What goes on from here."""
+    """Return the command line that resumes this search."""
     import shlex
 
     words = ["ampwise", "search", args.function]

@@ -1,16 +1,15 @@
-"""Keeps a training going through faults, and loses nothing.
+"""Keep a training run going through faults: checkpoints, rollback, recovery and exact resume.
 
-``guard`` is the one that an engine reports each step to. What it goes by:
+``guard`` has the Guard class, which the engine calls at each step. The other modules:
 
-    ladder, recovery       what is to be done about bad steps, and doing it
-    snapshots, state       the whole state of a run, and copies of it in memory
-    checkpointing, saving  when it is kept, and written beside the training
-    disk/, resuming        checkpoints on disk, and going on from one
-    changes                a script that is not the one that a checkpoint was saved by
-    data, sources          batches of a loader, of which the place is known
-    generators             random numbers that a loader's parts keep for themselves
-    position               where a run is in them, and which it passes over
-    plain, nested          what is not a tensor, as JSON to the bit
-    agreement, ends        ranks that decide alike; signals, silence, and the end
-    telling, alerts        findings, and who is told of them
+    ladder, recovery                   decide what to do about bad steps, and do it
+    state, snapshots                   the full training state, and copies of it in memory
+    checkpointing, background_saver    when the state is saved, and writing it in the background
+    disk/, resuming                    checkpoints on disk, and resuming from one
+    script_changes                     differences between the script and the one that saved the checkpoint
+    resumable_data, data_sources       batches of a loader with a position that can be saved and restored
+    data_position, loader_generators   the run's position in its data; random generators that a loader's parts hold
+    exact_json, tensor_tree            state that is not a tensor, as JSON, bit for bit
+    rank_agreement, stopping           decisions shared by all ranks; signals, the watchdog, stopping
+    reporter, alerts                   reporting findings, and sending them to people
 """

@@ -1,4 +1,4 @@
-"""What an alert can be, beside a function of one's own: a web hook, a command, stderr. Each takes a finding."""
+"""Built-in alerts: a web hook, a command, stderr. Each is a function that takes a finding."""
 
 from __future__ import annotations
 
@@ -18,33 +18,33 @@ from typing import Any, Literal, NoReturn
 
 from ampwise.errors import BadInput
 from ampwise.finding import Finding
-from ampwise.printers.terminal import flush, printable, write
-from ampwise.programs import find_program
-from ampwise.strict_json import plain
+from ampwise.finding.strict_json import to_json_types
+from ampwise.finding.terminal import flush, printable, write
+from ampwise.hardware.programs import find_program
 
 __all__ = ["HELD_BACK", "Alert", "command", "stderr", "webhook"]
 
 Alert = Callable[[Finding], object]
 
-HELD_BACK = "held_back"  # in a finding's evidence: how many like it came since the last that was sent
-BACKOFF_S = 1.0  # before the first retry, twice as much before each further one
-LONGEST_WAIT_S = 60.0  # whatever a server asks for
+HELD_BACK = (
+    "held_back"  # key in a finding's evidence: how many findings of this rule were held back since the last one sent
+)
+BACKOFF_S = 1.0  # before the first retry; doubles with each further one
+LONGEST_WAIT_S = 60.0  # even if the server's Retry-After is longer
 
 
 def webhook(url: str, *, timeout: float = 10.0, retries: int = 3, format: Literal["json", "slack"] = "json") -> Alert:
-    """Posts each finding to an address: as JSON, or as a message for Slack and what understands the same.
+    """Return an alert that posts each finding to a URL, as JSON or as a Slack-compatible message.
 
-    A server that is away, overloaded or failing is tried again, one that refuses is not. It may not send us on to
-    another address. timeout: seconds for each try.
+    It retries if the server is unreachable, overloaded or failing, but not if the server refuses the request.
+    Redirects are not followed. timeout: seconds for each try.
     """
     where = _checked_address(url)
     body = {"json": _as_json, "slack": _for_slack}.get(format)
     if body is None:
-        raise BadInput(f"webhook(format={format!r}): there are 'json' and 'slack'.")
+        raise BadInput(f"webhook(format={format!r}): expected 'json' or 'slack'.")
     if not timeout > 0 or retries < 0:
-        raise BadInput(
-            f"webhook(timeout={timeout!r}, retries={retries!r}): a time above 0 and no fewer than 0 retries."
-        )
+        raise BadInput(f"webhook(timeout={timeout!r}, retries={retries!r}): expected timeout > 0 and retries >= 0.")
     opener = urllib.request.build_opener(_NoRedirects)
 
     def post(finding: Finding) -> None:
@@ -60,45 +60,43 @@ def webhook(url: str, *, timeout: float = 10.0, retries: int = 3, format: Litera
 
 
 def command(arguments: Sequence[str], *, timeout: float = 30.0) -> Alert:
-    """Runs a program for each finding, with the finding as JSON on its standard input; no shell is involved."""
+    """Return an alert that runs a program for each finding, with the finding as JSON on stdin; no shell is used."""
     if isinstance(arguments, str | bytes) or not arguments or not all(isinstance(part, str) for part in arguments):
-        raise BadInput(
-            f"command({arguments!r}): a list of the program and its arguments is expected: ['notify', '-u']."
-        )
+        raise BadInput(f"command({arguments!r}): expected a list of the program and its arguments: ['notify', '-u'].")
     program = find_program(arguments[0])
     if program is None:
-        raise BadInput(f"command({list(arguments)!r}): there is no program {arguments[0]!r} that could be run.")
+        raise BadInput(f"command({list(arguments)!r}): program {arguments[0]!r} not found.")
     line = [program, *arguments[1:]]
 
     def run(finding: Finding) -> None:
-        with tempfile.TemporaryFile() as said:  # no pipe: whatever it leaves running would hold that open
+        with tempfile.TemporaryFile() as output:  # not a pipe: a process it leaves running would hold that open
             try:
                 done = subprocess.run(
                     line,
                     input=_as_json(finding),
                     stdout=subprocess.DEVNULL,
-                    stderr=said,
+                    stderr=output,
                     timeout=timeout,
                     check=False,
                     start_new_session=True,  # Ctrl-C is for the training
                 )
             except subprocess.TimeoutExpired:
-                raise TimeoutError(f"it took longer than {timeout:g} s, and was ended") from None
+                raise TimeoutError(f"it took longer than {timeout:g} s and was killed") from None
             if done.returncode:
-                raise OSError(f"exit code {done.returncode}{_last_line(said)}")
+                raise OSError(f"exit code {done.returncode}{_last_line(output)}")
 
     return _named(run, f"command({arguments[0]})")  # its arguments may hold secrets
 
 
 def stderr() -> Alert:
-    """Writes each finding to standard error, with its fix."""
+    """Return an alert that writes each finding to standard error, with its fix."""
 
-    def tell(finding: Finding) -> None:
-        shown = str(finding.but(message=f"{finding.message}{_more(finding)}"))  # printable, but for its own newlines
+    def write_finding(finding: Finding) -> None:
+        shown = str(finding.but(message=f"{finding.message}{_more(finding)}"))  # printable except for newlines
         write("".join(("ampwise: ", finding.severity, ": ", shown, "\n")), sys.stderr)
         flush(sys.stderr)
 
-    return _named(tell, "stderr()")
+    return _named(write_finding, "stderr()")
 
 
 def _named(alert: Callable[[Finding], None], name: str) -> Alert:
@@ -106,24 +104,24 @@ def _named(alert: Callable[[Finding], None], name: str) -> Alert:
     return alert
 
 
-# Bodies
+# Request bodies
 
 
 def _as_json(finding: Finding) -> bytes:
-    return json.dumps(plain(finding.as_dict()), allow_nan=False).encode()
+    return json.dumps(to_json_types(finding.as_dict()), allow_nan=False).encode()
 
 
 def _for_slack(finding: Finding) -> bytes:
     head = f"*{finding.severity}: {finding.rule.code} {finding.rule.name}* {finding.place}"
     lines = [head, f"{finding.message}{_more(finding)}", *finding.fix.split("\n")]
-    # Slack reads <!channel> and <http://...|text> as more than text.
+    # Slack interprets <!channel> and <http://...|text>.
     text = "\n".join(map(printable, lines)).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
     return json.dumps({"text": text}).encode()
 
 
 def _more(finding: Finding) -> str:
     held = finding.evidence.get(HELD_BACK)
-    return f" ({held:,} more like it since the last that was sent)" if held else ""
+    return f" ({held:,} more of this rule since the last one sent)" if held else ""
 
 
 # Posting
@@ -133,24 +131,26 @@ class _NoRedirects(urllib.request.HTTPRedirectHandler):
     def redirect_request(self, req: Any, fp: Any, code: int, msg: str, headers: Any, newurl: str) -> NoReturn:
         fp.close()
         to = urllib.parse.urlsplit(newurl)
-        raise _Refused(f"the server sends us on to {to.scheme}://{to.netloc}, which is not followed; give that address")
+        raise _Refused(
+            f"the server redirects to {to.scheme}://{to.netloc}, and redirects are not followed; give that address"
+        )
 
 
 class _Refused(OSError):
-    """There is no use in trying again."""
+    """An error for which a retry is useless."""
 
 
 def _checked_address(url: str) -> str:
-    """The scheme and the host, which may be shown: the rest of such an address is often a secret."""
+    """Check a URL and return its scheme and host, which may be printed: the path is often a secret."""
     try:
         parts = urllib.parse.urlsplit(url)
         host, _ = parts.hostname, parts.port
     except (ValueError, AttributeError):
         host = None
     if not host or parts.scheme not in ("http", "https"):
-        raise BadInput("webhook(url): an address such as 'https://example.org/hook' is expected, http or https.")
-    if parts.username is not None or any(sign.isspace() or not sign.isprintable() for sign in url):
-        raise BadInput("webhook(url): an address without a user's name, blanks and control characters is expected.")
+        raise BadInput("webhook(url): expected an http or https address such as 'https://example.org/hook'.")
+    if parts.username is not None or any(character.isspace() or not character.isprintable() for character in url):
+        raise BadInput("webhook(url): expected an address without a user name, spaces or control characters.")
     return f"{parts.scheme}://{parts.netloc}"
 
 
@@ -161,25 +161,25 @@ def _with_retries(post: Callable[[], None], retries: int) -> None:
         except (OSError, HTTPException) as error:
             if isinstance(error, urllib.error.HTTPError):
                 error.close()
-            if attempt == retries or not _may_pass(error):
+            if attempt == retries or not _is_temporary(error):
                 raise
-            time.sleep(min(_asked_wait_s(error) or BACKOFF_S * 2**attempt, LONGEST_WAIT_S))
+            time.sleep(min(_retry_after_s(error) or BACKOFF_S * 2**attempt, LONGEST_WAIT_S))
     return None
 
 
-def _may_pass(error: Exception) -> bool:
+def _is_temporary(error: Exception) -> bool:
     if isinstance(error, urllib.error.HTTPError):
         return error.code >= HTTPStatus.INTERNAL_SERVER_ERROR or error.code == HTTPStatus.TOO_MANY_REQUESTS
     return not isinstance(error, _Refused)
 
 
-def _asked_wait_s(error: Exception) -> float | None:
-    asked = error.headers.get("Retry-After", "") if isinstance(error, urllib.error.HTTPError) else ""
-    return float(asked) if asked.isascii() and asked.isdigit() and len(asked) < 9 else None
+def _retry_after_s(error: Exception) -> float | None:
+    value = error.headers.get("Retry-After", "") if isinstance(error, urllib.error.HTTPError) else ""
+    return float(value) if value.isascii() and value.isdigit() and len(value) < 9 else None
 
 
-def _last_line(said: Any) -> str:
-    said.seek(0, os.SEEK_END)
-    said.seek(max(0, said.tell() - 2000))
-    lines = said.read().decode("utf-8", "replace").strip().splitlines()
+def _last_line(output: Any) -> str:
+    output.seek(0, os.SEEK_END)
+    output.seek(max(0, output.tell() - 2000))
+    lines = output.read().decode("utf-8", "replace").strip().splitlines()
     return f": {lines[-1]}" if lines else ""

@@ -1,4 +1,4 @@
-"""A guard over a long training: snapshots that can be trusted, and a way out of most faults."""
+"""The Guard class: checkpoints, snapshots, rollback and recovery for a long training run."""
 
 from __future__ import annotations
 
@@ -13,33 +13,35 @@ from types import TracebackType
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from ampwise.engine.engine import Engine
-from ampwise.engine.pieces import length_of
-from ampwise.engine.step import Step
 from ampwise.errors import BadInput
-from ampwise.evidence.faults import LockTakenOver, OutOfMemory, Preempted, RankLost
 from ampwise.finding import Finding
-from ampwise.guard.agreement import Agreement, LostRank
 from ampwise.guard.alerts import Alert, Alerts
-from ampwise.guard.averages import Averages
-from ampwise.guard.changes import Changes
-from ampwise.guard.checkpointing import Checkpointing
-from ampwise.guard.disk.catalog import Checkpoint, checkpoints, clear_leftovers
-from ampwise.guard.disk.lock import Lock
-from ampwise.guard.durations import Every, seconds
-from ampwise.guard.ends import STOPPED, Signals, Stopped, Watchdog
-from ampwise.guard.ladder import Facts, Ladder
-from ampwise.guard.position import Position
+from ampwise.guard.checkpointing import CheckpointManager
+from ampwise.guard.data_position import DataPosition
+from ampwise.guard.disk.catalog import SavedCheckpoint, checkpoints, clear_leftovers
+from ampwise.guard.disk.lock import DirectoryLock
+from ampwise.guard.durations import Interval, seconds
+from ampwise.guard.ladder import Ladder, LadderFacts
+from ampwise.guard.rank_agreement import LostRank, RankAgreement
 from ampwise.guard.recovery import Recovery
-from ampwise.guard.resuming import Resuming
-from ampwise.guard.state import Whole
-from ampwise.guard.telling import Telling
+from ampwise.guard.reporter import FaultReporter
+from ampwise.guard.resuming import CheckpointLoader
+from ampwise.guard.script_changes import ScriptChanges
+from ampwise.guard.state import TrainingState
+from ampwise.guard.stopping import STOPPED_EXIT_CODE, Signals, Stopped, Watchdog
+from ampwise.guard.weight_averages import AveragedModels
+from ampwise.rules.evidence.guard_events import LockTakenOver, Preempted, RankLost, StepOutOfMemory
+from ampwise.train.batch_pieces import batch_length
+from ampwise.train.callback import Callback
+from ampwise.train.engine import Engine
+from ampwise.train.step import Step
 
 __all__ = ["Guard"]
 
-CAPSULES = "capsules"  # the folder of steps that ended a training, in the guard's directory
-LOST = (
+CAPSULES = "capsules"  # folder in the guard's directory with capsules of steps that stopped the training
+LOST_RANK_MESSAGES = (
     "Connection closed by peer",
     "Connection reset",
     "NCCL",
@@ -51,25 +53,25 @@ LOST = (
 )
 
 
-class Guard:
-    """Keeps a training going, and loses nothing: checkpoints, rollback, and the recovery ladder.
+class Guard(Callback):
+    """Keep a training run going: checkpoints, rollback, and the recovery ladder.
 
-    every: how often a checkpoint is written: "10min", "2h", "500 steps". It is written beside the training, on all
-        ranks together, and is in place when it is whole. keep: how many of them, besides the last good one.
-    snapshot_every: steps between snapshots in memory, which a rollback goes to. snapshots_on: "host" or "device".
-    ladder: what is done about bad steps.
+    every: how often to write a checkpoint: "10min", "2h", "500 steps". All ranks write it together, in the background;
+        it appears in the directory only when it is complete. keep: how many to keep, besides the last good one.
+    snapshot_every: steps between in-memory snapshots, which a rollback restores. snapshots_on: "host" or "device".
+    ladder: what to do about bad steps.
     state: other objects to save, by name, with ``state_dict`` and ``load_state_dict``: ``{"ema": ema}``. An
         AveragedModel among them is not updated after a step that was skipped or undone.
-    resume: go on from the newest whole checkpoint in the directory, if there is one.
-    override: what the script decides where it differs from the checkpoint: "precision", "optimizer", "schedulers",
-        "scaler", "state", "data", and options of the optimizer, such as "weight_decay". Of all else, the checkpoint's
-        value is used, which is said, or it is refused.
-    split: on running out of memory, cut batches in halves, and in halves again.
-    alerts: functions that are called with each finding, in the background; ``ampwise.guard.alerts`` has some.
-    signals: at which the step is finished, the state saved, and the program ended with ``exit_code``.
-    signal_grace: how long further signals count as part of the first, which a scheduler and torchrun's agent both send.
-        Later ones end the program at once, and so does a second SIGINT at any time.
-    patience: how long other ranks are waited for, and the next step, before this one ends too; see ``alive``.
+    resume: continue from the newest complete checkpoint in the directory, if there is one.
+    override: settings to take from the script where it differs from the checkpoint: "precision", "optimizer",
+        "schedulers", "scaler", "state", "data", and optimizer options such as "weight_decay". For all others the guard
+        uses the checkpoint's value and prints that, or refuses to resume.
+    split: when memory runs out, split batches in half, and in half again.
+    alerts: functions to call with each finding, in the background; ``ampwise.guard.alerts`` has some.
+    signals: signals at which the guard finishes the step, saves the state, and exits with ``exit_code``.
+    signal_grace: how long further signals count as duplicates of the first: a scheduler and torchrun's agent both send
+        one. Later signals, and a second SIGINT at any time, end the program at once.
+    patience: how long to wait for other ranks, and for the next step, before this rank exits too; see ``alive``.
 
     >>> import tempfile
     >>> model = torch.nn.Linear(4, 1)
@@ -102,62 +104,64 @@ class Guard:
         patience: str | float = "30min",
     ) -> None:
         if not isinstance(engine, Engine):
-            raise BadInput(f"Guard({type(engine).__name__}): an ampwise.Engine is expected, then the directory.")
+            raise BadInput(f"Guard({type(engine).__name__}): expected an ampwise.Engine, then the directory.")
         for name, count in (("keep", keep), ("snapshot_every", snapshot_every)):
             if isinstance(count, bool) or not isinstance(count, int) or count < 1:
-                raise BadInput(f"Guard({name}={count!r}): a whole number is expected, 1 or more.")
+                raise BadInput(f"Guard({name}={count!r}): expected a whole number, 1 or more.")
         self._engine, self.directory = engine, Path(directory)
         self._ladder = Ladder() if ladder is None else ladder
         self._resumes, self._splits, self._exit_code = resume, split, exit_code
-        waits = seconds(patience, "patience")
-        self._agreement = Agreement(engine.ranks, waits)
-        speaks = self._agreement.rank == 0
+        patience_s = seconds(patience, "patience")
+        self._agreement = RankAgreement(engine.ranks, patience_s)
+        prints = self._agreement.rank == 0
         functions = list(alerts)
-        self._telling = Telling(Alerts(functions) if functions and speaks else None, speaks=speaks)
-        whole = Whole(engine, state or {})
-        self._checkpointing = Checkpointing(
+        self._reporter = FaultReporter(Alerts(functions) if functions and prints else None, prints=prints)
+        training_state = TrainingState(engine, state or {})
+        self._checkpointing = CheckpointManager(
             self.directory,
             engine,
-            whole,
+            training_state,
             self._agreement,
-            self._telling,
-            every=Every.checked(every),
+            self._reporter,
+            every=Interval.checked(every),
             keep=keep,
             snapshot_every=snapshot_every,
             snapshots_on=snapshots_on,
-            besides=self._besides,
+            extra_state=self._extra_state,
         )
-        self._changes = Changes(engine, state or {}, override, self._telling.say)
-        self._position = Position(
-            self.directory, writes=speaks, say=self._telling.say, override=self._changes.overrides("data")
+        self._changes = ScriptChanges(engine, state or {}, override, self._reporter.log)
+        self._position = DataPosition(
+            self.directory, writes=prints, log=self._reporter.log, override=self._changes.overrides("data")
         )
-        self._resuming = Resuming(self.directory, engine, whole, self._changes, self._agreement, self._telling)
+        self._resuming = CheckpointLoader(
+            self.directory, engine, training_state, self._changes, self._agreement, self._reporter
+        )
         self._recovery = Recovery(
             self._ladder,
             engine,
-            whole,
+            training_state,
             self._checkpointing,
             self._resuming,
             self._position,
             self._agreement,
-            self._telling,
+            self._reporter,
             self.directory / CAPSULES,
         )
         self._signals = Signals(signals, seconds(signal_grace, "signal_grace"))
-        self._lock = Lock(self.directory)
-        self._watchdog = Watchdog(waits, self._last_words) if self._agreement.several else None
-        self._lag = 0 if engine.device.type == "cpu" else 1  # how many steps later the host knows of one
+        self._lock = DirectoryLock(self.directory)
+        self._watchdog = Watchdog(patience_s, self._report_silence) if self._agreement.distributed else None
+        self._lag = 0 if engine.device.type == "cpu" else 1  # steps until the host has a step's results
         self._unjudged: deque[Step] = deque()
-        self._window: list[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]] = []
-        self._pieces = 1  # that batches are cut into
-        self._waits_for_disk = True
-        self._ends = False  # a rank was told to
-        self._updating = False  # weights and optimizers are being written: a step that fails now is half done
-        self._number = 0  # of the last closed step
-        self._averages = Averages(state or {})
-        self._attends = self._begun = self._ended = False
+        self._microbatches: list[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]] = []
+        self._pieces = 1  # pieces each batch is split into
+        self._wait_for_disk = True
+        self._stop_requested = False  # some rank received a signal
+        self._updating = False  # weights and optimizer state are being written: a step that fails now is half done
+        self._number = 0  # the last completed step
+        self._averages = AveragedModels(state or {})
+        self._attached = self._started = self._closed = False
 
-    # Around the training
+    # Start and end
 
     def __enter__(self) -> Guard:
         self.begin()
@@ -170,122 +174,125 @@ class Guard:
             if error is None:
                 self._finish()
             elif self._is_lost_rank(error):
-                self._rank_lost(error)
+                self._stop_for_lost_rank(error)
         except LostRank as lost:
-            self._rank_lost(lost)
+            self._stop_for_lost_rank(lost)
         finally:
             self.close()
 
     def begin(self) -> None:
-        """Take the directory, and go on from what is in it. It happens by itself at the first step or batch."""
-        if self._ended:
-            raise BadInput("this guard is closed: make another.")
-        if self._begun:
+        """Lock the directory and resume from it. The first step or batch does this if nothing else has."""
+        if self._closed:
+            raise BadInput("this guard is closed: create a new one.")
+        if self._started:
             return
         try:
-            self._engine.attend(self)  # first, as it refuses a second guard
-            self._attends = True
-            self._agreement.each(self._take_directory)
-            self._begun = True
+            if any(isinstance(each, Guard) for each in self._engine.callbacks):
+                raise BadInput("this engine already has a guard. Use one guard per engine.")
+            self._engine.add_callback(self)
+            self._attached = True
+            self._agreement.run_on_all(self._take_directory)
+            self._started = True
             self._finalizer = weakref.finalize(self, _release, self._lock)
             self._start()
             self._averages.hook()
         except BaseException as error:
             try:
                 if self._is_lost_rank(error):
-                    self._rank_lost(error)
+                    self._stop_for_lost_rank(error)
             finally:
                 self.close()
             raise
 
     def _take_directory(self) -> None:
-        if (self.directory / CAPSULES).is_symlink():  # a directory may come from anybody
+        if (self.directory / CAPSULES).is_symlink():  # the directory is untrusted
             raise BadInput(
-                f"Guard({str(self.directory)!r}): {CAPSULES} in it is a symlink, and nothing is written through one. "
-                "Remove it, or name another directory."
+                f"Guard({str(self.directory)!r}): {CAPSULES} in it is a symlink, and the guard does not write through "
+                "symlinks. Remove it, or name another directory."
             )
         if self._agreement.rank == 0:
             try:
                 self.directory.mkdir(parents=True, exist_ok=True)
             except OSError as error:
                 raise BadInput(
-                    f"Guard({str(self.directory)!r}): no such directory can be made: {error.strerror or error}."
+                    f"Guard({str(self.directory)!r}): cannot create this directory: {error.strerror or error}."
                 ) from error
             self._lock.acquire()
-            clear_leftovers(self.directory)  # now, as a run that has come to its end saves nothing any more
+            clear_leftovers(self.directory)  # now, because a run that is already complete saves nothing later
 
-    def _take_note(self) -> None:
-        """Note what the script gave, and where its data begins."""
+    def _record_start(self) -> None:
+        """Record the script's settings and the start of its data."""
         self._changes.begin()
         self._position.begin()
 
     def _start(self) -> None:
         if self._lock.stale:
             holder = self._lock.holder_before
-            self._telling.tell(LockTakenOver(pid=holder.pid, host=holder.host, since=holder.since), 0)
-        self._agreement.each(self._take_note)
-        self._position.passed_over = self._agreement.first_says(self._position.passed_over)
+            self._reporter.report(LockTakenOver(pid=holder.pid, host=holder.host, since=holder.since), 0)
+        self._agreement.run_on_all(self._record_start)
+        self._position.passed_over = self._agreement.broadcast(self._position.passed_over)
         resumed = self._resuming.newest() if self._resumes else None
         checkpoint, plain = resumed if resumed is not None else (None, {})
         if checkpoint is None and not self._resumes:
-            self._agreement.each(self._refuse_used)
+            self._agreement.run_on_all(self._refuse_existing_checkpoints)
         self._number = 0 if checkpoint is None else checkpoint.step
         if checkpoint is not None:
             self._position.resume(plain.get("data"))
         self._recovery.begin(self._number, plain.get("guard", {}))
-        self._agreement.each(lambda: self._checkpointing.begin(self._number, checkpoint))
+        self._agreement.run_on_all(lambda: self._checkpointing.begin(self._number, checkpoint))
         if checkpoint is not None:
-            self._telling.say(f"going on from {checkpoint.path}, after step {checkpoint.step:,}")
+            self._reporter.log(f"resuming from {checkpoint.path}, after step {checkpoint.step:,}")
         self._engine.scaler.collapses = False
         self._signals.listen()
 
-    def _refuse_used(self) -> None:
+    def _refuse_existing_checkpoints(self) -> None:
         if self._agreement.rank == 0 and checkpoints(self.directory):
             raise BadInput(
-                f"Guard({str(self.directory)!r}, resume=False): it has a run's checkpoints. Name another directory, or "
-                "go on from it: resume=True."
+                f"Guard({str(self.directory)!r}, resume=False): the directory has checkpoints. Name another directory, "
+                "or resume from it: resume=True."
             )
 
     def _finish(self) -> None:
-        """The training is over: judge what is left, and save it."""
-        if self._begun and not self._ended:
-            self._judge_rest()
-            if any(self._agreement.all_of(self._ends or bool(self._signals.caught))):
+        """Judge the remaining steps, and save the final state."""
+        if self._started and not self._closed:
+            self._judge_remaining()
+            if any(self._agreement.gather(self._stop_requested or bool(self._signals.caught))):
                 self._preempted()
             if self._engine.accumulating:
-                self._telling.say("the training ended in the middle of a window, which is not saved")
+                self._reporter.log("the training ended in the middle of gradient accumulation, which is not saved")
             elif self._number:
                 self._checkpointing.save_now(self._number)
 
     def close(self) -> None:
-        """Let go of engine and directory. A checkpoint that is being written is waited for; none is begun."""
-        if self._ended:
+        """Release the engine and the directory, after waiting for a checkpoint that is being written."""
+        if self._closed:
             return
-        self._ended = True
+        self._closed = True
         if self._watchdog is not None:
             self._watchdog.end()
         self._averages.unhook()
-        if self._attends:
-            self._engine.attend(None)
-        if self._begun:
-            self._let_go()
-        self._telling.close()
+        if self._attached:
+            self._engine.remove_callback(self)
+        if self._started:
+            self._release_run()
+        self._reporter.close()
 
-    def _let_go(self) -> None:
+    def _release_run(self) -> None:
         self._signals.stop_listening()
         self._engine.scaler.collapses = True
         self._engine.save_bad_steps(None)
-        self._checkpointing.collect(wait=self._waits_for_disk)
+        self._checkpointing.collect(wait=self._wait_for_disk)
         self._finalizer()
-        self._signals.pass_on()
+        self._signals.resend()
 
-    # The training
+    # Training
 
     def batches(self, loader: Any, *, epochs: int | None = 1) -> Iterator[Any]:
-        """The batches of a loader, so many epochs of them, from where a resumed run was.
+        """Iterate over a loader's batches for ``epochs`` epochs, starting where a resumed run stopped.
 
-        A rollback goes back in them, too, and passes over those that failed. A loader with ``state_dict``, such as
-        torchdata's StatefulDataLoader, is asked where it is; any other is counted. None: epochs without end.
+        A rollback rewinds them, too, and leaves out the batches that failed. A loader with ``state_dict``, such as
+        torchdata's StatefulDataLoader, restores its own position; for any other, batches are counted.
+        epochs=None: no end.
         """
         self.begin()
         placed = self._position.hand_out(loader, epochs)
@@ -299,125 +306,125 @@ class Guard:
             self._position.taken(place)
             yield batch
             if not self._engine.accumulating:
-                self._ends = self._ends or self._told_alone
-                self.begins()
-        if self._judge_rest() and (rest := self._position.rest()) is not None:
-            yield from self._batches(rest)
+                self._stop_requested = self._stop_requested or self._signalled_alone
+                self.on_step_begin()
+        if self._judge_remaining() and (remaining := self._position.remaining()) is not None:
+            yield from self._batches(remaining)
 
     def _fetched(self, windows: Iterator[Any]) -> Any | None:
-        """The next batch and its place; None after the last. The end, if a signal ended the loader's workers, too."""
+        """Return the next batch and its position; None after the last. Stop if a signal also ended loader workers."""
         before = self._position.fetched
         try:
             return next(windows, None)
         except Exception:
-            if self._told_alone and self._position.fetched == before:  # else the place is in the middle of a window
+            if self._signalled_alone and self._position.fetched == before:  # else a window is half read
                 self._preempted()
             raise
 
     @property
-    def _told_alone(self) -> bool:
-        """A signal was caught, and no other rank has to agree."""
-        return bool(self._signals.caught) and not self._agreement.several
+    def _signalled_alone(self) -> bool:
+        """Whether a signal was caught and there are no other ranks to agree with."""
+        return bool(self._signals.caught) and not self._agreement.distributed
 
     def step(self, loss_fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Step:
-        """``engine.step``, which goes on with less memory where there is not enough. Any other is guarded as well."""
+        """Run ``engine.step``, and retry with less memory if it runs out. Plain ``engine.step`` is guarded as well."""
         self.begin()
-        self._window.append((loss_fn, args, kwargs))
+        self._microbatches.append((loss_fn, args, kwargs))
         try:
             return self._run(loss_fn, args, kwargs)
         except BaseException as error:
             if self._may_run_again(error):
                 return self._with_less_memory(error)
-            self._forget_window()
+            self._forget_microbatches()
             if self._is_lost_rank(error):
-                self._rank_lost(error)
+                self._stop_for_lost_rank(error)
             raise
 
-    def _forget_window(self) -> None:
-        """Of a batch that failed: whoever goes on goes on without it, and without those that went with it."""
+    def _forget_microbatches(self) -> None:
+        """Drop a batch that failed, and the micro-batches accumulated with it."""
         if self._engine.accumulating:
-            self._window.pop()
+            self._microbatches.pop()
         else:
-            self._window.clear()
+            self._microbatches.clear()
 
     def alive(self) -> None:
-        """All is well though no step is closed: for an evaluation longer than ``patience``; on every rank."""
+        """Reset the watchdog. Call it on every rank during an evaluation that takes longer than ``patience``."""
         if self._watchdog is not None:
             self._watchdog.beat()
 
-    def save(self) -> Checkpoint | None:
-        """Write a checkpoint now, and wait for it; None if that failed, which is a finding. All ranks together."""
+    def save(self) -> SavedCheckpoint | None:
+        """Write a checkpoint now and wait for it; None, and a finding, if that failed. Call it on all ranks."""
         self.begin()
         if self._engine.accumulating:
-            raise BadInput("guard.save() in the middle of a window: save when step.closed is true.")
+            raise BadInput("guard.save() in the middle of gradient accumulation: save when step.closed is true.")
         return self._checkpointing.save_now(self._number)
 
     # What happened
 
     @property
     def findings(self) -> list[Finding]:
-        """What the guard has seen and done, oldest first."""
-        return list(self._telling.findings)
+        """Findings the guard has reported, oldest first."""
+        return list(self._reporter.findings)
 
     @property
-    def last_checkpoint(self) -> Checkpoint | None:
-        """The newest that is whole, as far as this run knows."""
+    def last_checkpoint(self) -> SavedCheckpoint | None:
+        """The newest complete checkpoint that this run has written or resumed from."""
         self._checkpointing.collect()
         return self._checkpointing.last
 
     @property
     def passed_over(self) -> list[tuple[int, int]]:
-        """Batches that are left out: epoch and number, from 0."""
+        """Batches that the run leaves out, as (epoch, index), both from 0."""
         return list(self._position.passed_over)
 
     @property
     def epoch(self) -> int:
-        """Of the batch that ``batches`` handed out last, from 0."""
+        """Epoch of the batch that ``batches`` yielded last, from 0."""
         return self._position.epoch
 
     def __repr__(self) -> str:
         return f"<Guard of {self._engine!r} in {self.directory}, step {self._number:,}>"
 
-    # As the engine's attendant
+    # Callbacks that the engine calls
 
-    def begins(self) -> None:
-        """Whatever the user does after a step is done: end, if that was asked for, or keep the state, if it is time."""
+    def on_step_begin(self) -> None:
+        """Before the next step: stop if a signal asked for it, and save the state if it is due."""
         self._updating = False
-        if self._ends:
+        if self._stop_requested:
             self._preempted()
         self._checkpointing.keep_wanted()
 
-    def before_update(self) -> None:
-        """Copies of the state that are still being made are waited for, by the device."""
+    def before_update(self, number: int, loss: Tensor | None) -> None:
+        """Make the device wait for snapshot copies that are still running."""
         self._updating = True
         self._checkpointing.before_update()
 
-    def closed(self, step: Step) -> None:
-        """A step is over: judge the one that is known by now."""
+    def after_step(self, step: Step) -> None:
+        """After a step: judge the latest step whose results the host has."""
         self._updating = False
-        self._window.clear()
+        self._microbatches.clear()
         self._number = step.number
         self._position.closed(step.number)
         self._unjudged.append(step.bare())
         if self._watchdog is not None:
             self._watchdog.beat()
-        times_back = self._recovery.times_back
+        restores = self._recovery.restores
         try:
             self._judge_next(ends=bool(self._signals.caught))
         except LostRank as error:
-            self._rank_lost(error)
-        step.undone = self._recovery.times_back > times_back
+            self._stop_for_lost_rank(error)
+        step.undone = self._recovery.restores > restores
         self._averages.last = step.bare()
 
-    def _judge_rest(self) -> bool:
-        """At the end of the data. Whether the state was changed by what is known only now."""
+    def _judge_remaining(self) -> bool:
+        """Judge all remaining steps at the end of the data; return whether that changed the state."""
         return any(self._judge_next(ends=False, lag=0) for _ in range(len(self._unjudged)))
 
     def _judge_next(self, *, ends: bool, lag: int | None = None) -> bool:
-        """Whether the state was changed, so that steps that are not judged yet are void."""
+        """Judge one step; return whether that changed the state, so that steps not judged yet no longer count."""
         self._checkpointing.collect()
-        waits = self._lag if lag is None else lag
-        judged = self._unjudged.popleft() if len(self._unjudged) > waits else None
+        behind = self._lag if lag is None else lag
+        judged = self._unjudged.popleft() if len(self._unjudged) > behind else None
         agreed = self._agreement.agree(
             0.0 if judged is None else judged.loss,
             due=self._checkpointing.is_due(self._number),
@@ -428,28 +435,28 @@ class Guard:
             self._unjudged.clear()
             self._number = self._engine.applied_steps + self._engine.skipped_steps
             return True
-        self._ends = self._ends or agreed.ends
+        self._stop_requested = self._stop_requested or agreed.ends
         self._checkpointing.after(self._number, agreed)
         return False
 
-    def _facts(self, step: Step, loss: float) -> Facts:
+    def _facts(self, step: Step, loss: float) -> LadderFacts:
         scaler = self._engine.scaler
-        return Facts(step.number, step.skipped, loss, step.scale, scaler.is_enabled(), scaler.min_scale)
+        return LadderFacts(step.number, step.skipped, loss, step.scale, scaler.is_enabled(), scaler.min_scale)
 
-    def _besides(self) -> dict[str, Any]:
-        """What is saved besides the state of the engine."""
+    def _extra_state(self) -> dict[str, Any]:
+        """State that is saved besides the engine's."""
         guard = {**self._recovery.state(), "given": self._changes.given}
         return {"data": self._position.state(), "guard": guard}
 
-    # Ends
+    # Stopping
 
     def _preempted(self) -> None:
-        """Finish, save, and end; whoever asked for it may have asked another rank."""
-        self._signals.heeded = True
+        """Save and exit, because this rank or another received a signal."""
+        self._signals.handled = True
         name = self._signals.caught or "a signal to another rank"
         began = self._signals.when or time.monotonic()
         saved = self._checkpointing.save_now(self._number)
-        finding = self._telling.tell(
+        finding = self._reporter.report(
             Preempted(
                 step=self._number,
                 signal=name,
@@ -458,69 +465,73 @@ class Guard:
             ),
             self._number,
         )
-        raise Stopped(STOPPED if saved is None else self._exit_code, finding.message)
+        raise Stopped(STOPPED_EXIT_CODE if saved is None else self._exit_code, finding.message)
 
     def _is_lost_rank(self, error: BaseException) -> bool:
-        """What torch raises when another rank is gone has many names."""
-        if not self._agreement.several or isinstance(error, Stopped):
+        """Whether the error means that another rank is gone; torch raises several kinds for that."""
+        if not self._agreement.distributed or isinstance(error, Stopped):
             return False
         return isinstance(error, LostRank) or (
-            isinstance(error, RuntimeError) and any(words in str(error) for words in LOST)
+            isinstance(error, RuntimeError) and any(words in str(error) for words in LOST_RANK_MESSAGES)
         )
 
-    def _rank_lost(self, error: BaseException) -> None:
-        self._waits_for_disk = False  # what is being written waits for that rank, too
-        finding = self._lost(0.0, str(error).splitlines()[0] if str(error) else type(error).__name__)
-        raise Stopped(STOPPED, finding.message) from error
+    def _stop_for_lost_rank(self, error: BaseException) -> None:
+        self._wait_for_disk = False  # the checkpoint being written waits for that rank, too
+        finding = self._report_lost_rank(0.0, str(error).splitlines()[0] if str(error) else type(error).__name__)
+        raise Stopped(STOPPED_EXIT_CODE, finding.message) from error
 
-    def _lost(self, waited: float, error: str) -> Finding:
+    def _report_lost_rank(self, waited: float, error: str) -> Finding:
         last = self._checkpointing.last
-        return self._telling.tell(
+        return self._reporter.report(
             RankLost(step=self._number, waited=waited, error=error, checkpoint="" if last is None else str(last.path)),
             self._number,
         )
 
-    def _last_words(self, silent: float) -> None:
-        self._lost(silent, "no step was closed")
+    def _report_silence(self, silent: float) -> None:
+        self._report_lost_rank(silent, "no step was completed")
 
-    # Less memory
+    # Out of memory
 
     def _run(self, loss_fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Step:
         if self._pieces == 1:
             return self._engine.step(loss_fn, *args, **kwargs)
-        return self._engine.step_in_pieces(min(self._pieces, length_of(args, kwargs)), loss_fn, *args, **kwargs)
+        return self._engine.step_in_pieces(min(self._pieces, batch_length(args, kwargs)), loss_fn, *args, **kwargs)
 
     def _with_less_memory(self, error: BaseException) -> Step:
-        """The window once more, from its beginning: as it was, with memory that others held let go; then in halves."""
+        """Run the accumulated batches again: first unchanged, after freeing cached memory; then split in halves."""
         what, first = (str(error) or type(error).__name__).splitlines()[0], True
-        if self._agreement.several:  # others may have exchanged some of its gradients
+        if self._agreement.distributed:  # other ranks may have exchanged some of its gradients
             self._halve(error, what)
         while True:
             self._engine.drop_window()
-            error.__traceback__ = None  # which holds what the step had made
+            error.__traceback__ = None  # it keeps the step's tensors alive
             _release_memory()
             if not first:
                 self._halve(error, what)
             first = False
             try:
-                return [self._run(*batch) for batch in list(self._window)][-1]
+                return [self._run(*batch) for batch in list(self._microbatches)][-1]
             except BaseException as again:
                 if not self._may_run_again(again):
-                    self._forget_window()
+                    self._forget_microbatches()
                     raise
                 error = again
 
     def _may_run_again(self, error: BaseException) -> bool:
-        """It ran out of memory before anything was written to, and not when the step was over."""
-        return isinstance(error, torch.OutOfMemoryError | MemoryError) and bool(self._window) and not self._updating
+        """Whether it ran out of memory during a step, before weights or optimizer state were written."""
+        return (
+            isinstance(error, torch.OutOfMemoryError | MemoryError) and bool(self._microbatches) and not self._updating
+        )
 
     def _halve(self, error: BaseException, what: str) -> None:
-        longest = max(length_of(args, kwargs) for _, args, kwargs in self._window) if self._splits else 0
-        may = self._splits and self._pieces < longest and not self._agreement.several
+        longest = max(batch_length(args, kwargs) for _, args, kwargs in self._microbatches) if self._splits else 0
+        may = self._splits and self._pieces < longest and not self._agreement.distributed
         pieces = min(self._pieces * 2, longest) if may else self._pieces
-        self._telling.tell(OutOfMemory(step=self._number + 1, pieces=pieces, error=what, splits=may), self._number + 1)
+        self._reporter.report(
+            StepOutOfMemory(step=self._number + 1, pieces=pieces, error=what, splits=may), self._number + 1
+        )
         if not may:
-            self._forget_window()
+            self._forget_microbatches()
             raise error
         self._pieces = pieces
 
@@ -531,5 +542,5 @@ def _release_memory() -> None:
         torch.cuda.empty_cache()
 
 
-def _release(lock: Lock) -> None:
+def _release(lock: DirectoryLock) -> None:
     lock.release()

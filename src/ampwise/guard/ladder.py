@@ -1,6 +1,6 @@
-"""The recovery ladder: what is to be done about a bad step, from facts alone.
+"""The recovery ladder: decide what to do about a bad step.
 
-Every rank has the same facts, so that all take the same rung in the same step.
+The decision depends only on facts that are the same on all ranks, so all take the same rung at the same step.
 """
 
 from __future__ import annotations
@@ -12,25 +12,24 @@ from typing import Any, NamedTuple
 
 from ampwise.errors import BadInput
 
-__all__ = ["Facts", "Ladder", "Move", "Standing"]
+__all__ = ["Ladder", "LadderFacts", "LadderState", "RecoveryAction"]
 
 ON_SPIKE = ("tell", "rollback")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ladder:
-    """How a guard climbs: each rung is taken when the one before has not helped.
+    """Settings of the recovery ladder: each rung is taken when the one before did not help.
 
-    skips: bad steps in a row before more is done than to skip them. Ordinary overflows, which a lower loss scale mends,
-        are none.
-    rollbacks: how often to go back to the last good snapshot and pass over the batches that failed, before the next.
-    change_precision: go on wider then: the modules that the tracer names in FP32, then all of it in BF16, TF32, FP32.
-    on_spike: "tell" of a jump of the loss, or go back: "rollback".
-    healthy: good steps in a row after which a snapshot is trusted, and after which earlier trouble is forgotten.
-    climb_after: good steps after which the precision before is tried again, and twice as many if that has not helped;
-        None: never.
+    skips: bad steps in a row that are only skipped. Ordinary overflows, which a lower loss scale fixes, do not count.
+    rollbacks: how often to go back to the last good snapshot and leave out the batches that failed.
+    change_precision: then widen the precision: first the modules that the tracer names to FP32, then everything to
+        BF16, TF32, FP32.
+    on_spike: when the loss jumps, "tell" reports it and "rollback" goes back.
+    healthy: good steps in a row after which a snapshot is trusted, and the counters above start over.
+    climb_after: good steps after which to try the previous precision again; doubled if that did not help. None: never.
 
-    Where nothing helps, training stops with a diagnosis, a capsule, and exit code 70.
+    When no rung helps, training stops with a diagnosis, a capsule, and exit code 70.
 
     >>> Ladder(skips=5, rollbacks=1).rollbacks
     1
@@ -49,24 +48,24 @@ class Ladder:
             if value is None and field == "climb_after":
                 continue
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise BadInput(f"Ladder({field}={value!r}): a whole number is expected, {least} or more.")
+                raise BadInput(f"Ladder({field}={value!r}): expected a whole number, {least} or more.")
         if self.on_spike not in ON_SPIKE:
-            raise BadInput(f"Ladder(on_spike={self.on_spike!r}): 'tell' or 'rollback' is expected.")
+            raise BadInput(f"Ladder(on_spike={self.on_spike!r}): expected 'tell' or 'rollback'.")
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain data, for a manifest."""
+        """Return the settings as a dict, for a manifest."""
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
 
-class Facts(NamedTuple):
-    """Of a step, the same on all ranks."""
+class LadderFacts(NamedTuple):
+    """Facts about a step, the same on all ranks."""
 
     number: int
     skipped: bool
-    loss: float  # the mean over ranks
+    loss: float  # mean over ranks
     scale: float
-    scaled: bool  # a scaler is at work
-    floor: float  # of the scale
+    scaled: bool  # a loss scaler is in use
+    floor: float  # minimum loss scale
     spike: bool = False  # the loss jumped
 
     @property
@@ -79,86 +78,86 @@ class Facts(NamedTuple):
 
     @property
     def settling(self) -> bool:
-        """An ordinary overflow: a lower scale mends it."""
+        """Whether this is an ordinary overflow, which a lower loss scale fixes."""
         return self.skipped and self.scaled and math.isfinite(self.loss) and not self.at_floor
 
 
-class Move(Enum):
-    """What comes next."""
+class RecoveryAction(Enum):
+    """Action to take after a step."""
 
     GO_ON = auto()
-    SETTLE = auto()  # the scale is on its way down
-    SKIP = auto()  # and say so
+    SETTLE = auto()  # the loss scale is still decreasing
+    SKIP = auto()  # report the skipped step
     ROLL_BACK = auto()
-    WIDEN = auto()  # the precision
+    WIDEN = auto()  # change to a wider precision
     STOP = auto()
-    CLIMB = auto()  # back to the precision before
+    CLIMB = auto()  # return to the previous precision
 
 
-class Standing:
-    """Where a run stands on its ladder."""
+class LadderState:
+    """State of a run on its recovery ladder."""
 
     def __init__(self, ladder: Ladder) -> None:
         self._ladder = ladder
         self.streak: list[int] = []  # numbers of bad steps in a row, since the last rung
-        self.healthy = 0  # steps in a row
-        self.trouble = 0  # the last step that was bad, also of those that were undone
-        self.rollbacks = 0  # since things last were well
-        self.widened = 0  # times that the precision was changed
-        self.climb_after = ladder.climb_after  # longer after each time that it was in vain
-        self._climbed = False  # and nothing was bad since
-        self.tried: list[str] = []  # since things last were well, in words
+        self.healthy = 0  # good steps in a row
+        self.trouble = 0  # the last bad step, including steps that were undone
+        self.rollbacks = 0  # since the run was last healthy
+        self.widened = 0  # how often the precision was widened
+        self.climb_after = ladder.climb_after  # doubled each time the previous precision failed again
+        self._climbed = False  # returned to the previous precision, without a bad step since
+        self.tried: list[str] = []  # rungs taken since the run was last healthy, as text
 
-    def move(self, facts: Facts) -> Move:
-        """What a step calls for, by its own facts: ROLL_BACK stands for the next rung, whichever it is."""
+    def move(self, facts: LadderFacts) -> RecoveryAction:
+        """Return the action for a step; ROLL_BACK means that ``rung`` has to choose the next rung."""
         if facts.spike and self._ladder.on_spike == "rollback" and not facts.bad:
             self.streak = [facts.number]
             self.healthy, self.trouble = 0, max(self.trouble, facts.number)
-            return Move.ROLL_BACK
+            return RecoveryAction.ROLL_BACK
         if not facts.bad:
-            return self._well(facts.number)
+            return self._after_good_step(facts.number)
         if facts.settling:
-            return Move.SETTLE
+            return RecoveryAction.SETTLE
         self.healthy, self.trouble = 0, max(self.trouble, facts.number)
         self.streak.append(facts.number)
-        return Move.ROLL_BACK if len(self.streak) >= self._ladder.skips else Move.SKIP
+        return RecoveryAction.ROLL_BACK if len(self.streak) >= self._ladder.skips else RecoveryAction.SKIP
 
-    def _well(self, number: int) -> Move:
+    def _after_good_step(self, number: int) -> RecoveryAction:
         self.streak.clear()
         self.healthy += 1
-        # Beyond it: steps before, which were well the first time, say nothing when they are taken again.
+        # Count only past the bad step: earlier steps were good the first time and prove nothing when repeated.
         if self.healthy >= self._ladder.healthy and number >= self.trouble + self._ladder.healthy:
             self.rollbacks = 0
             self.tried.clear()
         if self.widened and self.climb_after is not None and self.healthy >= self.climb_after:
             self.healthy = 0
-            return Move.CLIMB
-        return Move.GO_ON
+            return RecoveryAction.CLIMB
+        return RecoveryAction.GO_ON
 
-    def rung(self, *, goes_back: bool, cause: str, wider: bool, spike: bool = False) -> Move:
-        """Which rung it is to be. goes_back: that would change anything; wider: there is a wider precision."""
-        of_the_data = cause == "bad-batch"  # which no precision mends
-        if self.rollbacks < self._ladder.rollbacks and (goes_back or of_the_data):
-            return Move.ROLL_BACK
-        if spike:  # that comes again and again belongs to the data; the loss is a number, and training may go on
+    def rung(self, *, goes_back: bool, cause: str, wider: bool, spike: bool = False) -> RecoveryAction:
+        """Choose the next rung. goes_back: a rollback would change the state; wider: a wider precision exists."""
+        bad_data = cause == "bad-batch"  # no precision fixes it
+        if self.rollbacks < self._ladder.rollbacks and (goes_back or bad_data):
+            return RecoveryAction.ROLL_BACK
+        if spike:  # a repeated spike comes from the data; the loss is finite, so training may continue
             self.streak.clear()
-            return Move.GO_ON
-        if self._ladder.change_precision and wider and not of_the_data:
-            return Move.WIDEN
-        return Move.STOP
+            return RecoveryAction.GO_ON
+        if self._ladder.change_precision and wider and not bad_data:
+            return RecoveryAction.WIDEN
+        return RecoveryAction.STOP
 
-    def taken(self, move: Move, words: str) -> None:
-        """A rung was taken: those below it begin anew."""
+    def taken(self, move: RecoveryAction, text: str) -> None:
+        """Record that a rung was taken: counters of the rungs below it start over."""
         self.streak, self.healthy = [], 0
-        self.tried.append(words)
-        if move is Move.ROLL_BACK:
+        self.tried.append(text)
+        if move is RecoveryAction.ROLL_BACK:
             self.rollbacks += 1
-        elif move is Move.WIDEN:
+        elif move is RecoveryAction.WIDEN:
             self.rollbacks = 0
             self.widened += 1
             if self._climbed and self.climb_after is not None:
-                self.climb_after *= 2  # or a run would climb and fall over the same steps for ever
+                self.climb_after *= 2  # else a run would alternate between two precisions forever
             self._climbed = False
-        elif move is Move.CLIMB:
+        elif move is RecoveryAction.CLIMB:
             self.widened -= 1
             self._climbed = True

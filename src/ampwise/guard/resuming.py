@@ -1,4 +1,4 @@
-"""A run that goes on from disk: the newest checkpoint that is whole, on all ranks the same."""
+"""Resume a run from the newest complete checkpoint, the same one on all ranks."""
 
 from __future__ import annotations
 
@@ -8,47 +8,47 @@ from typing import Any
 
 from torch import Tensor
 
-from ampwise.engine.engine import Engine
-from ampwise.engine.precision.policy import Policy
 from ampwise.errors import BadInput
-from ampwise.evidence.faults import CheckpointDamaged, RanksChanged
-from ampwise.guard.agreement import Agreement
-from ampwise.guard.changes import Changes
-from ampwise.guard.data import epoch_of
-from ampwise.guard.disk.catalog import Checkpoint, Damaged, checkpoints, verify
-from ampwise.guard.plain import from_json
-from ampwise.guard.saving import not_finite
-from ampwise.guard.state import Whole
-from ampwise.guard.telling import Telling
-from ampwise.printers.terminal import printable
-from ampwise.trace.ranges import local
+from ampwise.finding.terminal import printable
+from ampwise.guard.background_saver import non_finite_tensors
+from ampwise.guard.disk.catalog import DamagedCheckpoint, SavedCheckpoint, checkpoints, verify
+from ampwise.guard.exact_json import from_json
+from ampwise.guard.rank_agreement import RankAgreement
+from ampwise.guard.reporter import FaultReporter
+from ampwise.guard.resumable_data import epoch_start
+from ampwise.guard.script_changes import ScriptChanges
+from ampwise.guard.state import TrainingState
+from ampwise.rules.evidence.guard_events import CheckpointDamaged, RanksChanged
+from ampwise.trace.value_ranges import local_shard
+from ampwise.train.engine import Engine
+from ampwise.train.precision.policy import Policy
 
-__all__ = ["Resumed", "Resuming"]
+__all__ = ["CheckpointLoader", "LoadedCheckpoint"]
 
-Resumed = tuple[Checkpoint, dict[str, Any]]
+LoadedCheckpoint = tuple[SavedCheckpoint, dict[str, Any]]
 
 
-class Resuming:
-    """Reads checkpoints of a directory into an engine."""
+class CheckpointLoader:
+    """Loads checkpoints from a directory into an engine."""
 
     def __init__(
         self,
         directory: Path,
         engine: Engine,
-        whole: Whole,
-        changes: Changes,
-        agreement: Agreement,
-        telling: Telling,
+        training_state: TrainingState,
+        changes: ScriptChanges,
+        agreement: RankAgreement,
+        reporter: FaultReporter,
     ) -> None:
-        self._directory, self._engine, self._whole, self._changes = directory, engine, whole, changes
-        self._agreement, self._telling = agreement, telling
+        self._directory, self._engine, self._training_state, self._changes = directory, engine, training_state, changes
+        self._agreement, self._reporter = agreement, reporter
 
-    def newest(self) -> Resumed | None:
-        """Go on from the newest that is whole; None if the directory has none at all.
+    def newest(self) -> LoadedCheckpoint | None:
+        """Load the newest complete checkpoint; return None if the directory has no checkpoints.
 
-        One that is damaged is told of. If all are, nothing is begun anew in their place: that is for a person to say.
+        Damaged checkpoints are reported. If all are damaged, raise BadInput: starting over is the user's decision.
         """
-        found = self._agreement.first_says(self._agreement.each(self._found))
+        found = self._agreement.broadcast(self._agreement.run_on_all(self._found))
         troubles: list[tuple[str, str]] = []
         for checkpoint in found:
             if checkpoint.undone:
@@ -57,116 +57,118 @@ class Resuming:
             if not trouble:
                 try:
                     plain = self.read(checkpoint, resumes=True)
-                except Damaged as error:
+                except DamagedCheckpoint as error:
                     trouble = str(error)
                 else:
-                    self._tell(troubles, str(checkpoint.path), checkpoint)
+                    self._report(troubles, str(checkpoint.path), checkpoint)
                     return checkpoint, plain
             troubles.append((str(checkpoint.path), trouble))
-        self._tell(troubles, "", None)
+        self._report(troubles, "", None)
         if troubles:
             raise BadInput(
-                f"{self._directory} has {len(troubles)} checkpoints, and none to go on from: {troubles[0][1]} Look: "
-                f"`ampwise resume {self._directory} --show`; to begin anew, name another directory."
+                f"{self._directory} has {len(troubles)} checkpoints, and none can be resumed: {troubles[0][1]} List "
+                f"them: `ampwise resume {self._directory} --show`; to start over, name another directory."
             )
         return None
 
-    def earlier(self, than: int) -> Resumed | None:
-        """Go back to the newest good one of a step before this; None if there is none that is whole.
+    def earlier(self, than: int) -> LoadedCheckpoint | None:
+        """Load the newest good checkpoint from before a step; None if there is no complete one.
 
-        The precision stays as it is: it may have been changed since, for a reason.
+        The precision does not change: the guard may have widened it since for a reason.
         """
         try:
-            found = self._agreement.first_says(self._agreement.each(self._found))
-        except (BadInput, RuntimeError):  # it cannot be listed
+            found = self._agreement.broadcast(self._agreement.run_on_all(self._found))
+        except (BadInput, RuntimeError):  # the directory cannot be listed
             return None
         policy = self._engine.policy
         for checkpoint in found:
             if checkpoint.good and not checkpoint.trouble and checkpoint.step < than:
                 try:
                     return checkpoint, self.read(checkpoint, resumes=False)
-                except (Damaged, BadInput) as error:  # or it is of another script, which was overridden since
-                    self._tell([(str(checkpoint.path), str(error))], "another state", None)
+                except (DamagedCheckpoint, BadInput) as error:  # or another script saved it, before an override
+                    self._report([(str(checkpoint.path), str(error))], "another state", None)
                 finally:
                     if self._engine.policy != policy:
                         self._engine.change_precision(policy)
         return None
 
-    def _found(self) -> list[Checkpoint]:
+    def _found(self) -> list[SavedCheckpoint]:
         return checkpoints(self._directory) if self._agreement.rank == 0 else []
 
-    def _trouble(self, checkpoint: Checkpoint) -> str:
-        """What is wrong with it, as far as one can tell without loading it. Each rank reads a share of the files."""
+    def _trouble(self, checkpoint: SavedCheckpoint) -> str:
+        """Return what is wrong with a checkpoint, without loading it. Each rank verifies some of the files."""
         why = ""
         try:
             verify(checkpoint, share=self._agreement.rank, of=self._agreement.size)
-        except (Damaged, OSError) as error:
+        except (DamagedCheckpoint, OSError) as error:
             why = str(error)
-        told = enumerate(self._agreement.all_of(why))
-        return next((f"rank {rank}: {each}" if rank else each for rank, each in told if each), "")
+        reasons = enumerate(self._agreement.gather(why))
+        return next((f"rank {rank}: {each}" if rank else each for rank, each in reasons if each), "")
 
-    def read(self, checkpoint: Checkpoint, *, resumes: bool) -> dict[str, Any]:
-        """Put all of it in place: tensors, and the rest, which is returned.
+    def read(self, checkpoint: SavedCheckpoint, *, resumes: bool) -> dict[str, Any]:
+        """Load a checkpoint, and return its plain state; raise Damaged if it cannot be used.
 
-        In pieces that all ranks do or none, as tensors are read together. Damaged if there is no going on from it.
-        resumes: by a script that may have changed since, and not by a run that goes back.
+        Each part succeeds on all ranks or fails on all, because they read tensors together.
+        resumes: True if a script resumes, which may have changed since; False for a rollback in the same run.
         """
         from ampwise.guard.disk.reading import read_into
 
         agreement = self._agreement
-        plain, room, own, policy = agreement.each(lambda: self._prepared(checkpoint, resumes=resumes))
-        read_into(checkpoint, room, agreement.reading)
-        bad = next(filter(None, agreement.all_of(self._not_finite(room))), "")
+        plain, targets, kept_buffers, policy = agreement.run_on_all(lambda: self._prepared(checkpoint, resumes=resumes))
+        read_into(checkpoint, targets, agreement.reading)
+        bad = next(filter(None, agreement.gather(self._not_finite(targets))), "")
         if bad:
-            raise Damaged(f"{checkpoint.path.name} has {bad} with inf or NaN in it.")
+            raise DamagedCheckpoint(f"{checkpoint.path.name} has inf or NaN in {bad}.")
         if checkpoint.world_size != agreement.size:
-            self._telling.tell(RanksChanged(before=checkpoint.world_size, after=agreement.size), checkpoint.step)
-            plain["engine"]["rng"] = self._engine.state_dict()["rng"]  # each its own: those of others are not
-            plain["data"] = epoch_of(plain["data"])
-        values = {name: local(each) for name, each in room.items() if name not in own}
-        agreement.each(lambda: self._whole.put_back_plain(plain, values))
-        if own:
-            more = f" and {len(own) - 1} others" if len(own) > 1 else ""
-            self._telling.say(
-                f"{own[0]}{more}: of another shape or dtype in {checkpoint.path.name}, or only there or here; as they "
-                "are not persistent, the model keeps its own"
+            self._reporter.report(RanksChanged(before=checkpoint.world_size, after=agreement.size), checkpoint.step)
+            plain["engine"]["rng"] = self._engine.state_dict()["rng"]  # each rank keeps its own
+            plain["data"] = epoch_start(plain["data"])
+        values = {name: local_shard(each) for name, each in targets.items() if name not in kept_buffers}
+        agreement.run_on_all(lambda: self._training_state.restore_plain(plain, values))
+        if kept_buffers:
+            more = f" and {len(kept_buffers) - 1} others" if len(kept_buffers) > 1 else ""
+            self._reporter.log(
+                f"{kept_buffers[0]}{more}: different in {checkpoint.path.name} in shape or dtype, or missing there or "
+                "here. These buffers are not persistent, so the model keeps its own"
             )
         if policy is not None:
-            agreement.each(lambda: self._take_precision(policy))
+            agreement.run_on_all(lambda: self._set_precision(policy))
         return plain
 
     def _prepared(
-        self, checkpoint: Checkpoint, *, resumes: bool
+        self, checkpoint: SavedCheckpoint, *, resumes: bool
     ) -> tuple[dict[str, Any], dict[str, Tensor], list[str], Policy | None]:
-        """The plain part, room for tensors, names of buffers that the model keeps its own of, and the precision to go
-        on in when they are in place."""
+        """Return the plain state, tensors to read into, names of buffers that the model keeps, and the precision to
+        continue in after loading."""
         from ampwise.guard.disk.reading import read_plain, stored_tensors
-        from ampwise.guard.received import checked_state
+        from ampwise.guard.state_validation import validate_state
 
         try:
             stored = stored_tensors(checkpoint)
             plain = from_json(read_plain(checkpoint, self._agreement.rank))
-            plain = checked_state(plain, stored, self._whole.parameters(), self._engine.optimizers)
+            plain = validate_state(plain, stored, self._training_state.parameters(), self._engine.optimizers)
             policy = self._changes.precision(plain) if resumes else None
-            self._take_precision(Policy.from_dict(plain["engine"]["policy"]))
-            trained = [rest.get("state", {}).keys() for rest in self._whole.live().plain["optimizers"]]
+            self._set_precision(Policy.from_dict(plain["engine"]["policy"]))
+            trained = [each.get("state", {}).keys() for each in self._training_state.live().plain["optimizers"]]
             self._changes.settle(plain, trained)
-            return plain, *self._whole.prepare(plain, stored), policy
-        except Damaged:
+            return plain, *self._training_state.prepare(plain, stored), policy
+        except DamagedCheckpoint:
             raise
         except (ValueError, LookupError, TypeError, AttributeError) as error:
-            raise BadInput(printable(f"{checkpoint.path} cannot be gone on from: {error}")) from error
+            raise BadInput(printable(f"{checkpoint.path} cannot be resumed: {error}")) from error
 
     def _not_finite(self, tensors: dict[str, Tensor]) -> str:
-        """The first weight that is not to be gone on with."""
-        live = self._whole.live()
-        ours = {name: local(tensor) for name, tensor in tensors.items() if name not in live.transient}
-        return next(iter(not_finite(ours, live.moving)), "")
+        """Return the name of the first tensor with inf or NaN in it; empty if there is none."""
+        live = self._training_state.live()
+        ours = {name: local_shard(tensor) for name, tensor in tensors.items() if name not in live.transient}
+        return next(iter(non_finite_tensors(ours, live.moving)), "")
 
-    def _take_precision(self, policy: Policy) -> None:
+    def _set_precision(self, policy: Policy) -> None:
         if policy != self._engine.policy:
             self._engine.change_precision(policy)
 
-    def _tell(self, troubles: Sequence[tuple[str, str]], instead: str, used: Checkpoint | None) -> None:
+    def _report(self, troubles: Sequence[tuple[str, str]], instead: str, used: SavedCheckpoint | None) -> None:
         for path, why in troubles:
-            self._telling.tell(CheckpointDamaged(path=path, why=why, instead=instead), 0 if used is None else used.step)
+            self._reporter.report(
+                CheckpointDamaged(path=path, why=why, instead=instead), 0 if used is None else used.step
+            )

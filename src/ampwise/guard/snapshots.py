@@ -1,8 +1,8 @@
-"""Snapshots in memory, to go back to in milliseconds.
+"""Snapshots of the state in memory, which a rollback restores in milliseconds.
 
-On a GPU, tensors are copied beside the training: weights and the states of optimizers stand still until the next
-update, so that the copies run during the next forward and backward pass, and the update waits for them. What a forward
-pass changes is copied before it begins.
+On a GPU, tensors are copied in the background: weights and optimizer state do not change until the next update, so the
+copies run during the next forward and backward pass, and the update waits for them. Tensors that a forward pass changes
+are copied before it starts.
 """
 
 from __future__ import annotations
@@ -15,61 +15,61 @@ import torch
 from torch import Tensor
 
 from ampwise.errors import BadInput
-from ampwise.guard.state import Live
-from ampwise.trace.ranges import local
+from ampwise.guard.state import LiveState
+from ampwise.trace.value_ranges import local_shard
 
-__all__ = ["PLACES", "Snapshot", "Snapshots"]
+__all__ = ["PLACES", "MemorySnapshot", "MemorySnapshots"]
 
 PLACES = ("host", "device")
 
 
 @dataclass(slots=True, eq=False)
-class Snapshot:
-    """The state after a step."""
+class MemorySnapshot:
+    """Copy of the training state after a step."""
 
     step: int
     values: dict[str, Tensor]  # this rank's part of each tensor, by name
     plain: dict[str, Any]
     good: bool = False  # enough healthy steps came after it
     held: bool = False  # it is being written to disk
-    copied: Any = None  # an event: the copies are done
-    sources: list[Tensor] = field(default_factory=list)  # copies on the device on their way to the host
+    copied: Any = None  # event that fires when the copies are done
+    sources: list[Tensor] = field(default_factory=list)  # temporary copies on the device
 
     def wait(self) -> None:
-        """Until the values are there."""
-        copied = self.copied  # once: the thread that writes it waits, too
+        """Wait until the values are copied."""
+        copied = self.copied  # read once: the thread that writes the snapshot to disk waits, too
         if copied is not None:
             copied.synchronize()
             self.copied, self.sources = None, []
 
 
-class Snapshots:
-    """The last that is known to be good, those after it, and memory that is used again.
+class MemorySnapshots:
+    """The last good snapshot, newer ones, and buffers for reuse.
 
-    place: "host", in memory that the GPU copies to by itself, or "device", which is faster and takes its memory.
+    place: "host" for pinned host memory, or "device", which is faster and takes device memory.
     """
 
     def __init__(self, device: torch.device, place: str) -> None:
         if place not in PLACES:
-            raise BadInput(f"Guard(snapshots_on={place!r}): 'host' or 'device' is expected.")
+            raise BadInput(f"Guard(snapshots_on={place!r}): expected 'host' or 'device'.")
         self._device, self._place = device, place
-        self._kept: list[Snapshot] = []  # oldest first
+        self._kept: list[MemorySnapshot] = []  # oldest first
         self._spare: list[dict[str, Tensor]] = []
-        self._copying: list[Snapshot] = []
+        self._copying: list[MemorySnapshot] = []
         self._stream: Any = None
 
-    def take(self, step: int, live: Live) -> Snapshot:
-        """The state as it is now. On a GPU, ``before_update`` must be called before it changes."""
-        found = {name: local(tensor).detach() for name, tensor in live.tensors.items()}
-        taken = Snapshot(step, self._memory(found), live.plain)
+    def take(self, step: int, live: LiveState) -> MemorySnapshot:
+        """Take a snapshot. On a GPU, ``before_update`` must be called before the state changes."""
+        found = {name: local_shard(tensor).detach() for name, tensor in live.tensors.items()}
+        taken = MemorySnapshot(step, self._buffers(found), live.plain)
         if self._device.type == "cuda":
-            self._copy_beside(taken, found, live.moving)
+            self._copy_in_background(taken, found, live.moving)
         else:
             _copy(found, taken.values)
         self._kept.append(taken)
         return taken
 
-    def _copy_beside(self, taken: Snapshot, found: Mapping[str, Tensor], moving: Iterable[str]) -> None:
+    def _copy_in_background(self, taken: MemorySnapshot, found: Mapping[str, Tensor], moving: Iterable[str]) -> None:
         still = dict(found)
         for name in moving:
             still[name] = found[name].clone()
@@ -85,7 +85,7 @@ class Snapshots:
         self._copying.append(taken)
 
     def before_update(self) -> None:
-        """The update waits for copies, and the host does not."""
+        """Make the update wait for running copies on the device, without a host sync."""
         if self._copying:
             now = torch.cuda.current_stream(self._device)
             for taken in self._copying:
@@ -94,61 +94,61 @@ class Snapshots:
                     now.wait_event(copied)
             self._copying.clear()
 
-    def _memory(self, found: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """For copies: what an earlier snapshot had, where it fits."""
+    def _buffers(self, found: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return buffers for copies, reusing those of a dropped snapshot that fit."""
         used = self._spare.pop() if self._spare else {}
-        return {name: _room(used.get(name), tensor, self._place) for name, tensor in found.items()}
+        return {name: _buffer(used.get(name), tensor, self._place) for name, tensor in found.items()}
 
     @property
-    def kept(self) -> list[Snapshot]:
-        """All of them, oldest first."""
+    def kept(self) -> list[MemorySnapshot]:
+        """All snapshots, oldest first."""
         return list(self._kept)
 
     @property
-    def good(self) -> Snapshot | None:
-        """The last that is known to be good."""
+    def good(self) -> MemorySnapshot | None:
+        """The last snapshot that is known to be good."""
         return next((each for each in reversed(self._kept) if each.good), None)
 
     @property
-    def candidates(self) -> list[Snapshot]:
-        """Those that are not known to be, oldest first."""
+    def candidates(self) -> list[MemorySnapshot]:
+        """Snapshots that are not known to be good, oldest first."""
         return [each for each in self._kept if not each.good]
 
-    def promote(self, snapshot: Snapshot) -> None:
-        """It is known to be good: none before it is needed any more."""
+    def promote(self, snapshot: MemorySnapshot) -> None:
+        """Mark a snapshot as good, and drop all earlier ones."""
         snapshot.good = True
         for earlier in self._kept[: self._kept.index(snapshot)]:
             self.drop(earlier)
 
-    def drop(self, snapshot: Snapshot) -> None:
+    def drop(self, snapshot: MemorySnapshot) -> None:
         if snapshot in self._kept:
             self._kept.remove(snapshot)
             if not snapshot.held:
                 self._reuse(snapshot)
 
     def drop_after(self, step: int) -> None:
-        """Those of steps that were undone."""
+        """Drop snapshots of later steps, which were undone."""
         for later in [each for each in self._kept if each.step > step]:
             self.drop(later)
 
-    def release(self, snapshot: Snapshot) -> None:
-        """It is on disk, or never will be."""
+    def release(self, snapshot: MemorySnapshot) -> None:
+        """Release a snapshot that has been written to disk, or has failed to be."""
         snapshot.held = False
         if snapshot not in self._kept:
             self._reuse(snapshot)
 
-    def _reuse(self, snapshot: Snapshot) -> None:
+    def _reuse(self, snapshot: MemorySnapshot) -> None:
         snapshot.wait()
         self._spare.append(snapshot.values)
 
     @property
     def bytes(self) -> int:
-        """Memory that they take, with what is kept to be used again."""
+        """Bytes that all snapshots take, including buffers for reuse."""
         held = [each.values for each in self._kept] + self._spare
         return sum(tensor.nbytes for values in held for tensor in values.values())
 
 
-def _room(used: Tensor | None, tensor: Tensor, place: str) -> Tensor:
+def _buffer(used: Tensor | None, tensor: Tensor, place: str) -> Tensor:
     on_host = tensor.device.type == "cpu" or place == "host"
     fits = used is not None and used.shape == tensor.shape and used.dtype == tensor.dtype
     if fits and used is not None and (used.device.type == "cpu") == on_host:
@@ -159,7 +159,7 @@ def _room(used: Tensor | None, tensor: Tensor, place: str) -> Tensor:
     return torch.empty_like(tensor, memory_format=torch.contiguous_format)
 
 
-def _copy(found: Mapping[str, Tensor], room: Mapping[str, Tensor]) -> None:
+def _copy(found: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> None:
     with torch.no_grad():
         for name, tensor in found.items():
-            room[name].copy_(tensor, non_blocking=True)
+            buffers[name].copy_(tensor, non_blocking=True)

@@ -1,8 +1,8 @@
-"""The whole state of a training: tensors by name, and plain data. What is put back goes on as if nothing had been.
+"""The full state of a training, as named tensors and plain data. After a restore, training continues bit for bit.
 
-Tensors are named as in a model that nothing wraps, so that a state fits with and without DDP, FSDP2 and torch.compile.
-One that is there under two names, such as a tied weight, is named once. Buffers are saved whether they are persistent
-or not: a forward pass may read either. Of the latter, which a model can make anew, another shape is no obstacle.
+Tensors are named as in the unwrapped model, so a state fits with and without DDP, FSDP2 and torch.compile. A tensor
+with two names, such as a tied weight, is saved once. Non-persistent buffers are saved, too, because a forward pass may
+read them; since a model can recreate them, a different shape is not an error.
 """
 
 from __future__ import annotations
@@ -18,47 +18,47 @@ from torch.nn import Module
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from ampwise.engine.engine import Engine
-from ampwise.engine.precision.policy import named_modules, with_wrappers
 from ampwise.errors import BadInput
-from ampwise.guard.nested import join, split
-from ampwise.guard.received import handed_to
-from ampwise.guard.stored import as_stored, dtype_called, from_stored, is_writable, name_if_viewed
-from ampwise.trace.ranges import local
+from ampwise.guard.state_validation import load_errors_as_bad_input
+from ampwise.guard.storage_dtypes import as_stored, dtype_from_name, from_stored, is_writable, original_dtype_name
+from ampwise.guard.tensor_tree import join_tensors, split_tensors
+from ampwise.trace.value_ranges import local_shard
+from ampwise.train.engine import Engine
+from ampwise.train.precision.policy import modules_with_wrappers, named_modules
 
-__all__ = ["Live", "Whole"]
+__all__ = ["LiveState", "TrainingState"]
 
 Plain = dict[str, Any]
-Form = tuple[torch.dtype, tuple[int, ...]]  # of a tensor that was saved
+DtypeAndShape = tuple[torch.dtype, tuple[int, ...]]  # dtype and shape of a saved tensor
 
 
 @dataclass(slots=True)
-class Live:
-    """The state as it is: tensors that training writes to, and a copy of the rest."""
+class LiveState:
+    """The current state: the tensors that training uses, and a copy of the plain data."""
 
     tensors: dict[str, Tensor]
     plain: Plain
-    moving: frozenset[str]  # names of those that a forward pass changes: buffers
-    transient: frozenset[str] = frozenset()  # of buffers that are not persistent
+    moving: frozenset[str]  # names of tensors that a forward pass may change, such as buffers
+    transient: frozenset[str] = frozenset()  # names of non-persistent buffers
 
 
-class Whole:
-    """Of an engine, and of what the user names besides: objects with ``state_dict`` and ``load_state_dict``."""
+class TrainingState:
+    """State of an engine and of further objects with ``state_dict`` and ``load_state_dict``."""
 
     def __init__(self, engine: Engine, others: Mapping[str, Any]) -> None:
         self._engine, self._others = engine, dict(others)
         _refuse_unknown(engine.models, self._others)
 
-    def live(self) -> Live:
-        """Waits for the last step."""
+    def live(self) -> LiveState:
+        """Return the current state; waits for the last step."""
         models = dict(_models(self._engine.models, self._others))
         slots = self._slots()
         there = {name: slot for name, slot in slots.items() if slot.tensor is not None}
         tensors = {name: as_stored(slot.tensor, name) for name, slot in there.items() if slot.tensor is not None}
-        # Of what the user names, nobody knows when it changes.
+        # Objects of the user may change at any time.
         moving = {name for name, slot in there.items() if slot.is_buffer or name.startswith("other.")}
         plain: Plain = {
-            "engine": copy.deepcopy(self._engine.state_dict()),  # a scheduler gives what it goes on writing to
+            "engine": copy.deepcopy(self._engine.state_dict()),  # a scheduler returns objects that it keeps changing
             "modules": {prefix: _extra_states(model) for prefix, model in models.items()},
             "buffers": {
                 "transient": [name for name, slot in slots.items() if slot.transient],
@@ -67,57 +67,57 @@ class Whole:
             "dtypes": {
                 name: viewed
                 for name, slot in there.items()
-                if slot.tensor is not None and (viewed := name_if_viewed(slot.tensor))
+                if slot.tensor is not None and (viewed := original_dtype_name(slot.tensor))
             },
             "optimizers": [],
             "others": {},
         }
         names = self._parameter_names()
         for place, optimizer in enumerate(self._engine.optimizers):
-            found, rest = _optimizer_state(optimizer, names)
+            found, plain_state = _optimizer_state(optimizer, names)
             tensors.update({f"optimizer.{place}.{name}": tensor for name, tensor in found.items()})
-            plain["optimizers"].append(rest)
+            plain["optimizers"].append(plain_state)
         for name, other in self._others.items():
             if not isinstance(other, Module):
-                found, plain["others"][name] = split(other.state_dict(), f"other.{name}")
+                found, plain["others"][name] = split_tensors(other.state_dict(), f"other.{name}")
                 tensors.update(found)
                 moving.update(found)
-        return Live(tensors, plain, frozenset(moving), frozenset(plain["buffers"]["transient"]))
+        return LiveState(tensors, plain, frozenset(moving), frozenset(plain["buffers"]["transient"]))
 
-    def prepare(self, plain: Plain, stored: Mapping[str, Form]) -> tuple[dict[str, Tensor], list[str]]:
-        """Tensors for a state from elsewhere to be read into, live ones where that can be; and the names of buffers
-        that are not persistent and do not fit, of which the model keeps its own.
+    def prepare(self, plain: Plain, stored: Mapping[str, DtypeAndShape]) -> tuple[dict[str, Tensor], list[str]]:
+        """Return tensors to read a checkpoint into, the live ones where possible, and the names of non-persistent
+        buffers that do not fit, for which the model keeps its own values.
 
-        Nothing that training goes by has changed after it, but for memory that optimizers have.
+        This changes no values of the training; it only allocates optimizer state.
         """
         self._refuse_other_training(plain)
-        self._make_rooms(plain)
-        handed_over = _handed_over(plain)
+        self._allocate_optimizer_states(plain)
+        self_loaded = _self_loaded(plain)
         live, slots = self.live(), self._slots()
-        room, own = {}, []
+        targets, kept = {}, []
         for name, tensor in live.tensors.items():
-            if name.startswith(handed_over) or (name not in stored and name.startswith("other.")):
+            if name.startswith(self_loaded) or (name not in stored and name.startswith("other.")):
                 continue
             viewed = live.plain["dtypes"].get(name), plain["dtypes"].get(name)
             if stored.get(name) == (tensor.dtype, tuple(tensor.shape)) and viewed[0] == viewed[1]:
-                in_place = name not in slots or not slots[name].is_buffer or is_writable(slots[name].there)
-                room[name] = tensor.detach() if in_place else torch.zeros(tensor.shape, dtype=tensor.dtype)
+                in_place = name not in slots or not slots[name].is_buffer or is_writable(slots[name].value)
+                targets[name] = tensor.detach() if in_place else torch.zeros(tensor.shape, dtype=tensor.dtype)
             elif name in live.transient:
-                own += [] if name in plain["buffers"]["empty"] else [name]
+                kept += [] if name in plain["buffers"]["empty"] else [name]
             elif name not in plain["buffers"]["empty"]:
                 _refuse_other_dtype(name, *viewed)
-                room[name] = tensor.detach()  # for whoever reads it to refuse
+                targets[name] = tensor.detach()  # read_into refuses it
         for name, (dtype, shape) in stored.items():
-            is_left_out = name.startswith(("other.", "optimizer."))  # of an object that the script has no more
-            if name not in room and (is_left_out or _is_optional(name, plain, slots)):
-                room[name] = torch.zeros(shape, dtype=dtype)
-                own += [name] if name not in slots and name in plain["buffers"]["transient"] else []
-        return room, own
+            is_left_out = name.startswith(("other.", "optimizer."))  # of an object that the script no longer has
+            if name not in targets and (is_left_out or _is_optional(name, plain, slots)):
+                targets[name] = torch.zeros(shape, dtype=dtype)
+                kept += [name] if name not in slots and name in plain["buffers"]["transient"] else []
+        return targets, kept
 
     def _refuse_other_training(self, plain: Plain) -> None:
         if len(plain["optimizers"]) != len(self._engine.optimizers):
             raise BadInput(
-                f"the state has {len(plain['optimizers'])} optimizers, and this engine {len(self._engine.optimizers)}."
+                f"the state has {len(plain['optimizers'])} optimizers; this engine has {len(self._engine.optimizers)}."
             )
         modules = [
             str(prefix).removeprefix("other.") for prefix in plain["modules"] if str(prefix).startswith("other.")
@@ -125,54 +125,54 @@ class Whole:
         if missing := [name for name in (*plain["others"], *modules) if name not in self._others]:
             raise BadInput(f"the state has {missing[0][:80]!r}, and Guard(state=...) does not name it.")
 
-    def put_back(self, values: Mapping[str, Tensor], plain: Plain, *, other_precision: bool = False) -> None:
-        """The state as it was: ``values`` has this rank's part of each tensor, on any device."""
-        self._make_rooms(plain)
+    def restore(self, values: Mapping[str, Tensor], plain: Plain, *, other_precision: bool = False) -> None:
+        """Restore a state. ``values`` has this rank's part of each tensor, on any device."""
+        self._allocate_optimizer_states(plain)
         live, slots = self.live().tensors, self._slots()
         buffers = {name: slot for name, slot in slots.items() if slot.is_buffer}
-        handed_over = _handed_over(plain)
+        self_loaded = _self_loaded(plain)
         with torch.no_grad():
             for name, value in values.items():
-                if name in live and name not in buffers and not name.startswith(handed_over):
-                    local(live[name]).copy_(value, non_blocking=True)
+                if name in live and name not in buffers and not name.startswith(self_loaded):
+                    local_shard(live[name]).copy_(value, non_blocking=True)
         for name, slot in buffers.items():
             if name not in values and name not in plain["buffers"]["empty"]:
-                slot.remove()  # it has come to be since
-        self.put_back_plain(plain, values, other_precision=other_precision)
+                slot.remove()  # it was created later
+        self.restore_plain(plain, values, other_precision=other_precision)
 
-    def put_back_plain(self, plain: Plain, values: Mapping[str, Tensor], *, other_precision: bool = False) -> None:
-        """The rest of it, where weights are there already. ``values``: buffers, and what objects load themselves."""
-        self._put_buffers(values, plain)
+    def restore_plain(self, plain: Plain, values: Mapping[str, Tensor], *, other_precision: bool = False) -> None:
+        """Restore everything but the weights. ``values``: buffers, and tensors that objects load themselves."""
+        self._restore_buffers(values, plain)
         for prefix, model in _models(self._engine.models, self._others):
-            _put_extra_states(model, plain["modules"].get(prefix, {}))
-        for place, (optimizer, rest) in enumerate(zip(self._engine.optimizers, plain["optimizers"], strict=True)):
-            if "nested" in rest:
-                with handed_to(optimizer):
-                    optimizer.load_state_dict(join(rest["nested"], values, f"optimizer.{place}"))
+            _restore_extra_states(model, plain["modules"].get(prefix, {}))
+        for place, (optimizer, saved) in enumerate(zip(self._engine.optimizers, plain["optimizers"], strict=True)):
+            if "nested" in saved:
+                with load_errors_as_bad_input(optimizer):
+                    optimizer.load_state_dict(join_tensors(saved["nested"], values, f"optimizer.{place}"))
             else:
-                _put_groups(optimizer, rest["groups"])
+                _restore_groups(optimizer, saved["groups"])
         for name, skeleton in plain["others"].items():
-            with handed_to(self._others[name]):
-                self._others[name].load_state_dict(join(skeleton, values, f"other.{name}"))
+            with load_errors_as_bad_input(self._others[name]):
+                self._others[name].load_state_dict(join_tensors(skeleton, values, f"other.{name}"))
         self._engine.load_state_dict(copy.deepcopy(plain["engine"]), other_precision=other_precision)
 
-    def _make_rooms(self, plain: Plain) -> None:
+    def _allocate_optimizer_states(self, plain: Plain) -> None:
         names = self._parameter_names()
-        for optimizer, rest in zip(self._engine.optimizers, plain["optimizers"], strict=True):
-            if "nested" not in rest:
-                _make_room(optimizer, rest, names)
+        for optimizer, saved in zip(self._engine.optimizers, plain["optimizers"], strict=True):
+            if "nested" not in saved:
+                _allocate_state(optimizer, saved, names)
 
-    def _put_buffers(self, values: Mapping[str, Tensor], plain: Plain) -> None:
+    def _restore_buffers(self, values: Mapping[str, Tensor], plain: Plain) -> None:
         for name, slot in self._slots().items():
             if slot.is_buffer and name in plain["buffers"]["empty"]:
                 slot.assign(None)
             elif slot.is_buffer and name in values:
                 viewed = plain["dtypes"].get(name)
-                slot.put(values[name], None if viewed is None else dtype_called(viewed), self._engine.device)
+                slot.put(values[name], None if viewed is None else dtype_from_name(viewed), self._engine.device)
 
-    def _slots(self) -> dict[str, Slot]:
-        """Parameters and buffers of all modules, by name."""
-        seen: dict[int, Slot] = {}
+    def _slots(self) -> dict[str, TensorSlot]:
+        """Return the parameters and buffers of all modules, by name."""
+        seen: dict[int, TensorSlot] = {}
         return {
             f"{prefix}.{slot.name}": slot
             for prefix, model in _models(self._engine.models, self._others)
@@ -180,30 +180,30 @@ class Whole:
         }
 
     def parameters(self) -> dict[str, Tensor]:
-        """Those of all modules, by name."""
+        """Return the parameters of all modules, by name."""
         return {
-            name: slot.there for name, slot in self._slots().items() if not slot.is_buffer and slot.tensor is not None
+            name: slot.value for name, slot in self._slots().items() if not slot.is_buffer and slot.tensor is not None
         }
 
     def _parameter_names(self) -> dict[int, str]:
         return {id(slot.tensor): name for name, slot in self._slots().items() if not slot.is_buffer}
 
 
-def _is_optional(name: str, plain: Plain, slots: Mapping[str, Slot]) -> bool:
-    """A buffer that is not persistent, or one that has no value here yet."""
+def _is_optional(name: str, plain: Plain, slots: Mapping[str, TensorSlot]) -> bool:
+    """Whether a buffer is not persistent, or has no value here yet."""
     return name in plain["buffers"]["transient"] or (name in slots and slots[name].tensor is None)
 
 
 def _refuse_other_dtype(name: str, here: str | None, saved: str | None) -> None:
-    """Of tensors that are stored under another dtype, which may be the same."""
+    """Refuse a tensor whose original dtype differs; both may be stored under the same dtype."""
     if here != saved:
         kinds = f"{saved or 'of another dtype'} in the checkpoint, and {here or 'of another dtype'} here"
         raise BadInput(f"{name!r} is {kinds}.")
 
 
-def _handed_over(plain: Plain) -> tuple[str, ...]:
-    """What names of tensors begin with that objects load themselves, of whatever shape they are by then."""
-    optimizers = (f"optimizer.{place}." for place, rest in enumerate(plain["optimizers"]) if "nested" in rest)
+def _self_loaded(plain: Plain) -> tuple[str, ...]:
+    """Return the name prefixes of tensors that objects load themselves, in whatever shape."""
+    optimizers = (f"optimizer.{place}." for place, saved in enumerate(plain["optimizers"]) if "nested" in saved)
     return (*(f"other.{name}." for name in plain["others"]), *optimizers)
 
 
@@ -218,36 +218,38 @@ def _models(models: Sequence[Module], others: Mapping[str, Any]) -> Iterator[tup
 def _refuse_unknown(models: Sequence[Module], others: Mapping[str, Any]) -> None:
     for name, other in others.items():
         if not isinstance(name, str) or not name.isidentifier():
-            raise BadInput(f"Guard(state=...): {name!r} is no name for a state: letters and digits are expected.")
-        if not all(callable(getattr(other, way, None)) for way in ("state_dict", "load_state_dict")):
-            raise BadInput(f"Guard(state={{{name!r}: ...}}): {type(other).__name__} has no state_dict to save.")
+            raise BadInput(f"Guard(state=...): {name!r} is not a valid name: expected a Python identifier.")
+        if not all(callable(getattr(other, method, None)) for method in ("state_dict", "load_state_dict")):
+            raise BadInput(
+                f"Guard(state={{{name!r}: ...}}): {type(other).__name__} has no state_dict and load_state_dict."
+            )
     for module in (module for model in models for module in model.modules()):
         if type(module).__name__ == "FullyShardedDataParallel":
-            raise BadInput("Guard: models in FSDP1 are not saved. Use fully_shard (FSDP2), or DDP.")
+            raise BadInput("Guard: FSDP1 models are not supported. Use fully_shard (FSDP2), or DDP.")
 
 
 # --- modules -------------------------------------------------------------------------------------------------------
 
 
-class Slot(NamedTuple):
-    """Where modules have a parameter or a buffer, which may be none yet."""
+class TensorSlot(NamedTuple):
+    """A parameter or buffer in a model; a buffer may be None."""
 
     name: str
     tensor: Tensor | None
     is_buffer: bool
-    transient: bool  # a buffer that is not persistent
-    places: list[tuple[Module, str]]  # several of one that is tied
+    transient: bool  # a non-persistent buffer
+    places: list[tuple[Module, str]]  # several if the tensor is tied
 
     @property
-    def there(self) -> Tensor:
+    def value(self) -> Tensor:
         assert self.tensor is not None
         return self.tensor
 
     def put(self, value: Tensor, viewed: torch.dtype | None, device: torch.device) -> None:
-        """Values as they were stored: in place where they fit, else in a tensor of their own."""
+        """Set the stored values: in place where they fit, else as a new tensor."""
         tensor = self.tensor
         if tensor is not None and hasattr(tensor, "_local_tensor"):
-            local(tensor).detach().copy_(value, non_blocking=True)
+            local_shard(tensor).detach().copy_(value, non_blocking=True)
             return
         if tensor is not None and is_writable(tensor):
             target = as_stored(tensor, self.name).detach()
@@ -267,33 +269,33 @@ class Slot(NamedTuple):
             module._non_persistent_buffers_set.discard(key)
 
 
-def _slots_of(model: Module, seen: dict[int, Slot]) -> Iterator[Slot]:
-    """Parameters and buffers, those too that a wrapper has of its own; ``seen``: the tensors that have a name."""
+def _slots_of(model: Module, seen: dict[int, TensorSlot]) -> Iterator[TensorSlot]:
+    """Yield parameters and buffers, including a wrapper's own; ``seen``: tensors that already have a name."""
     names: set[str] = set()
-    for prefix, module in with_wrappers(model):
-        own: list[tuple[str, Tensor | None, bool]] = [
+    for prefix, module in modules_with_wrappers(model):
+        tensors: list[tuple[str, Tensor | None, bool]] = [
             (key, each, False) for key, each in module._parameters.items() if each is not None
         ]
-        own += [(key, each, True) for key, each in module._buffers.items()]
-        for key, tensor, is_buffer in own:
+        tensors += [(key, each, True) for key, each in module._buffers.items()]
+        for key, tensor, is_buffer in tensors:
             if tensor is not None and id(tensor) in seen:
                 seen[id(tensor)].places.append((module, key))
                 continue
             name = f"{prefix}.{key}".lstrip(".")
-            while name in names:  # of a wrapper and what it wraps, the latter
+            while name in names:  # a wrapper and its inner module have the same name
                 name += "'"
             names.add(name)
             if tensor is not None and is_lazy(tensor):
-                raise BadInput(f"{name} has no values yet: run the model once before the guard begins.")
+                raise BadInput(f"{name} is not initialized yet: run the model once before the guard starts.")
             transient = is_buffer and key in module._non_persistent_buffers_set
-            slot = Slot(name, tensor, is_buffer, transient, [(module, key)])
+            slot = TensorSlot(name, tensor, is_buffer, transient, [(module, key)])
             if tensor is not None:
                 seen[id(tensor)] = slot
             yield slot
 
 
 def _extra_states(model: Module) -> dict[str, Any]:
-    """What modules have to save besides tensors."""
+    """Return the extra states of modules that define ``get_extra_state``."""
     return {
         name: copy.deepcopy(module.get_extra_state())
         for name, module in named_modules(model).items()
@@ -301,11 +303,11 @@ def _extra_states(model: Module) -> dict[str, Any]:
     }
 
 
-def _put_extra_states(model: Module, states: Mapping[str, Any]) -> None:
+def _restore_extra_states(model: Module, states: Mapping[str, Any]) -> None:
     modules = named_modules(model)
     for name, state in states.items():
         if name in modules:
-            with handed_to(modules[name]):
+            with load_errors_as_bad_input(modules[name]):
                 modules[name].set_extra_state(copy.deepcopy(state))
 
 
@@ -313,20 +315,20 @@ def _put_extra_states(model: Module, states: Mapping[str, Any]) -> None:
 
 
 def _optimizer_state(optimizer: Optimizer, names: Mapping[int, str]) -> tuple[dict[str, Tensor], Plain]:
-    """By the names of parameters. One that saves itself in a way of its own is asked for that."""
+    """Return an optimizer's state by parameter names; for one with its own ``state_dict``, the result of that."""
     if type(optimizer).state_dict is not Optimizer.state_dict:
-        found, skeleton = split(optimizer.state_dict(), "")
+        found, skeleton = split_tensors(optimizer.state_dict(), "")
         return {name.removeprefix("."): tensor for name, tensor in found.items()}, {"nested": skeleton}
     tensors: dict[str, Tensor] = {}
     state: dict[str, dict[str, Any]] = {}
     for name, parameter in _named(optimizer, names):
-        its = state[name] = {}
+        entry = state[name] = {}
         for key, value in optimizer.state.get(parameter, {}).items():
             if isinstance(value, Tensor):
                 tensors[f"state.{name}.{key}"] = as_stored(value, f"{name}.{key}")
-                its[key] = {"tensor": _form(value, parameter)}
+                entry[key] = {"tensor": _form(value, parameter)}
             else:
-                its[key] = {"plain": copy.deepcopy(value)}
+                entry[key] = {"plain": copy.deepcopy(value)}
     groups = []
     for place, group in enumerate(optimizer.param_groups):
         options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
@@ -343,12 +345,12 @@ def _named(optimizer: Optimizer, names: Mapping[int, str]) -> Iterator[tuple[str
 
 
 def _form(value: Tensor, parameter: Tensor) -> dict[str, Any]:
-    """How to make one like it: like its parameter, or of its own shape."""
+    """Describe how to allocate a state tensor: like its parameter, or with its own shape."""
     alike = value.shape == parameter.shape and value.device == parameter.device
     if not alike and hasattr(value, "placements"):
         raise BadInput(
-            f"an optimizer's state of shape {tuple(value.shape)}, spread over ranks otherwise than its parameter, is "
-            "not saved."
+            f"optimizer state of shape {tuple(value.shape)} is sharded differently from its parameter, which is not "
+            "supported."
         )
     return {
         "dtype": str(value.dtype).removeprefix("torch."),
@@ -357,48 +359,48 @@ def _form(value: Tensor, parameter: Tensor) -> dict[str, Any]:
     }
 
 
-def _make_room(optimizer: Optimizer, rest: Plain, names: Mapping[int, str]) -> None:
-    """Have tensors where the state has some, and none where it has none."""
-    if len(rest["groups"]) != len(optimizer.param_groups):
+def _allocate_state(optimizer: Optimizer, saved: Plain, names: Mapping[int, str]) -> None:
+    """Allocate the tensors that the saved state has, and remove those that it does not have."""
+    if len(saved["groups"]) != len(optimizer.param_groups):
         raise BadInput(
-            f"the state has {len(rest['groups'])} parameter groups, and {type(optimizer).__name__} has "
+            f"the state has {len(saved['groups'])} parameter groups; {type(optimizer).__name__} has "
             f"{len(optimizer.param_groups)}."
         )
     for name, parameter in _named(optimizer, names):
-        wanted = rest["state"].get(name)
+        wanted = saved["state"].get(name)
         if wanted is None:
-            raise BadInput(f"the state has nothing of {name}, which {type(optimizer).__name__} trains.")
+            raise BadInput(f"the state does not have {name}, which {type(optimizer).__name__} trains.")
         if not wanted:
             optimizer.state.pop(parameter, None)
             continue
-        its = optimizer.state[parameter]
-        for key in [key for key in its if key not in wanted]:
-            del its[key]
+        entry = optimizer.state[parameter]
+        for key in [key for key in entry if key not in wanted]:
+            del entry[key]
         for key, value in wanted.items():
             if "plain" in value:
-                its[key] = copy.deepcopy(value["plain"])
-            elif not _fits(its.get(key), value["tensor"], parameter):
-                its[key] = _made(value["tensor"], parameter)
+                entry[key] = copy.deepcopy(value["plain"])
+            elif not _fits(entry.get(key), value["tensor"], parameter):
+                entry[key] = _allocate(value["tensor"], parameter)
 
 
-def _fits(there: Any, form: Mapping[str, Any], parameter: Tensor) -> bool:
+def _fits(present: Any, form: Mapping[str, Any], parameter: Tensor) -> bool:
     shape = parameter.shape if form["shape"] is None else torch.Size(form["shape"])
     return (
-        isinstance(there, Tensor)
-        and there.shape == shape
-        and there.dtype == dtype_called(form["dtype"])
-        and (there.device == parameter.device) == form["on_device"]
+        isinstance(present, Tensor)
+        and present.shape == shape
+        and present.dtype == dtype_from_name(form["dtype"])
+        and (present.device == parameter.device) == form["on_device"]
     )
 
 
-def _made(form: Mapping[str, Any], parameter: Tensor) -> Tensor:
-    dtype = dtype_called(form["dtype"])
+def _allocate(form: Mapping[str, Any], parameter: Tensor) -> Tensor:
+    dtype = dtype_from_name(form["dtype"])
     if form["shape"] is None:
         return torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
     device = parameter.device if form["on_device"] else torch.device("cpu")
     return torch.zeros(form["shape"], dtype=dtype, device=device)
 
 
-def _put_groups(optimizer: Optimizer, groups: Sequence[Mapping[str, Any]]) -> None:
+def _restore_groups(optimizer: Optimizer, groups: Sequence[Mapping[str, Any]]) -> None:
     for group, saved in zip(optimizer.param_groups, groups, strict=True):
         group.update(copy.deepcopy(dict(saved)))

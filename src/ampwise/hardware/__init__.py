@@ -1,23 +1,23 @@
-"""What a device runs fast: the catalog and the lookup; and what this machine is."""
+"""Catalog of devices and what they run fast, and a description of this machine."""
 
 from __future__ import annotations
 
 from ampwise.hardware.catalog import Figure, Gpu, find_gpu, gpu_named, gpus
 from ampwise.hardware.cpu import Cpu
-from ampwise.hardware.device import Device, DeviceKind, Fp32Switches
-from ampwise.hardware.machine import Machine, MachineUse, describe_machine
-from ampwise.hardware.torch_facts import TorchFacts
+from ampwise.hardware.device import CudaDevice, DeviceKind, Fp32Switches
+from ampwise.hardware.machine import Machine, MachineRequirements, describe_machine
+from ampwise.hardware.torch_info import TorchInfo
 
 __all__ = [
     "Cpu",
-    "Device",
+    "CudaDevice",
     "DeviceKind",
     "Figure",
     "Fp32Switches",
     "Gpu",
     "Machine",
-    "MachineUse",
-    "TorchFacts",
+    "MachineRequirements",
+    "TorchInfo",
     "describe_machine",
     "find_gpu",
     "gpu_named",

@@ -1,7 +1,7 @@
-"""The catalog of devices: what is published about each, and how sure that is.
+"""Catalog of devices: published figures of each, and which of them are only approximate.
 
-The numbers are in ``gpus.toml``. A number that no page states exactly is kept apart, in ``Gpu.approximate``:
-code that reads ``peak_flops`` or ``memory_bytes`` sees only what is known, and ``None`` otherwise.
+The numbers are in ``gpus.toml``. A number that no source states exactly is stored separately, in ``Gpu.approximate``:
+code that reads ``peak_flops`` or ``memory_bytes`` gets only known numbers, and ``None`` otherwise.
 """
 
 from __future__ import annotations
@@ -25,29 +25,29 @@ __all__ = [
     "nvidia_tensor_cores",
 ]
 
-# The formats one chooses among for training: each is answered for, whether a device has it or not.
+# The formats for training; ``tensor_cores`` reports on each of them for every device.
 COMMON_FORMATS = ("fp32", "tf32", "fp16", "bf16", "fp8", "mxfp8", "mxfp4", "nvfp4")
 
-# They say who sells a device, not which one it is; drivers add and drop them ("Tesla T4", "NVIDIA A10").
+# Brand words, ignored in device names: drivers add and drop them ("Tesla T4", "NVIDIA A10").
 BRANDS = frozenset({"nvidia", "tesla", "geforce", "amd", "instinct", "intel", "habana", "google"})
 
 GIB = 2**30  # what vendors call a GB of device memory: torch reports 139.8 GiB for a "141 GB" H200
 GB_PER_S = 1e9
 TFLOPS = 1e12
 
-# How the keys of gpus.toml become fields of Gpu, and in which unit; every other key there is a format.
+# Keys of gpus.toml, with their field of Gpu and unit; every other key of a number is a format.
 UNITS = {"memory_gb": ("memory_bytes", GIB), "bandwidth_gbs": ("memory_bytes_per_s", GB_PER_S)}
 
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """A number, and whether it is only about right; printed with ``~`` if so."""
+    """A number, and whether it is approximate; printed with ``~`` if so."""
 
     value: float
     approximate: bool
 
     def show(self, unit: float = 1.0, digits: int = 1) -> str:
-        """The number in a unit.
+        """Return the number in a unit, as text.
 
         >>> Figure(70e12, approximate=True).show(1e12)
         '~70.0'
@@ -57,13 +57,13 @@ class Figure:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gpu:
-    """One device of the catalog.
+    """A device of the catalog.
 
-    ``approximate`` holds, by field or format name, the numbers to show with a ``~`` and never to build a
-    verdict on. ``matrix_formats`` is None where nobody has established what the matrix units take.
+    ``approximate`` holds, by field or format name, numbers that are shown with a ``~`` and never used in rules.
+    ``tensor_core_formats`` is None if it is not known which formats the tensor cores take.
 
     >>> h200 = gpu_named("h200")
-    >>> h200.has_matrix_units("fp8"), h200.has_matrix_units("nvfp4")
+    >>> h200.has_tensor_cores("fp8"), h200.has_tensor_cores("nvfp4")
     (True, False)
     >>> round(h200.ridge("bf16"))
     206
@@ -77,8 +77,8 @@ class Gpu:
     torch_names: tuple[str, ...]
     memory_bytes: int | None
     memory_bytes_per_s: float | None
-    matrix_formats: tuple[str, ...] | None
-    # Dicts, so that a Gpu can be pickled and copied; the rest of it is enough to hash.
+    tensor_core_formats: tuple[str, ...] | None
+    # Dicts, so that a Gpu can be pickled and copied; the other fields are enough to hash.
     peak_flops: Mapping[str, float] = field(hash=False)
     approximate: Mapping[str, float] = field(hash=False)
     note: str
@@ -86,11 +86,11 @@ class Gpu:
 
     @property
     def compute_capability(self) -> tuple[int, int] | None:
-        """NVIDIA's, as two numbers that compare; None for everyone else's devices."""
+        """NVIDIA's compute capability as two numbers that compare; None for other vendors."""
         return compute_capability(self.capability)
 
     def figure(self, name: str) -> Figure | None:
-        """The peak of a format, or "memory_bytes" or "memory_bytes_per_s", marked when approximate.
+        """Return the peak of a format, or "memory_bytes" or "memory_bytes_per_s", marked if approximate.
 
         >>> gpu_named("a10g").figure("bf16").show(1e12)
         '~70.0'
@@ -100,24 +100,24 @@ class Gpu:
         known = getattr(self, name) if name.startswith("memory_") else self.peak_flops.get(name)
         return None if known is None else Figure(known, approximate=False)
 
-    def has_matrix_units(self, fmt: str) -> bool | None:
-        """Whether matrix products of this format run on matrix units; None when that is not known."""
-        return None if self.matrix_formats is None else fmt in self.matrix_formats
+    def has_tensor_cores(self, fmt: str) -> bool | None:
+        """Return whether matmuls in this format run on tensor cores; None if that is not known."""
+        return None if self.tensor_core_formats is None else fmt in self.tensor_core_formats
 
     def ridge_figure(self, fmt: str) -> Figure | None:
-        """FLOPs per byte of memory traffic below which memory is the limit; approximate if either part is."""
+        """Return the ridge point, FLOP per byte below which memory is the limit; approximate if an input is."""
         peak, bandwidth = self.figure(fmt), self.figure("memory_bytes_per_s")
         if peak is None or bandwidth is None:
             return None
         return Figure(peak.value / bandwidth.value, peak.approximate or bandwidth.approximate)
 
     def ridge(self, fmt: str) -> float | None:
-        """The ridge point in FLOP/byte; None unless peak and bandwidth are both known."""
+        """Return the ridge point in FLOP/byte; None unless peak and bandwidth are both known."""
         figure = self.ridge_figure(fmt)
         return None if figure is None or figure.approximate else figure.value
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain data for JSON."""
+        """Return plain data for JSON."""
         return {
             "id": self.id,
             "name": self.name,
@@ -126,7 +126,7 @@ class Gpu:
             "capability": self.capability,
             "memory_bytes": self.memory_bytes,
             "memory_bytes_per_s": self.memory_bytes_per_s,
-            "matrix_formats": None if self.matrix_formats is None else list(self.matrix_formats),
+            "tensor_core_formats": None if self.tensor_core_formats is None else list(self.tensor_core_formats),
             "peak_flops": dict(self.peak_flops),
             "ridge_flop_per_byte": {fmt: ridge for fmt in self.peak_flops if (ridge := self.ridge(fmt)) is not None},
             "approximate": dict(self.approximate),
@@ -137,15 +137,15 @@ class Gpu:
 
 @cache
 def gpus() -> tuple[Gpu, ...]:
-    """Every device of the catalog, in the catalog's order."""
+    """Return every device of the catalog, in the catalog's order."""
     document = _document()
     return tuple(_read_device(table, document["sources"]) for table in document["device"])
 
 
 def find_gpu(device_name: str) -> Gpu | None:
-    """The device that torch calls by this name; None for any other, however similar.
+    """Return the device that torch calls by this name; None for any other name, however similar.
 
-    The whole name has to agree, case, punctuation and brand words aside.
+    The whole name has to match, ignoring case, punctuation and brand words.
 
     >>> find_gpu("NVIDIA GeForce RTX 4090").id
     'rtx4090'
@@ -156,7 +156,7 @@ def find_gpu(device_name: str) -> Gpu | None:
 
 
 def gpu_named(name: str) -> Gpu:
-    """The device with this id, name or torch name; UnknownName, with the nearest ids, if there is none.
+    """Return the device with this id, name or torch name; raise UnknownName, with similar ids, if there is none.
 
     >>> gpu_named("NVIDIA A100-SXM4-80GB").id
     'a100-sxm-80'
@@ -172,7 +172,7 @@ def gpu_named(name: str) -> Gpu:
 
 
 def compute_capability(text: str) -> tuple[int, int] | None:
-    """NVIDIA's compute capability as two numbers; None for anything else.
+    """Parse NVIDIA's compute capability into two numbers; None for anything else.
 
     >>> compute_capability("10.0"), compute_capability("gfx942")
     ((10, 0), None)
@@ -182,7 +182,7 @@ def compute_capability(text: str) -> tuple[int, int] | None:
 
 
 def nvidia_tensor_cores(fmt: str, capability: tuple[int, int]) -> bool | None:
-    """What a compute capability alone says about tensor cores for a format; None when it does not settle it.
+    """Return whether this compute capability has tensor cores for a format; None if the capability alone does not tell.
 
     >>> nvidia_tensor_cores("bf16", (7, 0)), nvidia_tensor_cores("bf16", (8, 6))
     (False, True)
@@ -211,7 +211,7 @@ def _by_torch_name() -> dict[tuple[str, ...], Gpu]:
 
 
 def _candidates(words: tuple[str, ...]) -> list[str]:
-    """The ids worth suggesting: by letters alone, "v100" is as near to "a10" as to "v100-sxm2-16"."""
+    """Return the ids to suggest: those that share a word. By letters alone, "v100" is as near to "a10"."""
     sharing = [gpu.id for gpu in gpus() if set(words) & {*_words(gpu.id), *_words(gpu.name)}]
     return sharing or [gpu.id for gpu in gpus()]
 
@@ -223,10 +223,10 @@ def _words(name: str) -> tuple[str, ...]:
 
 def _read_device(table: Mapping[str, Any], urls: Mapping[str, str]) -> Gpu:
     known = _in_base_units(
-        {key: table[key] for key in UNITS if key in table} | table.get("tflops", {})  # the certain ones
+        {key: table[key] for key in UNITS if key in table} | table.get("tflops", {})  # the exact numbers
     )
     memory = known.pop("memory_bytes", None)
-    formats = table.get("matrix_formats")
+    formats = table.get("tensor_core_formats")
     return Gpu(
         id=table["id"],
         name=table["name"],
@@ -236,7 +236,7 @@ def _read_device(table: Mapping[str, Any], urls: Mapping[str, str]) -> Gpu:
         torch_names=tuple(table["torch_names"]),
         memory_bytes=None if memory is None else int(memory),
         memory_bytes_per_s=known.pop("memory_bytes_per_s", None),
-        matrix_formats=None if formats is None else tuple(formats),
+        tensor_core_formats=None if formats is None else tuple(formats),
         peak_flops=known,
         approximate=_in_base_units(table.get("approximate", {})),
         note=table.get("note", ""),

@@ -1,4 +1,4 @@
-"""The CPU: its model, and the instructions that matter for mixed precision."""
+"""The CPU's model, and its instructions for mixed precision."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ FEATURES = {
     "amx_fp16": "FP16 matrix tiles",
     "avx512_bf16": "BF16 dot products",
     "avx512_fp16": "FP16 vector arithmetic",
-    "bf16": "BF16 dot and matrix products",
+    "bf16": "BF16 dot products and matmuls",
     "svebf16": "BF16 products on SVE vectors",
     "asimdhp": "FP16 vector arithmetic",
     "fphp": "FP16 scalar arithmetic",
@@ -25,7 +25,7 @@ FEATURES = {
     "sme": "matrix tiles",
 }
 
-# Any of these makes products in BF16 fast; best first.
+# Any of these makes BF16 matmuls fast; best first.
 BF16_FEATURES = ("amx_bf16", "avx512_bf16", "bf16", "svebf16")
 
 # What macOS calls the same things.
@@ -40,18 +40,18 @@ SYSCTL_TIMEOUT_S = 5.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cpu:
-    """A CPU; ``features`` are keys of FEATURES, and None when this system does not tell."""
+    """A CPU; ``features`` are keys of FEATURES, or None if this system does not list them."""
 
     model: str | None
     features: tuple[str, ...] | None
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain data for JSON."""
+        """Return plain data for JSON."""
         return {"model": self.model, "features": None if self.features is None else list(self.features)}
 
 
 def describe_cpu() -> Cpu:
-    """This machine's CPU, from the files or the command where the system keeps it."""
+    """Read this machine's CPU, from /proc/cpuinfo or from sysctl."""
     if sys.platform == "darwin":
         return parse_sysctl(_sysctl())
     cpuinfo = Path("/proc/cpuinfo")

@@ -1,4 +1,4 @@
-"""A device as torch sees it here, and torch's switches for FP32 arithmetic."""
+"""A device as torch sees it, and torch's TF32 settings."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from typing import Any
 
 from ampwise.hardware.catalog import COMMON_FORMATS, Gpu, compute_capability, nvidia_tensor_cores
 
-__all__ = ["Device", "DeviceKind", "Fp32Switches", "kinds_of"]
+__all__ = ["CudaDevice", "DeviceKind", "Fp32Switches", "group_devices"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Device:
-    """One CUDA or ROCm device of this machine.
+class CudaDevice:
+    """A CUDA or ROCm device of this machine.
 
-    ``bf16_claimed`` is what ``torch.cuda.is_bf16_supported()`` says, ``bf16_native`` what it says without
-    emulation: a V100 claims BF16 and has none.
+    ``bf16_claimed`` is the result of ``torch.cuda.is_bf16_supported()``, ``bf16_native`` the result without
+    emulation: a V100 claims BF16 and only emulates it.
     """
 
     index: int
@@ -29,23 +29,23 @@ class Device:
 
     @property
     def compute_capability(self) -> tuple[int, int] | None:
-        """NVIDIA's, as two numbers that compare; None on AMD."""
+        """NVIDIA's compute capability as two numbers that compare; None on AMD."""
         return compute_capability(self.capability)
 
-    def has_matrix_units(self, fmt: str) -> bool | None:
-        """Whether matrix products of a format run on matrix units: by the catalog, else by the capability."""
+    def has_tensor_cores(self, fmt: str) -> bool | None:
+        """Return whether matmuls in a format run on tensor cores: by the catalog, else by the capability."""
         if self.gpu is not None:
-            return self.gpu.has_matrix_units(fmt)
+            return self.gpu.has_tensor_cores(fmt)
         capability = self.compute_capability
         return None if capability is None else nvidia_tensor_cores(fmt, capability)
 
     @property
-    def matrix_units(self) -> dict[str, bool | None]:
-        """has_matrix_units() of each common format."""
-        return {fmt: self.has_matrix_units(fmt) for fmt in COMMON_FORMATS}
+    def tensor_cores(self) -> dict[str, bool | None]:
+        """has_tensor_cores() of each common format."""
+        return {fmt: self.has_tensor_cores(fmt) for fmt in COMMON_FORMATS}
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain data for JSON; the catalog entry by its id."""
+        """Return plain data for JSON; the catalog entry by its id."""
         return {
             "index": self.index,
             "name": self.name,
@@ -54,35 +54,35 @@ class Device:
             "bf16_claimed": self.bf16_claimed,
             "bf16_native": self.bf16_native,
             "catalog_id": None if self.gpu is None else self.gpu.id,
-            "matrix_units": self.matrix_units,
+            "tensor_cores": self.tensor_cores,
         }
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceKind:
-    """Devices that differ in nothing but their index: eight H200s are one thing to say."""
+    """Devices that differ only in their index, such as eight H200s."""
 
-    devices: tuple[Device, ...]
+    devices: tuple[CudaDevice, ...]
 
     @property
-    def first(self) -> Device:
-        """The one to ask; the others would answer the same."""
+    def first(self) -> CudaDevice:
+        """First of the devices; the others are the same."""
         return self.devices[0]
 
     @property
     def title(self) -> str:
-        """Such as "NVIDIA L4" or "8 × NVIDIA H200"."""
+        """Name and number, such as "NVIDIA L4" or "8 × NVIDIA H200"."""
         return f"{len(self.devices)} × {self.first.name}" if len(self.devices) > 1 else self.first.name
 
     @property
     def torch_names(self) -> str:
-        """What a script calls them, such as "cuda:0" or "cuda:0,1"."""
+        """Device names for a script, such as "cuda:0" or "cuda:0,1"."""
         return f"cuda:{','.join(str(device.index) for device in self.devices)}"
 
 
-def kinds_of(devices: Iterable[Device]) -> list[DeviceKind]:
-    """The devices, alike ones together, in the order of their first."""
-    kinds: list[list[Device]] = []
+def group_devices(devices: Iterable[CudaDevice]) -> list[DeviceKind]:
+    """Group identical devices, in the order of the first of each group."""
+    kinds: list[list[CudaDevice]] = []
     for device in devices:
         alike = next((kind for kind in kinds if replace(device, index=kind[0].index) == kind[0]), None)
         if alike is None:
@@ -94,13 +94,13 @@ def kinds_of(devices: Iterable[Device]) -> list[DeviceKind]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fp32Switches:
-    """What torch may do with FP32 operands on a CUDA device, as it is set now."""
+    """torch's current settings for FP32 operations on CUDA devices."""
 
     matmul_tf32: bool
     convolution_tf32: bool
-    # torch.get_float32_matmul_precision(); None where torch refuses, because the newer switches contradict it
+    # torch.get_float32_matmul_precision(); None if it raises, because the newer settings contradict it
     matmul_precision: str | None
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain data for JSON."""
+        """Return plain data for JSON."""
         return asdict(self)

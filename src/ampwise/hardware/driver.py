@@ -1,22 +1,22 @@
-"""The NVIDIA driver's version, asked without torch: it is there even when torch cannot use it."""
+"""The NVIDIA driver's version, read without torch, which may not be able to use the driver."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
 
-from ampwise.programs import find_program
+from ampwise.hardware.programs import find_program
 
 __all__ = ["driver_version", "parse_driver_version"]
 
 KERNEL_MODULE = Path("/proc/driver/nvidia/version")
 PROGRAM = "nvidia-smi"
 QUERY = ("--query-gpu=driver_version", "--format=csv,noheader")
-QUERY_TIMEOUT_S = 10.0  # without persistence mode the driver wakes every GPU first
+QUERY_TIMEOUT_S = 10.0  # without persistence mode, the driver initialises every GPU first
 
 
 def driver_version() -> str | None:
-    """The NVIDIA driver's version; None when there is no driver, or it does not answer."""
+    """Return the NVIDIA driver's version; None if there is no driver, or it does not answer."""
     try:
         return parse_driver_version(KERNEL_MODULE.read_text(encoding="utf-8", errors="replace"))
     except OSError:
@@ -24,7 +24,7 @@ def driver_version() -> str | None:
 
 
 def parse_driver_version(text: str) -> str | None:
-    """The version in the kernel module's banner or in nvidia-smi's answer.
+    """Return the version in the kernel module's banner or in nvidia-smi's output.
 
     >>> parse_driver_version("NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.129.03  Thu Oct 19")
     '535.129.03'
@@ -37,7 +37,7 @@ def parse_driver_version(text: str) -> str | None:
 
 
 def _ask_nvidia_smi() -> str:
-    import subprocess  # seldom needed, and slow to import
+    import subprocess  # rarely needed, and slow to import
 
     program = find_program(PROGRAM)
     if program is None:

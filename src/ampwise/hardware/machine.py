@@ -1,6 +1,6 @@
-"""This machine: Python, CPU, driver, torch and its devices.
+"""Description of this machine: Python, CPU, driver, torch and its devices.
 
-The records here need no torch; a machine without torch is a Machine whose ``torch`` is None.
+The classes here need no torch; on a machine without it, ``Machine.torch`` is None.
 """
 
 from __future__ import annotations
@@ -10,36 +10,36 @@ from dataclasses import dataclass
 from typing import Any
 
 from ampwise.hardware.cpu import Cpu, describe_cpu
-from ampwise.hardware.device import Device, DeviceKind, kinds_of
+from ampwise.hardware.device import CudaDevice, DeviceKind, group_devices
 from ampwise.hardware.driver import driver_version
-from ampwise.hardware.torch_facts import TorchFacts, read_torch
+from ampwise.hardware.torch_info import TorchInfo, read_torch
 
-__all__ = ["Machine", "MachineUse", "describe_machine"]
+__all__ = ["Machine", "MachineRequirements", "describe_machine"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """What a training script would find here."""
+    """A machine as a training script sees it."""
 
     python: str
     platform: str
     cpu: Cpu
-    driver: str | None  # NVIDIA's; None when there is none, or it does not answer
-    torch: TorchFacts | None
-    torch_problem: str | None = None  # why an installed torch does not load
+    driver: str | None  # NVIDIA's; None if there is none, or it does not answer
+    torch: TorchInfo | None
+    torch_problem: str | None = None  # why the installed torch does not load
 
     @property
-    def devices(self) -> tuple[Device, ...]:
-        """The devices torch sees; none without torch."""
+    def devices(self) -> tuple[CudaDevice, ...]:
+        """Devices that torch sees; none without torch."""
         return () if self.torch is None else self.torch.devices
 
     @property
     def device_kinds(self) -> list[DeviceKind]:
-        """The devices, alike ones together."""
-        return kinds_of(self.devices)
+        """Devices, with identical ones grouped."""
+        return group_devices(self.devices)
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain data for JSON."""
+        """Return plain data for JSON."""
         return {
             "python": self.python,
             "platform": self.platform,
@@ -51,15 +51,15 @@ class Machine:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MachineUse:
-    """What the hardware rules look at: a machine, and the formats somebody wants its matrix units to run."""
+class MachineRequirements:
+    """Input of the hardware rules: a machine, and the formats that its tensor cores should run."""
 
     machine: Machine
     wanted: tuple[str, ...] = ()
 
 
 def describe_machine() -> Machine:
-    """This machine, asked now; imports torch if it is installed, and starts CUDA if there is a device.
+    """Describe this machine; imports torch if it is installed, and initialises CUDA if there is a device.
 
     >>> describe_machine().python == platform.python_version()
     True

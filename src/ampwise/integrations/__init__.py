@@ -1,1 +1,1 @@
-"""Other frameworks' training loops, with ampwise in them; and the door for coding agents."""
+"""Integrations with training frameworks (Lightning, Transformers, Accelerate) and with coding agents (MCP, skill)."""

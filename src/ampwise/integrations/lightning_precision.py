@@ -1,4 +1,4 @@
-"""Lightning's precision plugin, for its Trainer and for Fabric, with our scaler in it."""
+"""Precision plugin for Lightning's Trainer and Fabric that uses ampwise's GradScaler."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from ampwise.engine.precision.precision import PRECISIONS, facts_of
 from ampwise.errors import BadInput, PrecisionUnavailable
-from ampwise.integrations.late_scaler import LateScaler
+from ampwise.integrations.deferred_scaler import DeferredScaler
 from ampwise.integrations.versions import LIGHTNING, lightning_name, require
+from ampwise.train.precision.precision import PRECISIONS, precisions_of
 
 require(LIGHTNING, lightning_name())
 if TYPE_CHECKING:
@@ -30,19 +30,20 @@ from lightning_utilities.core.apply_func import apply_to_collection  # noqa: E40
 
 __all__ = ["Precision"]
 
-NAMES = {"fp16": "16-mixed", "bf16": "bf16-mixed", "fp32": "32-true"}  # as Lightning has them
-HOOKS = ("on_before_optimizer_step", "configure_gradient_clipping")  # whose authors look at gradients
-THEIR_KEY = "MixedPrecision"  # in checkpoints, of Lightning's own plugin
+NAMES = {"fp16": "16-mixed", "bf16": "bf16-mixed", "fp32": "32-true"}  # ours to Lightning's
+HOOKS = ("on_before_optimizer_step", "configure_gradient_clipping")  # user hooks that may read gradients
+THEIR_KEY = "MixedPrecision"  # Lightning's own plugin in checkpoints
 
 
 class Precision(PrecisionPlugin):
     """FP16, BF16 or FP32 for ``Trainer(plugins=[Precision("fp16")])`` and ``Fabric(plugins=[Precision("fp16")])``.
 
-    In place of ``precision="16-mixed"``: a fused optimizer and clipping go together, a step with a gradient that is
-    not finite is skipped in every precision, and the Trainer's schedulers of interval "step" wait for skipped steps.
-    ``skipped`` tells whether the last step was; ``scaler`` is ampwise's GradScaler, with its norm and census.
+    It replaces ``precision="16-mixed"``: clipping works with fused optimizers, a step with a gradient that is not
+    finite is skipped in every precision, and the Trainer's schedulers of interval "step" do not advance on skipped
+    steps. ``skipped`` is whether the last step was skipped; ``scaler`` is ampwise's GradScaler, with its norm and
+    census.
 
-    device: "cuda" or "cpu", where passes run; by default the Trainer's, and with Fabric the GPU if there is one.
+    device: "cuda" or "cpu", where the model runs; by default the Trainer's, and with Fabric the GPU if there is one.
     scaling: settings of the GradScaler, such as ``{"init_scale": 1024.0}``.
 
     >>> plugin = Precision("fp16", device="cpu")
@@ -55,66 +56,73 @@ class Precision(PrecisionPlugin):
     ) -> None:
         if precision not in NAMES:
             theirs = {lightning: ours for ours, lightning in NAMES.items()}
-            hint = f" Here that is called {theirs[precision]!r}." if precision in theirs else ""
-            raise BadInput(f"ampwise.lightning.Precision({precision!r}): the precisions are {', '.join(NAMES)}.{hint}")
+            hint = f" Use {theirs[precision]!r}." if precision in theirs else ""
+            raise BadInput(
+                f"ampwise.integrations.lightning.Precision({precision!r}): expected one of {', '.join(NAMES)}.{hint}"
+            )
         self.precision = NAMES[precision]
         self._asked, self._scaling = PRECISIONS[precision], dict(scaling or {})
         self._device_given = device is not None
-        self._held: pl.LightningModule | None = None  # whose schedulers wait
-        self._is_trainers = False
-        self._settle_on(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        self._held: pl.LightningModule | None = None  # whose schedulers are held back on skipped steps
+        self._has_trainer = False
+        self._set_device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
 
-    def _settle_on(self, device: str) -> None:
+    def _set_device(self, device: str) -> None:
         try:
             self._device = torch.device(device).type
         except (RuntimeError, TypeError) as error:
-            raise BadInput(f"ampwise.lightning.Precision(device={device!r}): 'cuda' or 'cpu' is expected.") from error
-        self.scaler = LateScaler(self._device, enabled=self._asked.scaled, **self._scaling)
+            raise BadInput(
+                f"ampwise.integrations.lightning.Precision(device={device!r}): expected 'cuda' or 'cpu'."
+            ) from error
+        self.scaler = DeferredScaler(self._device, enabled=self._asked.scaled, **self._scaling)
 
     @property
     def skipped(self) -> bool:
-        """Whether the last step left the weights alone. Waits for the device."""
+        """Whether the last step left the weights unchanged. Syncs with the device."""
         return self.scaler.skipped
 
-    # Passes
+    # Forward and backward
 
     def convert_module(self, module: nn.Module) -> nn.Module:
-        """Nothing is converted: weights stay FP32. The first moment at which the Trainer's device is known."""
+        """Return the module unchanged: weights stay FP32. Here the Trainer's device is known for the first time."""
         trainer = _trainer_of(module)
-        self._is_trainers = trainer is not None
+        self._has_trainer = trainer is not None
         kind = None if trainer is None else trainer.strategy.root_device.type
         if kind is not None and kind != self._device and not self._device_given:
-            self._settle_on(kind)
-        facts = facts_of(torch.device(self._device))
+            self._set_device(kind)
+        facts = precisions_of(torch.device(self._device))
         if self._asked.name in facts.lacks:
             raise PrecisionUnavailable(
-                f"ampwise.lightning.Precision({self._asked.name!r}): {facts.lacks[self._asked.name]} "
+                f"ampwise.integrations.lightning.Precision({self._asked.name!r}): {facts.lacks[self._asked.name]} "
                 f"It runs {', '.join(name for name in facts.runs if name in NAMES)}."
             )
         return module
 
     def forward_context(self) -> AbstractContextManager[Any]:
-        """Autocast. Without its cache, which fails where a pass without gradients comes before one with."""
+        """Return autocast, without its cache: that fails if a forward without gradients comes before one with."""
         if self._asked.dtype is None:
             return nullcontext()
         return torch.autocast(self._device, dtype=self._asked.dtype, cache_enabled=False)
 
     def convert_input(self, data: Any) -> Any:
-        """Fabric's own mixed precisions take FP64, which autocast leaves alone; the Trainer's do not touch batches."""
-        if self._is_trainers or self._asked.dtype is None:
+        """Cast FP64 inputs to FP32 for Fabric, as its own plugins do; autocast would leave them FP64.
+
+        The Trainer's plugins do not touch batches.
+        """
+        if self._has_trainer or self._asked.dtype is None:
             return data
         return apply_to_collection(data, Tensor, _narrowed)
 
     def convert_output(self, data: Any) -> Any:
-        """Fabric computes losses outside of autocast: in FP32."""
+        """Cast outputs to FP32: Fabric computes losses outside of autocast."""
         return apply_to_collection(data, Tensor, _widened)
 
     def pre_backward(self, tensor: Tensor, module: Any) -> Any:
-        """Scale the loss, for the Trainer, which goes on with what this returns; Fabric does not."""
+        """Scale the loss for the Trainer, which uses the returned value; Fabric ignores it."""
         if tensor.device.type != self._device and self._asked.dtype is not None:
             raise BadInput(
-                f"ampwise.lightning.Precision({self._asked.name!r}) was made for {self._device}, and the loss is on "
-                f"{tensor.device.type}, where nothing was cast. Say so: Precision({self._asked.name!r}, "
+                f"ampwise.integrations.lightning.Precision({self._asked.name!r}) is for {self._device}, but the loss "
+                f"is on {tensor.device.type}, where autocast was off. Use Precision({self._asked.name!r}, "
                 f"device={tensor.device.type!r})."
             )
         if _trainer_of(module) is None:
@@ -122,10 +130,10 @@ class Precision(PrecisionPlugin):
         return super().pre_backward(self.scaler.scale(tensor), module)
 
     def backward(self, tensor: Tensor, model: Any, *args: Any, **kwargs: Any) -> None:
-        """With a loss that is scaled: already, for the Trainer, whose optimizer is among the arguments.
+        """Run backward on the scaled loss; for the Trainer, ``pre_backward`` has scaled it.
 
-        Outside of autocast, in which `manual_backward` is called: there, what the module keeps in FP32 would have its
-        gradients computed in 16 bits.
+        Autocast is switched off: the Trainer calls ``manual_backward`` inside it, which would compute the gradients of
+        FP32 modules in 16 bits.
         """
         with torch.autocast(self._device, enabled=False):
             if _trainer_of(model) is not None:
@@ -141,21 +149,23 @@ class Precision(PrecisionPlugin):
     def optimizer_step(
         self, optimizer: Any, model: Any = None, closure: Callable[[], Any] | None = None, **kwargs: Any
     ) -> Any:
-        """The Trainer gives a closure that computes gradients; of Fabric's loop, they are there."""
+        """Step the optimizer. The Trainer's closure computes the gradients; with Fabric they already exist."""
         trainer = _trainer_of(model)
         if isinstance(optimizer, LBFGS):
             if self.scaler.is_enabled():
-                raise BadInput("LBFGS computes its gradients several times a step and cannot be scaled: use bf16.")
+                raise BadInput(
+                    "LBFGS computes gradients several times per step and cannot be used with fp16: use bf16."
+                )
             given = kwargs if closure is None else {"closure": closure, **kwargs}
             return optimizer.step(**given) if trainer is None else super().optimizer_step(optimizer, model, **given)
         if trainer is None or closure is None:
             return self._step(optimizer, kwargs if closure is None else {"closure": closure, **kwargs})
         self._hold_schedulers(model)
         result = closure()
-        if result is None and model.automatic_optimization:  # the module has passed over this batch
+        if result is None and model.automatic_optimization:  # training_step returned None to skip this batch
             self._after_closure(model, optimizer)
             return result
-        if _somebody_looks(model, trainer) or not getattr(optimizer, "_step_supports_amp_scaling", False):
+        if _user_reads_gradients(model, trainer) or not getattr(optimizer, "_step_supports_amp_scaling", False):
             self.unscale_gradients(optimizer)
         self._after_closure(model, optimizer)
         return self._step(optimizer, kwargs)
@@ -165,15 +175,15 @@ class Precision(PrecisionPlugin):
         self.scaler.update_later()
         return result
 
-    # Clipping: in true units, whatever the optimizer
+    # Clipping: of unscaled gradients, whatever the optimizer
 
     def unscale_gradients(self, optimizer: Optimizer) -> None:
-        """Divide gradients by the scale, unless that was done: for whoever is to look at them."""
+        """Unscale the gradients, unless that was done already, so that user code can read them."""
         if not self.scaler.is_unscaled(optimizer):
             self.scaler.unscale_(optimizer)
 
     def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
-        """Gradients of a fused optimizer are clipped within its step, which costs nothing."""
+        """Clip by norm; gradients of a fused optimizer are clipped within its step, at no cost."""
         self.scaler.clip_(optimizer, clip_val)
 
     def clip_grad_by_value(self, optimizer: Optimizer, clip_val: float) -> None:
@@ -183,37 +193,37 @@ class Precision(PrecisionPlugin):
     # Schedulers
 
     def _hold_schedulers(self, model: pl.LightningModule) -> None:
-        """Let the module's schedulers wait for skipped steps, until the training is over.
+        """Keep the module's schedulers from advancing on skipped steps, until the training ends.
 
-        The module's hook is the one place that the Trainer's moves of a scheduler go through. A scheduler itself keeps
-        what is set on it in its state.
+        The Trainer calls the module's hook for every scheduler step, so the hook is replaced. An attribute set on a
+        scheduler itself would end up in its state_dict.
         """
         if self._held is model:
             return
-        self._let_go()
-        model.lr_scheduler_step = _Waiting(self, model)  # type: ignore[method-assign]
+        self._release_schedulers()
+        model.lr_scheduler_step = _SchedulerHook(self, model)  # type: ignore[method-assign]
         self._held = model
 
-    def _waits(self, scheduler: Any, model: pl.LightningModule) -> bool:
+    def _holds_back(self, scheduler: Any, model: pl.LightningModule) -> bool:
         if isinstance(scheduler, ReduceLROnPlateau) or getattr(scheduler, "optimizer", None) is None:
             return False
         configs = [each for each in model.trainer.lr_scheduler_configs if each.scheduler is scheduler]
         by_step = any(each.interval == "step" for each in configs)
         return by_step and self.scaler.skipped_for(scheduler.optimizer)
 
-    def _let_go(self) -> None:
+    def _release_schedulers(self) -> None:
         if self._held is not None:
             self._held.__dict__.pop("lr_scheduler_step", None)
             self._held = None
 
     def teardown(self) -> None:
-        """The training is over, well or not."""
-        self._let_go()
+        """Restore the module's hook when the training ends."""
+        self._release_schedulers()
 
     # State
 
     def state_dict(self) -> dict[str, Any]:
-        """The scaler's. The Trainer saves it by itself; with Fabric, ``fabric.save(path, {"precision": plugin})``."""
+        """Return the scaler's state. The Trainer saves it; Fabric: ``fabric.save(path, {"precision": plugin})``."""
         return self.scaler.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -221,33 +231,33 @@ class Precision(PrecisionPlugin):
             self.scaler.load_state_dict(state_dict)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """A checkpoint that was written with ``precision="16-mixed"`` is gone on from."""
+        """Load the scaler's state also from a checkpoint written with ``precision="16-mixed"``."""
         if type(self).__qualname__ not in checkpoint:
             self.load_state_dict(checkpoint.get(THEIR_KEY) or {})
 
 
-class _Waiting:
-    """A module's ``lr_scheduler_step`` while it is trained. In copies of the module, and saved, it is its own again."""
+class _SchedulerHook:
+    """Replacement of a module's ``lr_scheduler_step`` during training; copies and pickles get the original hook."""
 
     def __init__(self, plugin: Precision, model: pl.LightningModule) -> None:
-        self._plugin, self._model, self._move = plugin, model, model.lr_scheduler_step
+        self._plugin, self._model, self._original = plugin, model, model.lr_scheduler_step
 
     def __call__(self, scheduler: Any, metric: Any) -> None:
-        if not self._plugin._waits(scheduler, self._model):
-            self._move(scheduler, metric)
+        if not self._plugin._holds_back(scheduler, self._model):
+            self._original(scheduler, metric)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return partial, (self._move,)
+        return partial, (self._original,)
 
 
 def _trainer_of(module: Any) -> pl.Trainer | None:
-    """None with Fabric, and for modules that no Trainer runs."""
+    """Return the module's Trainer; None with Fabric, and for modules that no Trainer runs."""
     trainer = getattr(module, "_trainer", None) if isinstance(module, pl.LightningModule) else None
     return trainer if isinstance(trainer, pl.Trainer) else None
 
 
-def _somebody_looks(model: pl.LightningModule, trainer: pl.Trainer) -> bool:
-    """Whether there is code of the user's between backward and step, which is to find gradients in true units."""
+def _user_reads_gradients(model: pl.LightningModule, trainer: pl.Trainer) -> bool:
+    """Whether user code runs between backward and step; it must see unscaled gradients."""
     watchers = [(model, pl.LightningModule), *((each, pl.Callback) for each in trainer.callbacks)]  # type: ignore[attr-defined]
     return any(
         getattr(type(each), hook, None) is not getattr(kind, hook, None) for each, kind in watchers for hook in HOOKS

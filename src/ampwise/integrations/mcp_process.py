@@ -1,4 +1,4 @@
-"""A verb in a process of its own: it can be stopped, and what it says is bounded and never part of the protocol."""
+"""Run a command in its own process, which can be stopped and whose output is bounded and kept out of the protocol."""
 
 from __future__ import annotations
 
@@ -14,53 +14,55 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from ampwise.errors import BadInput
+from ampwise.hardware.programs import absolute_parts
 from ampwise.integrations.mcp_folder import Word
-from ampwise.programs import absolute_parts
 
 if TYPE_CHECKING:
     from anyio.abc import ByteReceiveStream, Process
 
-__all__ = ["Ended", "Kept", "Launch", "end_all", "launch"]
+__all__ = ["BoundedOutput", "CommandLauncher", "CommandResult", "end_all", "launch"]
 
-ROOM = 4_000_000  # bytes of what a process says that are kept, of each stream
-# -P: without it Python would look for modules in the folder, and a json.py there would be run.
+MAX_OUTPUT = 4_000_000  # bytes of output that are kept, per stream
+# -P: without it Python would look for modules in the folder and could run a json.py there.
 PYTHON = (sys.executable, "-P", "-m", "ampwise.integrations.mcp_worker")
 HOME = Path(__file__).resolve().parents[2]  # where ampwise is imported from
-LAST_WORDS = 2.0  # seconds for what a process has said to arrive when it has ended
-_RUNNING: dict[int, Process] = {}  # by number, for when the server itself is told to end
+DRAIN_S = 2.0  # seconds to read remaining output after a process has ended
+_RUNNING: dict[int, Process] = {}  # by pid, to end them with the server
 PLAIN = {"NO_COLOR": "1", "COLUMNS": "110"}
 LONGEST_WORD = 10_000  # of a command line
-# Where programs and libraries are looked for: an empty part, which is easily there by accident, is the current folder.
+# Search paths for programs and libraries: an empty part, which is easily there by accident, is the current folder.
 SEARCHED = ("PATH", "LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "DYLD_FALLBACK_LIBRARY_PATH")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ended:
-    """What came of it."""
+class CommandResult:
+    """Exit code and output of a command."""
 
     code: int
     out: str
     err: str
 
 
-class Launch(Protocol):
-    """How a verb is run."""
+class CommandLauncher(Protocol):
+    """Function that runs a command."""
 
-    async def __call__(self, words: Sequence[Word], *, cwd: Path, seconds: float, text: str | None = None) -> Ended: ...
+    async def __call__(
+        self, words: Sequence[Word], *, cwd: Path, seconds: float, text: str | None = None
+    ) -> CommandResult: ...
 
 
-class Kept:
-    """The beginning and the end of what a process says.
+class BoundedOutput:
+    """Beginning and end of a process's output, at most ``limit`` bytes.
 
-    >>> kept = Kept(room=8)
+    >>> kept = BoundedOutput(limit=8)
     >>> kept.add(b"0123"), kept.add(b"456789")
     (None, None)
     >>> kept.text()
     '0123\\n[... 2 bytes left out ...]\\n6789'
     """
 
-    def __init__(self, room: int = ROOM) -> None:
-        self._half = room // 2
+    def __init__(self, limit: int = MAX_OUTPUT) -> None:
+        self._half = limit // 2
         self._head, self._tail = bytearray(), bytearray()
         self._dropped = 0
 
@@ -79,18 +81,17 @@ class Kept:
 
 async def launch(
     words: Sequence[Word], *, cwd: Path, seconds: float, text: str | None = None, own_code: bool = False
-) -> Ended:
-    """Run ``ampwise`` with these words; BadInput when it takes too long, or they are none of a command line.
+) -> CommandResult:
+    """Run ``ampwise`` with these words; BadInput if it takes too long or a word cannot be in a command line.
 
-    What they name in the folder is looked at in that process, too: nothing here waits for a disk.
-
-    With ``own_code`` it may import what a PYTHONPATH has of the folder.
+    Paths are checked in that process, too, so that the server never waits for a disk. With ``own_code`` the process may
+    import modules in the folder that are on PYTHONPATH.
     """
     import anyio
 
     request = _request(words, text, own_code=own_code)
     process = await _started(cwd, own_code=own_code)
-    out, err = Kept(), Kept()
+    out, err = BoundedOutput(), BoundedOutput()
     _RUNNING[process.pid] = process
     try:
         with anyio.fail_after(seconds):
@@ -100,21 +101,23 @@ async def launch(
                         group.start_soon(_drain, stream, kept)
                 await _feed(process, request)
                 code = await process.wait()
-                # What it has started may hold its streams open: they end with it, or are not waited for.
+                # Children may hold its streams open: end them, and stop reading after a while.
                 _kill(process)
-                group.cancel_scope.deadline = anyio.current_time() + LAST_WORDS
+                group.cancel_scope.deadline = anyio.current_time() + DRAIN_S
     except TimeoutError:
-        raise BadInput(f"ampwise {words[0]} took longer than {seconds:g} seconds, and was stopped.") from None
+        raise BadInput(f"ampwise {words[0]} took longer than {seconds:g} seconds and was stopped.") from None
     finally:
         await _end(process)
-    return Ended(code=code, out=out.text(), err=err.text())
+    return CommandResult(code=code, out=out.text(), err=err.text())
 
 
 def _request(words: Sequence[Word], text: str | None, *, own_code: bool) -> bytes:
-    """What ``mcp_worker`` reads."""
+    """Return the request that ``mcp_worker`` reads."""
     for word in words:
         if isinstance(word, str) and (len(word) > LONGEST_WORD or "\0" in word):
-            raise BadInput(f"ampwise {words[0]}: arguments of up to {LONGEST_WORD:,} characters without NUL are taken.")
+            raise BadInput(
+                f"ampwise {words[0]}: an argument is longer than {LONGEST_WORD:,} characters or contains NUL."
+            )
     plain = [word if isinstance(word, str) else asdict(word) for word in words]
     return json.dumps({"words": plain, "text": text, "own_code": own_code}).encode()
 
@@ -130,14 +133,15 @@ async def _started(cwd: Path, *, own_code: bool) -> Process:
             stdin=subprocess.PIPE,
             start_new_session=True,  # so that what it starts ends with it
         )
-    except OSError as error:  # the folder is gone, or the machine has no process left
-        raise BadInput(f"no process could be started in {cwd}: {error.strerror or error}.") from None
+    except OSError as error:  # the folder was removed, or there are too many processes
+        raise BadInput(f"cannot start a process in {cwd}: {error.strerror or error}.") from None
 
 
 def _environment(cwd: Path, *, own_code: bool) -> dict[str, str]:
-    """Ours, but no program, library or module is looked for in the folder, as by an empty part of PATH it would.
+    """Return our environment with search paths that do not lead into the folder.
 
-    Nor below the folder, unless its code may be run; but for where ampwise itself is.
+    An empty part of PATH would mean the folder itself. With ``own_code``, subfolders stay on the paths; the folder that
+    ampwise is imported from always does.
     """
     found = os.environ | PLAIN
     if not own_code:
@@ -145,7 +149,7 @@ def _environment(cwd: Path, *, own_code: bool) -> dict[str, str]:
     paths = [Path(each).resolve() for each in os.environ.get("PYTHONPATH", "").split(os.pathsep) if each]
     kept = [each for each in paths if each != cwd and (own_code or each == HOME or not each.is_relative_to(cwd))]
     found["PYTHONPATH"] = os.pathsep.join(map(str, kept))
-    # One that is empty would mean the current folder again.
+    # An empty variable would mean the current folder again.
     return {name: value for name, value in found.items() if value or name not in (*SEARCHED, "PYTHONPATH")}
 
 
@@ -154,18 +158,18 @@ async def _feed(process: Process, request: bytes) -> None:
 
     if process.stdin is None:
         return
-    with contextlib.suppress(anyio.BrokenResourceError):  # it ended without reading all of it
+    with contextlib.suppress(anyio.BrokenResourceError):  # the process ended before it read everything
         await process.stdin.send(request)
     await process.stdin.aclose()
 
 
-async def _drain(stream: ByteReceiveStream, kept: Kept) -> None:
+async def _drain(stream: ByteReceiveStream, kept: BoundedOutput) -> None:
     async for data in stream:
         kept.add(data)
 
 
 async def _end(process: Process) -> None:
-    """Nothing of it is left: also when the agent called the request off."""
+    """End a process and its children, also if the agent cancelled the request."""
     import anyio
 
     _kill(process)
@@ -175,12 +179,12 @@ async def _end(process: Process) -> None:
 
 
 def end_all() -> None:
-    """End what runs now, at once."""
+    """Kill all running processes."""
     for process in list(_RUNNING.values()):
         _kill(process)
 
 
 def _kill(process: Process) -> None:
-    """End it and its children, which may be there when it is not."""
+    """Kill a process and its children, which may outlive it."""
     with contextlib.suppress(OSError):
         os.killpg(process.pid, signal.SIGKILL)

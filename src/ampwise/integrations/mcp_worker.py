@@ -1,6 +1,6 @@
-"""The process of one request: it looks at what the agent named, and then is the command that was asked for.
+"""The process of one request: it checks the paths that the agent named, then runs the command.
 
-All that may take long is done here, where it can be stopped: looking at paths, walking folders, reading settings.
+Everything that may take long is done here, where it can be stopped: resolving paths, walking folders, reading settings.
 """
 # ruff: noqa: PTH100, PTH115, PTH118, PTH120
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 import builtins
 import errno
 import functools
+import importlib
 import io
 import json
 import os
@@ -16,10 +17,9 @@ import sys
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-from ampwise.cli import script
 from ampwise.errors import BadInput
-from ampwise.integrations.mcp_folder import Folder, Named
-from ampwise.printers.terminal import say
+from ampwise.finding.terminal import say
+from ampwise.integrations.mcp_folder import AgentFolder, NamedPath
 
 __all__ = ["keep_inside", "main"]
 
@@ -29,14 +29,14 @@ def main() -> NoReturn:
     request = json.loads(sys.stdin.buffer.read())
     if request["text"] is not None:
         sys.stdin = io.TextIOWrapper(io.BytesIO(request["text"].encode("utf-8", "surrogatepass")), encoding="utf-8")
-    sys.path.insert(0, os.path.dirname(sys.executable))  # which `ampwise run` puts the script's folder in the place of
+    sys.path.insert(0, os.path.dirname(sys.executable))  # `ampwise run` replaces it by the script's folder
     try:
-        folder = Folder(".")
+        folder = AgentFolder(".")
         if not request["own_code"]:
             keep_inside(str(folder.root))
-        words = [word if isinstance(word, str) else Named(**word) for word in request["words"]]
+        words = [word if isinstance(word, str) else NamedPath(**word) for word in request["words"]]
         sys.argv = ["ampwise", *folder.words(words)]
-        script()
+        importlib.import_module("ampwise.cli").script()  # by name: the command line is built on this package
     except BadInput as error:
         say("ampwise: error: {}", error)
     except RecursionError:
@@ -45,29 +45,29 @@ def main() -> NoReturn:
 
 
 def keep_inside(root: str) -> None:
-    """From now on, refuse to open what has a path in the folder but lies elsewhere, for the rest of this process.
+    """Make this process refuse to open any path in the folder that leads out of it.
 
-    What the agent named was looked at already. This is for files that nobody named, and for a symlink that was put in
-    the place of a file since: where an open file lies, nobody can change. Python's own modules may be symlinks, also
-    where its environment is in the folder.
+    Paths that the agent named were checked before. This covers files that it did not name, and symlinks that replaced a
+    file since: the path of an open file cannot be changed. Python's own modules are exempt, since they may be symlinks
+    even if the environment is in the folder.
     """
     top = os.path.join(root, "")
     installed = tuple(os.path.join(each, "") for each in (sys.prefix, sys.base_prefix))
 
-    def see(real: str, path: str) -> None:
+    def check_inside(real: str, path: str) -> None:
         if not real.startswith(top):
             raise PermissionError(errno.EACCES, f"leads out of {root}", path)
 
-    def kept(open_: Callable[..., Any]) -> Callable[..., Any]:
+    def checked(open_: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(open_)
         def opened(file: Any, *arguments: Any, **options: Any) -> Any:
             path = "" if isinstance(file, int) else os.path.abspath(os.fsdecode(file))
             if not path.startswith(top) or path.startswith(installed):
                 return open_(file, *arguments, **options)
-            see(os.path.realpath(path), path)  # before a file elsewhere is emptied
+            check_inside(os.path.realpath(path), path)  # before opening could truncate a file elsewhere
             found = open_(file, *arguments, **options)
             try:
-                see(_lies_at(found if isinstance(found, int) else found.fileno(), path), path)
+                check_inside(_path_of(found if isinstance(found, int) else found.fileno(), path), path)
             except PermissionError:
                 os.close(found) if isinstance(found, int) else found.close()
                 raise
@@ -76,11 +76,11 @@ def keep_inside(root: str) -> None:
         return opened
 
     for module in (builtins, io, os):
-        setattr(module, "open", kept(module.open))  # noqa: B010 (mypy would have it of the same type)
+        setattr(module, "open", checked(module.open))  # noqa: B010 (mypy would have it of the same type)
 
 
-def _lies_at(descriptor: int, path: str) -> str:
-    """The path of an open file; of what the path leads to now, where the system does not tell."""
+def _path_of(descriptor: int, path: str) -> str:
+    """Return the path of an open file or, if the system does not tell, where ``path`` leads now."""
     try:
         return os.readlink(f"/proc/self/fd/{descriptor}")
     except OSError:

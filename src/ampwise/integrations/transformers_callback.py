@@ -1,4 +1,4 @@
-"""The callback for Hugging Face's Trainer: the watch of ``ampwise run`` over its ``train()``."""
+"""Callback for Hugging Face's Trainer that watches ``train()`` as ``ampwise run`` does."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from ampwise.integrations.training_watch import TrainingWatch
 from ampwise.integrations.versions import TRANSFORMERS, require
-from ampwise.integrations.watching import Watching
-from ampwise.record.reader import Run
+from ampwise.runs.reader import Run
 from ampwise.watch.patches import Patches
 
 require(TRANSFORMERS, "transformers")
@@ -17,23 +17,23 @@ from transformers import Trainer, TrainerCallback  # noqa: E402
 
 __all__ = ["AmpwiseCallback"]
 
-THEIRS = ("ampwise/loss", "ampwise/lr", "ampwise/grad_norm")  # which the Trainer logs itself, by other names
-OF_EVALUATION = "_runtime"  # by whatever prefix: the user may choose it
-OF_THE_END = "train_runtime"
+LOGGED_BY_TRAINER = ("ampwise/loss", "ampwise/lr", "ampwise/grad_norm")  # under other names
+EVALUATION_SUFFIX = "_runtime"  # the prefix is the user's choice
+TRAINING_RUNTIME = "train_runtime"
 
 
 class AmpwiseCallback(TrainerCallback):
-    """``Trainer(..., callbacks=[AmpwiseCallback()])``: loss scale, skips and gradient health, and what is wrong.
+    """Callback for ``Trainer(..., callbacks=[AmpwiseCallback()])``: loss scale, skips, gradient health, and findings.
 
-    Gradients are looked at before they are clipped, in true units: ``on_pre_optimizer_step`` would see them after.
-    The numbers of docs/sinks.md go into the Trainer's own logs, each once, and with those to whatever ``report_to``
-    names and into ``state.log_history``; loss, learning rate and norm the Trainer logs itself. What was found is said
-    on stderr when the training ends.
+    Gradients are measured unscaled, before they are clipped; ``on_pre_optimizer_step`` would see them after clipping.
+    The metrics of docs/sinks.md go into the Trainer's own logs, each once, and from there to the loggers in
+    ``report_to`` and to ``state.log_history``; the Trainer logs loss, learning rate and norm itself. Findings are
+    printed to stderr when the training ends.
 
-    output: a folder to keep the record in, for ``ampwise report``; None keeps none. force: write over a record there.
-    every: full counts of gradients at each n-th step; None as often as one per cent of the time allows. activations:
-    look at what modules put out. timing: look where time goes. sinks: as of ``Engine``. quiet: say nothing at the end.
-    After the training ``run`` has what was found.
+    output: a folder to keep the record in, for ``ampwise report``; None keeps none. force: overwrite a record there.
+    every: full gradient histograms at every n-th step; None: as often as 1% of the time allows. activations: watch the
+    outputs of modules. timing: measure where time goes. sinks: as for ``Engine``. quiet: no summary at the end. After
+    the training, ``run`` has the findings.
     """
 
     def __init__(
@@ -48,8 +48,8 @@ class AmpwiseCallback(TrainerCallback):
         quiet: bool = False,
     ) -> None:
         self._patches = Patches()
-        self._watching = Watching(
-            "ampwise.transformers.AmpwiseCallback",
+        self._watching = TrainingWatch(
+            "ampwise.integrations.transformers.AmpwiseCallback",
             output,
             force=force,
             every=every,
@@ -57,23 +57,23 @@ class AmpwiseCallback(TrainerCallback):
             timing=timing,
             sinks=sinks,
             quiet=quiet,
-            but=THEIRS,
+            but=LOGGED_BY_TRAINER,
             when_ended=self._patches.undo,
         )
 
     @property
     def run(self) -> Run | None:
-        """The last training that has ended."""
+        """Record of the last training that ended."""
         return self._watching.run
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
-        """The model and the optimizer are there, and no batch was seen."""
+        """Start watching: model and optimizer exist, and no batch has been processed."""
         if not self._watching.begin(state, rank=args.process_index, world_size=args.world_size):
             return
         optimizer = given.get("optimizer")
         inner = getattr(optimizer, "optimizer", optimizer)
         self._watching.adopt(given.get("model"), inner, getattr(optimizer, "scaler", None))
-        # A callback is told of logs after `report_to` was: what is to go there has to be in them before.
+        # Callbacks get the logs after the loggers in `report_to`, so metrics must be added before.
         self._patches.replace(Trainer, "log", self._logging)
 
     def _logging(self, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -85,9 +85,9 @@ class AmpwiseCallback(TrainerCallback):
         return log
 
     def on_train_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
-        """The training is over, well or by an early stop."""
+        """End the record when the training ends or stops early."""
         self._watching.end()
 
 
 def _are_of_evaluation(logs: dict[str, float]) -> bool:
-    return any(name.endswith(OF_EVALUATION) and name != OF_THE_END for name in logs)
+    return any(name.endswith(EVALUATION_SUFFIX) and name != TRAINING_RUNTIME for name in logs)

@@ -1,1 +1,1 @@
-"""From a record to what a person reads: text, a page, JSON."""
+"""Reports about a recorded run: terminal text, an HTML page, JSON."""

@@ -1,27 +1,27 @@
-"""A run for machines: one JSON object."""
+"""A run as one JSON object."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ampwise.report.curves import plain, thinned
-from ampwise.report.facts import environment, settings
+from ampwise.finding.strict_json import dumps
+from ampwise.report.curves import plain, thin_out
 from ampwise.report.layers import layers_of
+from ampwise.report.run_facts import environment, settings
 from ampwise.report.verdict import verdict, worst_first
-from ampwise.strict_json import dumps
 
 if TYPE_CHECKING:
-    from ampwise.record.reader import Run
-    from ampwise.record.rows import Seen
+    from ampwise.rules.evidence.rows import CountedFinding
+    from ampwise.runs.reader import Run
 
 __all__ = ["MOST_ROWS", "VERSION", "as_json"]
 
 VERSION = 1
-MOST_ROWS = 2000  # an optimizer; the record's own files have more
+MOST_ROWS = 2000  # per optimizer; the record's own files have more
 
 
 def as_json(run: Run) -> str:
-    """Strict JSON: findings worst first, metrics, environment. Numbers that are not finite are strings."""
+    """Return strict JSON: findings worst first, metrics, environment. Numbers that are not finite are strings."""
     return dumps(
         {
             "version": VERSION,
@@ -33,9 +33,9 @@ def as_json(run: Run) -> str:
             "command": run.manifest.get("command"),
             "created": run.manifest.get("created"),
             "finished": run.manifest.get("finished"),
-            "findings": [_finding(seen) for seen in worst_first(run.merged_findings())],
+            "findings": [_finding(counted) for counted in worst_first(run.merged_findings())],
             "metrics": {
-                "steps": [plain(bucket) for bucket in thinned(run.steps, MOST_ROWS)],
+                "steps": [plain(bucket) for bucket in thin_out(run.steps, MOST_ROWS)],
                 "layers": [layer.as_dict() for layer in layers_of(run)],
             },
             "settings": [{"name": one.name, "value": one.value, "reason": one.reason} for one in settings(run)],
@@ -47,21 +47,21 @@ def as_json(run: Run) -> str:
     )
 
 
-def _finding(seen: Seen) -> dict[str, Any]:
-    finding = seen.finding
+def _finding(counted: CountedFinding) -> dict[str, Any]:
+    finding = counted.finding
     return {
         "code": finding.rule.code,
         "name": finding.rule.name,
         "severity": str(finding.severity),
         "place": finding.place.as_dict(),
         "message": finding.message,
-        "count": seen.count,
+        "count": counted.count,
         "fix": finding.fix,
         "evidence": dict(finding.evidence),
-        "first_step": seen.first_step,
-        "last_step": seen.last_step,
-        "ranks": list(seen.ranks),
-        "excerpt": seen.excerpt,
-        "diff": seen.diff,
-        "diff_is_safe": seen.diff_is_safe,
+        "first_step": counted.first_step,
+        "last_step": counted.last_step,
+        "ranks": list(counted.ranks),
+        "excerpt": counted.excerpt,
+        "diff": counted.diff,
+        "diff_is_safe": counted.diff_is_safe,
     }

@@ -1,24 +1,24 @@
-"""The lines of source that a record keeps around a finding: the script may have changed since it ran."""
+"""The source lines around a finding, from the record: the script may have changed since it ran."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
 from ampwise.finding import Place
-from ampwise.printers.excerpt import CONTEXT, Sources, excerpt
+from ampwise.report.printers.excerpt import CONTEXT, SourceFiles, excerpt
 
 if TYPE_CHECKING:
-    from ampwise.record.rows import Seen
+    from ampwise.rules.evidence.rows import CountedFinding
 
-__all__ = ["drawn_lines", "gutter_of", "kept_lines"]
+__all__ = ["excerpt_lines", "line_number_width", "recorded_lines"]
 
-LAST_LINE = 1_000_000  # a record that claims a later one is broken
+LAST_LINE = 1_000_000  # a record with a higher line number is damaged
 
 
-def kept_lines(seen: Seen, context: int = CONTEXT) -> dict[int, str]:
-    """The lines around the finding, by number; none where the record has none that fit its place."""
-    first, lines = seen.excerpt.get("first_line"), seen.excerpt.get("lines")
-    line = seen.finding.place.line
+def recorded_lines(counted: CountedFinding, context: int = CONTEXT) -> dict[int, str]:
+    """Return the lines around the finding, by number; none if the record has no lines for its place."""
+    first, lines = counted.excerpt.get("first_line"), counted.excerpt.get("lines")
+    line = counted.finding.place.line
     if line is None or not isinstance(first, int) or not isinstance(lines, list) or not 1 <= first <= LAST_LINE:
         return {}
     numbered = dict(enumerate(map(str, lines), first))
@@ -26,25 +26,25 @@ def kept_lines(seen: Seen, context: int = CONTEXT) -> dict[int, str]:
     return near if line in near else {}
 
 
-def drawn_lines(seen: Seen, colour: bool) -> list[str]:
-    """The lines with their numbers and carets under the one that is meant, as the linter shows them."""
-    lines = kept_lines(seen)
+def excerpt_lines(counted: CountedFinding, colour: bool) -> list[str]:
+    """Return the lines with their numbers, and carets under the marked span, as the linter shows them."""
+    lines = recorded_lines(counted)
     if not lines:
         return []
     first = min(lines)
-    place = _marked(seen.finding.place, lines)
-    drawn = excerpt(place, _Kept([*[""] * (first - 1), *lines.values()]), colour)
+    place = _marked(counted.finding.place, lines)
+    drawn = excerpt(place, _RecordedLines([*[""] * (first - 1), *lines.values()]), colour)
     not_kept = first - max(1, (place.line or 1) - CONTEXT)
     return [*drawn[:1], *drawn[1 + not_kept :]]
 
 
-def gutter_of(seen: Seen) -> int:
-    """How wide the line numbers are."""
-    return len(str(max(kept_lines(seen), default=1)))
+def line_number_width(counted: CountedFinding) -> int:
+    """Return the width of the line numbers."""
+    return len(str(max(recorded_lines(counted), default=1)))
 
 
-class _Kept(Sources):
-    """Lines that are at hand."""
+class _RecordedLines(SourceFiles):
+    """Source lines that need not be read from a file."""
 
     def __init__(self, lines: list[str]) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ class _Kept(Sources):
 
 
 def _marked(place: Place, lines: dict[int, str]) -> Place:
-    """A call seen at run time has a line and no column: all of the line is meant."""
+    """Return the span to mark: the whole line if the place has no column, as for calls recorded at run time."""
     line = place.line or 1
     text = lines[line]
     if place.column is not None or not text.strip():

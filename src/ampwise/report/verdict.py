@@ -1,4 +1,4 @@
-"""How a run went, in a line: how many findings, how bad, in how many steps, and what the worst of them is."""
+"""Summarize a run in a line: how many findings, how serious, in how many steps, and which is the worst."""
 
 from __future__ import annotations
 
@@ -7,81 +7,81 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from ampwise.finding import Finding, Severity
-from ampwise.report.facts import sentences
+from ampwise.report.run_facts import sentences
 
 if TYPE_CHECKING:
-    from ampwise.record.bucket import Bucket
-    from ampwise.record.reader import Run
-    from ampwise.record.rows import Seen
+    from ampwise.rules.evidence.rows import CountedFinding
+    from ampwise.runs.bucket import StepBucket
+    from ampwise.runs.reader import Run
 
 __all__ = [
     "UNKNOWN",
+    "count_by_severity",
     "ending",
-    "happened",
-    "how_many",
-    "mood",
-    "nothing_seen",
+    "is_empty_run",
+    "occurrence",
     "opening",
-    "setup",
+    "run_mood",
+    "setup_of",
     "skip_rate",
     "steps_of",
     "verdict",
     "worst_first",
 ]
 
-REASONS = ("Nothing was watched", "Some calls could not be followed")  # of all that was not measured, why nothing was
-UNKNOWN = "unknown"  # the status of a record that does not say
-RANKS_NAMED = 8  # of a thousand ranks nobody reads the list
+REASONS = ("Nothing was watched", "Some calls could not be followed")  # notes that explain why nothing was measured
+UNKNOWN = "unknown"  # the status of a record without one
+RANKS_NAMED = 8  # ranks to list by number
 
 
-def worst_first(seen: Sequence[Seen]) -> list[Seen]:
-    """Errors before warnings before advice; of equals what happened most often, then what happened first."""
-    return sorted(seen, key=_badness)
+def worst_first(findings: Sequence[CountedFinding]) -> list[CountedFinding]:
+    """Sort findings: errors, warnings, advice; within these, the most frequent first, then the earliest."""
+    return sorted(findings, key=_badness)
 
 
 def verdict(run: Run) -> str:
-    """The run in a line, without its full stop; that a script failed comes before what was found in it."""
+    """Return the run in a line, without its full stop; a failure of the script comes before the findings."""
     how = ending(run)
     return f"{how} {_judged(run)}" if how and _ended_badly(run) else _judged(run)
 
 
 def opening(run: Run) -> list[str]:
-    """The first sentences of every report: what was found, and how the run ended; a failure first."""
+    """Return the first sentences of every report: the findings, and how the run ended; a failure comes first."""
     how, judged = ending(run), f"{_judged(run)}."
-    reasons = [one for one in sentences(run, "not_measured") if one.startswith(REASONS)] if nothing_seen(run) else []
-    if nothing_seen(run) and how:
+    reasons = [one for one in sentences(run, "not_measured") if one.startswith(REASONS)] if is_empty_run(run) else []
+    if is_empty_run(run) and how:
         return [how, *(reasons or [judged])]
-    told = [how, judged] if _ended_badly(run) else [judged, how]
-    return [sentence for sentence in [*told, *reasons] if sentence]
+    ordered = [how, judged] if _ended_badly(run) else [judged, how]
+    return [sentence for sentence in [*ordered, *reasons] if sentence]
 
 
-def nothing_seen(run: Run) -> bool:
-    """No step, and nothing found."""
+def is_empty_run(run: Run) -> bool:
+    """Return whether the run took no step and has no findings."""
     return not steps_of(run) and not run.merged_findings() and run.findings_known
 
 
-def mood(run: Run) -> str:
-    """How bad it is: a severity, or "ok"; what could not be read may have been bad."""
+def run_mood(run: Run) -> str:
+    """Return how serious the run's state is: a severity, or "ok"; unreadable findings count as a warning."""
     if _ended_badly(run):
         return str(Severity.ERROR)
-    seen = worst_first(run.merged_findings())
-    worst = seen[0].finding.severity if seen else None
+    findings = worst_first(run.merged_findings())
+    worst = findings[0].finding.severity if findings else None
     if (not run.findings_known or run.status == UNKNOWN) and worst is not Severity.ERROR:
         return str(Severity.WARNING)
-    return str(worst) if worst is not None else str(Severity.INFO) if nothing_seen(run) else "ok"
+    return str(worst) if worst is not None else str(Severity.INFO) if is_empty_run(run) else "ok"
 
 
 def _judged(run: Run) -> str:
-    seen = worst_first(run.merged_findings())
+    findings = worst_first(run.merged_findings())
     steps = steps_of(run)
     where = f"{_counted(steps, 'step')} of {script_of(run)}" if steps else f"{script_of(run)}, which took no step"
-    about = f"{where}{setup(run)}"
-    if not seen and not run.findings_known:
+    about = f"{where}{setup_of(run)}"
+    if not findings and not run.findings_known:
         return f"The findings of {about}{'' if steps else ','} could not {'all ' if run.ranks else ''}be read"
-    if not seen:
+    if not findings:
         return f"{'No findings' if steps else 'Nothing to judge'} in {about}"
     more = "" if run.findings_known else ", and more that could not be read,"
-    return f"{how_many([one.finding for one in seen])}{more} in {about}: {_headline(seen[0].finding)}"
+    return f"{count_by_severity([one.finding for one in findings])}{more} in {about}: {_headline(findings[0].finding)}"
 
 
 def _ended_badly(run: Run) -> bool:
@@ -89,8 +89,8 @@ def _ended_badly(run: Run) -> bool:
     return killed or run.status == "failed" or (run.status == "finished" and bool(run.manifest.get("exit_code")))
 
 
-def how_many(findings: Sequence[Finding]) -> str:
-    """The findings by severity: "3 errors, 1 warning"."""
+def count_by_severity(findings: Sequence[Finding]) -> str:
+    """Count the findings by severity: "3 errors, 1 warning"."""
     numbers = {severity: sum(one.severity is severity for one in findings) for severity in Severity}
     parts = [
         f"{number} {severity}" if severity is Severity.INFO else _counted(number, str(severity))
@@ -100,50 +100,50 @@ def how_many(findings: Sequence[Finding]) -> str:
     return ", ".join(parts)
 
 
-def happened(seen: Seen) -> str:
-    """How often, from when to when, and where among the ranks: "×120, first at step 1, last at step 120".
+def occurrence(counted: CountedFinding) -> str:
+    """Describe how often, at which steps and on which ranks: "×120, first at step 1, last at step 120".
 
-    Empty for what was seen once and at no step: that goes without saying. Not every bad step is replayed.
+    Empty for a finding that occurred once and at no step. Not every bad step is replayed.
     """
-    often = f"in {seen.count:,} replays" if seen.finding.rule.names_the_cause else f"×{seen.count:,}"
-    told = ["once" if seen.count == 1 else often]
-    if seen.first_step is not None and seen.first_step == seen.last_step:
-        told.append(f"at step {seen.first_step:,}")
-    elif seen.first_step is not None:
-        told.append(f"first at step {seen.first_step:,}")
-        told += [f"last at step {seen.last_step:,}"] if seen.last_step is not None else []
-    if len(seen.ranks) > 1:
-        named = ", ".join(str(rank) for rank in seen.ranks[:RANKS_NAMED])
-        more = len(seen.ranks) - RANKS_NAMED
-        told.append(f"on ranks {named}{f' and {more} more' if more > 0 else ''}")
-    return "" if told == ["once"] else ", ".join(told)
+    often = f"in {counted.count:,} replays" if counted.finding.rule.names_the_cause else f"×{counted.count:,}"
+    parts = ["once" if counted.count == 1 else often]
+    if counted.first_step is not None and counted.first_step == counted.last_step:
+        parts.append(f"at step {counted.first_step:,}")
+    elif counted.first_step is not None:
+        parts.append(f"first at step {counted.first_step:,}")
+        parts += [f"last at step {counted.last_step:,}"] if counted.last_step is not None else []
+    if len(counted.ranks) > 1:
+        named = ", ".join(str(rank) for rank in counted.ranks[:RANKS_NAMED])
+        more = len(counted.ranks) - RANKS_NAMED
+        parts.append(f"on ranks {named}{f' and {more} more' if more > 0 else ''}")
+    return "" if parts == ["once"] else ", ".join(parts)
 
 
 def steps_of(run: Run) -> int:
-    """The steps of the optimizer that took the most, skipped ones too: what a person calls the steps of a run."""
-    said = run.facts.get("steps")
-    if isinstance(said, int) and not isinstance(said, bool) and said >= 0:
-        return said
-    taken: Counter[int] = Counter()  # a run that is not over has not said it
+    """Return the number of steps of a run: those of the optimizer that took the most, including skipped ones."""
+    recorded = run.facts.get("steps")
+    if isinstance(recorded, int) and not isinstance(recorded, bool) and recorded >= 0:
+        return recorded
+    taken: Counter[int] = Counter()  # an unfinished run has not recorded the number
     for bucket in run.steps:
         taken[bucket.optimizer] += bucket.count
     return max(taken.values(), default=0)
 
 
-def skip_rate(steps: Sequence[Bucket]) -> float | None:
-    """The share skipped of all steps of all optimizers; None where there is none."""
+def skip_rate(steps: Sequence[StepBucket]) -> float | None:
+    """Return the share of skipped steps over all optimizers; None if there are no steps."""
     taken = sum(bucket.count for bucket in steps)
     return sum(bucket.skipped for bucket in steps) / taken if taken else None
 
 
 def script_of(run: Run) -> str:
-    """The script that ran."""
+    """Return the name of the script that ran."""
     nameless = "a script without a name" if run.manifest else "an unknown script"
     return str(run.manifest.get("script") or nameless)
 
 
-def setup(run: Run) -> str:
-    """The precision, whether a scaler was at work, how many ranks: " (fp16, scaler)"; nothing where none is known."""
+def setup_of(run: Run) -> str:
+    """Return the precision, whether a scaler was used, and the ranks: " (fp16, scaler)"; empty if none is known."""
     precision = run.facts.get("precision")
     scaler = "scaler" if any(bucket.scale.known for bucket in run.steps) else ""
     ranks = f"{1 + len(run.ranks):,} ranks" if run.ranks else ""
@@ -152,7 +152,7 @@ def setup(run: Run) -> str:
 
 
 def ending(run: Run) -> str:
-    """How the script ended where that is worth a line; empty for one that finished with exit code 0."""
+    """Describe how the script ended; empty for one that finished with exit code 0."""
     code = run.manifest.get("exit_code")
     status = run.status
     if status == "finished":
@@ -160,38 +160,38 @@ def ending(run: Run) -> str:
     if status == "failed":
         return f"The script failed{_error(run)}{'' if code is None else f' (exit code {code})'}."
     if status == "interrupted":
-        return "The run was interrupted; this is what it had seen until then."
+        return "The run was interrupted; this is what it had recorded until then."
     if status.startswith("running"):
         return _unfinished(run.alive)
     if status == UNKNOWN:
-        return f"How the run ended is not known{'' if run.manifest else ': its manifest could not be read'}."
-    return f"The run ended as {status!r}."
+        return f"How the run ended is unknown{'' if run.manifest else ': its manifest could not be read'}."
+    return f"The run ended with the status {status!r}."
 
 
 def _unfinished(alive: bool | None) -> str:
     if alive is None:
-        return "The run is still going, or was killed: it wrote no end. This is what it has written so far."
+        return "The run is still going or was killed: its record has no end. This is what it has recorded so far."
     if alive:
-        return "The run is still going: this is what it has written so far."
-    return "The run was killed before it could write its end; this is what it had written."
+        return "The run is still going; this is what it has recorded so far."
+    return "The run was killed before it could finish its record; this is what it had recorded."
 
 
 def _error(run: Run) -> str:
     error = run.manifest.get("error")
     if not isinstance(error, dict):
         return ""
-    told = ": ".join(str(error[part]) for part in ("type", "message") if error.get(part))
-    return f" with {told.rstrip('.')}" if told else ""
+    text = ": ".join(str(error[part]) for part in ("type", "message") if error.get(part))
+    return f" with {text.rstrip('.')}" if text else ""
 
 
-def _badness(seen: Seen) -> tuple[object, ...]:
-    finding, place = seen.finding, seen.finding.place
-    first = float("inf") if seen.first_step is None else seen.first_step
+def _badness(counted: CountedFinding) -> tuple[object, ...]:
+    finding, place = counted.finding, counted.finding.place
+    first = float("inf") if counted.first_step is None else counted.first_step
     where = (place.file or "", place.line or 0, place.parameter or "")
     return (
         finding.severity.rank,
         not finding.rule.names_the_cause,
-        -seen.count,
+        -counted.count,
         first,
         finding.rule.code,
         *where,
@@ -200,7 +200,7 @@ def _badness(seen: Seen) -> tuple[object, ...]:
 
 
 def _headline(finding: Finding) -> str:
-    """The rule's summary as the end of a sentence: a plain first word loses its capital, a name keeps it."""
+    """Return the rule's summary as the end of a sentence: in lower case, unless it starts with a name."""
     text = finding.rule.summary.strip().rstrip(".")
     first = text.split(maxsplit=1)[0]
     return text[:1].lower() + text[1:] if len(first) == 1 or first[1:].islower() else text

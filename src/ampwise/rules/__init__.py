@@ -1,34 +1,35 @@
-"""The rules, one file each, found by looking: nobody keeps a list.
+"""Registry of the rules: one file each, found by walking the package, so there is no list to maintain.
 
-A rule file is a module with ``RULE = Rule(...)`` and ``check(evidence)``, which yields findings. Its room,
-the folder it lies in, says what it looks at: source text, hardware, gradients. Importing a rule must not
-import torch, so that ``ampwise rules`` and the linter start at once.
+A rule file is a module with ``RULE = Rule(...)`` and ``check(evidence)``, which yields findings. Its category, the
+folder it is in, says what it examines: source text, hardware, gradients. Importing a rule must not import torch, so
+that ``ampwise rules`` and the linter start quickly.
 
-A rule about source may say in ``NEEDS`` which words a file must have for it to find anything: of each tuple
-at least one. Files that no rule has words in are passed over unread, and rules that have none in any file stay
-unloaded: ``index``, which ``make docs`` writes from the rule files and a test holds to them, has their words.
+A rule about source may list in ``NEEDS`` the words a file must contain for the rule to find anything: at least one of
+each tuple. A file that has no rule's words is skipped without parsing, and a rule whose words are in no file is never
+loaded. ``index``, which ``make docs`` generates from the rule files and a test keeps up to date, holds those words.
 
-Other packages add rules through the entry-point group ``ampwise.rules``. The entry point's name is the room
-and its value a module, or a package of modules, such as ours::
+Other packages add rules through the entry-point group ``ampwise.rules``. The entry point's name is the category and its
+value a module, or a package of modules::
 
     [project.entry-points."ampwise.rules"]
     source = "my_package.amp_rules"
 
-What can be seen in the source and when the script runs is one rule: a file in ``step`` imports the RULE of the file in
-``source`` and brings a ``check`` of its own.
+A problem that can be detected both in the source and at run time is one rule: a file in ``step`` imports the RULE of
+the file in ``source`` and defines its own ``check``.
 
-A plugin that is broken, or takes a code or name already in use, costs one warning line and nothing else.
+A plugin that is broken, or that uses a code or name already taken, causes one warning line and nothing else.
 """
 
 from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 
+from ampwise.check.rule_entry import RuleEntry
 from ampwise.errors import UnknownName
 from ampwise.finding import Rule
-from ampwise.frozen import Frozen
+from ampwise.finding.frozen import Frozen
 from ampwise.rules import _plugins
 
 TYPE_CHECKING = False  # as in typing, which takes milliseconds to import
@@ -36,60 +37,36 @@ if TYPE_CHECKING:
     from types import ModuleType
 
 __all__ = [
-    "Listed",
     "RegisteredRule",
     "all_rules",
     "built_in",
-    "by_room",
+    "by_category",
+    "categories",
     "find_rule",
-    "listed",
+    "list_entries",
     "registered",
-    "rooms",
-    "rules_about",
-    "with_words_in",
+    "rules_in",
 ]
 
 
 class RegisteredRule(Frozen):
-    """A rule, the room it belongs to, and the module whose ``check`` looks for it."""
+    """A rule, its category, and the module whose ``check`` implements it."""
 
-    __slots__ = ("rule", "room", "module")  # noqa: RUF023 (the order they are shown in)
+    __slots__ = ("rule", "category", "module")  # noqa: RUF023 (the order they are shown in)
 
-    def __init__(self, *, rule: Rule, room: str, module: ModuleType) -> None:
-        self.rule, self.room, self.module = rule, room, module
-
-
-class Listed:
-    """What must be known of a rule to choose it; its file is loaded only when ``module`` is asked for."""
-
-    __slots__ = ("_home", "code", "name", "needs", "on_by_default")
-
-    def __init__(
-        self, code: str, name: str, on_by_default: bool, needs: Sequence[Sequence[str]], home: str | ModuleType
-    ) -> None:
-        self.code, self.name, self.on_by_default = code, name, on_by_default
-        self.needs = needs  # the words without which it finds nothing: of each group at least one
-        self._home = home
-
-    @classmethod
-    def of(cls, module: ModuleType) -> Listed:
-        """A rule whose file is loaded already."""
-        rule: Rule = module.RULE
-        return cls(rule.code, rule.name, rule.on_by_default, getattr(module, "NEEDS", ()), module)
-
-    @property
-    def module(self) -> ModuleType:
-        """The module whose ``check`` looks for it."""
-        return importlib.import_module(self._home) if isinstance(self._home, str) else self._home
+    def __init__(self, *, rule: Rule, category: str, module: ModuleType) -> None:
+        self.rule, self.category, self.module = rule, category, module
 
 
 def all_rules() -> list[Rule]:
-    """Every rule, ours and the plugins', by code."""
+    """Return every rule, built-in and from plugins, sorted by code."""
     return [entry.rule for entry in registered()]
 
 
 def find_rule(name: str) -> Rule:
-    """The rule with this code or name, in any case; UnknownName, with the nearest, when there is none."""
+    """Return the rule with this code or name, ignoring case; raise UnknownName, with the nearest name, if there is
+    none.
+    """
     rules = all_rules()
     by_name = {key: rule for rule in rules for key in (rule.code.lower(), rule.name)}
     found = by_name.get(name.strip().lower())
@@ -99,66 +76,56 @@ def find_rule(name: str) -> Rule:
     return found
 
 
-def rules_about(room: str) -> list[ModuleType]:
-    """The modules whose ``check`` looks at one kind of evidence, by code; other rooms stay unloaded.
+def rules_in(category: str) -> list[ModuleType]:
+    """Return the rule modules of one category, sorted by code; other categories stay unloaded.
 
-    Only when a plugin has rules for this room are all of ours loaded, to see that it takes no code of theirs.
+    All built-in rules are loaded only when a plugin has rules in this category, to check that their codes do not clash.
     """
-    if room not in rooms():
-        raise UnknownName("room of rules", room, rooms(), listing=f"The rooms are {', '.join(rooms())}.")
-    if _plugins.entry_points(room):
-        return [entry.module for entry in registered() if entry.room == room]
-    return [entry.module for entry in _room(room)]
+    if category not in categories():
+        raise UnknownName(
+            "rule category", category, categories(), listing=f"The categories are {', '.join(categories())}."
+        )
+    if _plugins.entry_points(category):
+        return [entry.module for entry in registered() if entry.category == category]
+    return [entry.module for entry in _rules_in_category(category)]
 
 
-def listed(room: str) -> list[Listed]:
-    """The same rules, with none of our files loaded that is not asked for."""
-    if _plugins.entry_points(room):
-        return [Listed.of(module) for module in rules_about(room)]
+def list_entries(category: str) -> list[RuleEntry]:
+    """Return the rules of one category without loading built-in rule files."""
+    if _plugins.entry_points(category):
+        return [RuleEntry.of(module) for module in rules_in(category)]
     from ampwise.rules.index import RULES
 
     return [
-        Listed(code, name, on_by_default, needs, f"{__name__}.{room}.{name.replace('-', '_')}")
-        for code, name, on_by_default, needs in RULES[room]
+        RuleEntry(code, name, on_by_default, needs, f"{__name__}.{category}.{name.replace('-', '_')}")
+        for code, name, on_by_default, needs in RULES[category]
     ]
 
 
-def with_words_in(data: bytes, rules: Iterable[Listed]) -> list[Listed]:
-    """Those of ``rules`` that can find something in a file of these bytes, going by its words."""
-    present: dict[str, bool] = {}  # many rules ask for the same word
-
-    def has(word: str) -> bool:
-        if word not in present:
-            present[word] = word.encode() in data
-        return present[word]
-
-    return [rule for rule in rules if all(any(map(has, words)) for words in rule.needs)]
-
-
-def rooms() -> list[str]:
-    """What rules can look at: the folders here."""
+def categories() -> list[str]:
+    """Return the categories of rules: the subpackages of this package, but for ``evidence``, the data they check."""
     import pkgutil
 
-    return sorted(found.name for found in pkgutil.iter_modules(__path__) if found.ispkg)
+    return sorted(found.name for found in pkgutil.iter_modules(__path__) if found.ispkg and found.name != "evidence")
 
 
-def by_room(entries: Iterable[RegisteredRule]) -> dict[str, list[RegisteredRule]]:
-    """Rules under the room they belong to, rooms in the order of their first code."""
+def by_category(entries: Iterable[RegisteredRule]) -> dict[str, list[RegisteredRule]]:
+    """Group rules by category, categories in the order of their first code."""
     grouped: dict[str, list[RegisteredRule]] = {}
     for entry in _by_code(entries):
-        grouped.setdefault(entry.room, []).append(entry)
+        grouped.setdefault(entry.category, []).append(entry)
     return grouped
 
 
 @functools.cache
 def registered() -> tuple[RegisteredRule, ...]:
-    """Every rule with its room and module, by code; plugins are loaded, and complained about, once."""
+    """Return every rule with its category and module, sorted by code; plugins are loaded, and warned about, once."""
     entries = list(built_in())
-    for room, module in _plugin_modules():
-        entry = RegisteredRule(rule=module.RULE, room=room, module=module)
+    for category, module in _plugin_modules():
+        entry = RegisteredRule(rule=module.RULE, category=category, module=module)
         clash = _clash(entry.rule, entries)
         if clash:
-            _plugins.warn(f"left out {module.__name__}: {clash}")
+            _plugins.warn(f"{module.__name__}: {clash}")
         else:
             entries.append(entry)
     return _by_code(entries)
@@ -166,25 +133,25 @@ def registered() -> tuple[RegisteredRule, ...]:
 
 @functools.cache
 def built_in() -> tuple[RegisteredRule, ...]:
-    """The rules that come with ampwise, by code: what the documentation covers."""
+    """Return the built-in rules, sorted by code: the ones the documentation covers."""
     entries: list[RegisteredRule] = []
-    for entry in (entry for room in _by_first_home(rooms()) for entry in _room(room)):
+    for entry in (entry for category in _by_ownership(categories()) for entry in _rules_in_category(category)):
         if any(entry.rule is other.rule for other in entries):
-            continue  # what is seen in the source and when it runs is one rule, with a check for each
+            continue  # one rule may have a check in several categories
         clash = _clash(entry.rule, entries)
-        if clash:  # a mistake of ours, so nothing may work until it is mended
+        if clash:  # a bug in ampwise: fail loudly
             raise RuntimeError(f"{entry.module.__name__}: {clash}")
         entries.append(entry)
     return _by_code(entries)
 
 
-def _by_first_home(found: Iterable[str]) -> list[str]:
-    """Rooms in the order in which they claim a rule that several share: source text first."""
-    return sorted(found, key=lambda room: (room != "source", room != "hardware", room))
+def _by_ownership(found: Iterable[str]) -> list[str]:
+    """Sort categories in the order in which they own a rule that several share: source first."""
+    return sorted(found, key=lambda category: (category != "source", category != "hardware", category))
 
 
 def _clash(rule: Rule, entries: Iterable[RegisteredRule]) -> str | None:
-    """Why ``rule`` cannot join ``entries``, or None when it can."""
+    """Return why ``rule`` cannot be added to ``entries``, or None when it can."""
     for other in entries:
         if rule.code == other.rule.code:
             return f"its code {rule.code} belongs to {other.rule.name} ({other.module.__name__})"
@@ -194,26 +161,28 @@ def _clash(rule: Rule, entries: Iterable[RegisteredRule]) -> str | None:
 
 
 @functools.cache
-def _room(room: str) -> tuple[RegisteredRule, ...]:
+def _rules_in_category(category: str) -> tuple[RegisteredRule, ...]:
     import pkgutil
 
-    package = importlib.import_module(f"{__name__}.{room}")
+    package = importlib.import_module(f"{__name__}.{category}")
     found = pkgutil.walk_packages(package.__path__, f"{package.__name__}.")
     modules = (importlib.import_module(module.name) for module in found)
     return _by_code(
-        RegisteredRule(rule=module.RULE, room=room, module=module) for module in modules if hasattr(module, "RULE")
+        RegisteredRule(rule=module.RULE, category=category, module=module)
+        for module in modules
+        if hasattr(module, "RULE")
     )
 
 
 def _plugin_modules() -> Iterator[tuple[str, ModuleType]]:
-    known = rooms()
+    known = categories()
     for entry_point in _plugins.entry_points():
         if entry_point.name in known:
             yield from ((entry_point.name, module) for module in _plugins.modules(entry_point))
         else:
             _plugins.warn(
-                f"left out {entry_point.value}: it is for the room {entry_point.name!r}, "
-                f"and the rooms are {', '.join(known)}"
+                f"{entry_point.value}: {entry_point.name!r} is not a rule category; the categories are "
+                f"{', '.join(known)}"
             )
 
 

@@ -1,4 +1,4 @@
-"""Rules of other packages. Whatever is wrong with one is told in a line and never stops ampwise."""
+"""Rules from other packages. A faulty plugin is reported in one line and never stops ampwise."""
 # ruff: noqa: PTH118, PTH123, PTH208 (every start looks for plugins, and pathlib alone would take longer than that)
 
 from __future__ import annotations
@@ -20,33 +20,33 @@ GROUP = "ampwise.rules"
 OWN_LETTERS = "AMP"
 
 
-def entry_points(room: str | None = None) -> list[EntryPoint]:
-    """The plugins' entry points, of one room or of all, in an order that is the same on each machine."""
-    return [entry for entry in _all_entry_points() if room in (None, entry.name)]
+def entry_points(category: str | None = None) -> list[EntryPoint]:
+    """Return the plugins' entry points, for one category or all, in a deterministic order."""
+    return [entry for entry in _all_entry_points() if category in (None, entry.name)]
 
 
 def modules(entry_point: EntryPoint) -> Iterator[ModuleType]:
-    """The sound rule modules behind an entry point."""
+    """Yield the valid rule modules of an entry point."""
     top = _load(entry_point.module)
     for module in _with_submodules(top) if top else ():
         if not hasattr(module, "RULE"):
             continue
         trouble = _trouble(module)
         if trouble:
-            warn(f"left out {module.__name__}: {trouble}")
+            warn(f"{module.__name__}: {trouble}")
         else:
             yield module
 
 
 def warn(message: str) -> None:
-    """A line on stderr; not ``warnings``, because under ``-W error`` that would stop a run for a plugin."""
-    from ampwise.printers.terminal import say
+    """Print a warning line on stderr. ``warnings`` is not used: under ``-W error`` a plugin would stop the run."""
+    from ampwise.finding.terminal import say
 
-    say("ampwise: warning: plugin {}", message)
+    say("ampwise: warning: ignored plugin {}", message)
 
 
 def mentioned(folders: list[str]) -> bool:
-    """Whether a package installed in ``folders`` declares entry points for us."""
+    """Return whether a package installed in ``folders`` declares entry points for ampwise rules."""
     return any(_holds(path, GROUP.encode()) for folder in folders for path in _entry_point_files(folder))
 
 
@@ -62,7 +62,7 @@ def _entry_point_files(folder: str) -> Iterator[str]:
 
 @functools.cache
 def _all_entry_points() -> tuple[EntryPoint, ...]:
-    # importlib.metadata takes longer to import than all of ours together, and mostly for nothing.
+    # importlib.metadata takes longer to import than all of ampwise's own modules, and is seldom needed.
     if not mentioned(sys.path):
         return ()
     from importlib import metadata
@@ -82,8 +82,8 @@ def _holds(path: str, text: bytes) -> bool:
 def _load(name: str) -> ModuleType | None:
     try:
         return importlib.import_module(name)
-    except (Exception, SystemExit) as error:  # a stranger's module: anything may come out of it
-        warn(f"left out {name}: importing it failed with {type(error).__name__}: {_first_line(error)}")
+    except (Exception, SystemExit) as error:  # third-party code: anything may be raised
+        warn(f"{name}: importing it failed with {type(error).__name__}: {_first_line(error)}")
         return None
 
 
@@ -102,9 +102,9 @@ def _trouble(module: ModuleType) -> str | None:
     if not isinstance(rule, Rule):
         return "its RULE is not an ampwise.finding.Rule"
     if not callable(getattr(module, "check", None)):
-        return "it has a RULE and no check function"
+        return "it has a RULE but no check function"
     if rule.code.rstrip("0123456789") == OWN_LETTERS:
-        return f"its code {rule.code} starts with AMP, which is kept for ampwise's own rules"
+        return f"its code {rule.code} starts with AMP, which is reserved for ampwise's own rules"
     return None
 
 

@@ -1,4 +1,4 @@
-"""A step that can be run again, and the running of it: as it was, without leaving a mark."""
+"""Replay a step from the same state, and restore everything afterwards."""
 
 from __future__ import annotations
 
@@ -17,67 +17,69 @@ from torch.nn import Module
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import _disable_current_modes
 
-from ampwise.compiled import as_written
-from ampwise.engine.precision.policy import named_modules
-from ampwise.engine.precision.precision import precision_named
-from ampwise.engine.precision.region import forward_in
-from ampwise.randomness import captured, restore_random
-from ampwise.trace.kept import Attributes, silent
-from ampwise.trace.paths import Paths, prefixes
-from ampwise.trace.ranges import Ranges, local, readable
-from ampwise.trace.recorder import Leaf, Recorder, Undoing
+from ampwise.numbers.emulation.eager_mode import run_eagerly
+from ampwise.trace.module_paths import ModulePaths, model_prefixes
+from ampwise.trace.python_state import PythonState, muted_output
+from ampwise.trace.recorder import LeafGradient, OpRecorder, UndoMode
 from ampwise.trace.tape import Tape
+from ampwise.trace.value_ranges import ValueRanges, local_shard, readable_values
+from ampwise.train.precision.call_in_precision import wrap_forward
+from ampwise.train.precision.policy import named_modules
+from ampwise.train.precision.precision import precision_named
+from ampwise.train.random_state import capture_random, restore_random
 
 __all__ = [
-    "Ended",
+    "RecordedReplay",
     "Replay",
-    "Settings",
-    "Subject",
-    "Taped",
-    "in_precision",
+    "ReplayResult",
+    "ReplaySettings",
+    "ReplayStep",
+    "autocast_forced_to",
+    "gc_disabled",
     "is_compiled",
     "is_finite",
     "tensors_of",
-    "uncollected",
 ]
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
-    """How to run it."""
+class ReplaySettings:
+    """How to run a replay."""
 
     backward: bool = True
-    only_if_finite: bool = False  # no backward pass from a loss that is bad already
-    scale: float = 1.0  # of the loss, in the backward pass
-    precision: str | None = None  # instead of the one it ran in
+    only_if_finite: bool = False  # no backward pass from a loss that is not finite
+    scale: float = 1.0  # loss scale in the backward pass
+    precision: str | None = None  # instead of the original one
     keep: str | None = None  # a module, or a glob of modules, to run in FP32
 
     def goes_back_from(self, loss: Tensor) -> bool:
-        """Whether there is to be a backward pass."""
+        """Return whether to run the backward pass from this loss."""
         if not (self.backward and self.only_if_finite):
             return self.backward
-        with _disable_current_modes():  # or the question would be on the tape
+        with _disable_current_modes():  # or this check would be recorded on the tape
             return is_finite(loss)
 
 
 @dataclass(slots=True, kw_only=True)
-class Subject:
-    """What is to be run again."""
+class ReplayStep:
+    """A training step to replay."""
 
-    run: Callable[[Settings], Any]  # forward and, if wanted, backward; returns the loss, or what there is instead
+    run: Callable[
+        [ReplaySettings], Any
+    ]  # forward and, if wanted, backward; returns the loss, or else the function's result
     device: torch.device
     models: Sequence[Module] = ()
-    batch: Mapping[str, Tensor] = field(default_factory=dict)  # what it is given, by name
-    precision: str = "fp32"  # "": that of autocast, where some module runs under it
-    scale: float = 1.0  # of the loss, when it failed
-    random: Mapping[str, Any] | None = None  # the state of random numbers at its beginning; None: as it is now
-    loss: float | None = None  # as it was
-    ran: bool = True  # before: what it prints has been printed
+    batch: Mapping[str, Tensor] = field(default_factory=dict)  # input tensors by name
+    precision: str = "fp32"  # "": that of autocast, if some module runs under it
+    scale: float = 1.0  # loss scale when it failed
+    random: Mapping[str, Any] | None = None  # random state at its beginning; None: the current one
+    loss: float | None = None  # of the original step
+    ran: bool = True  # it has run before, so its output has been printed already
     step: int | None = None
     optimizers: Sequence[Optimizer] = ()
-    others: Sequence[Module] = ()  # models that ran, and are not among those: a teacher
+    others: Sequence[Module] = ()  # models that ran and are not in ``models``: a teacher
     remarks: tuple[str, ...] = ()
-    function: Callable[..., Any] | None = None  # the script's, whose variables are to stay as they are
+    function: Callable[..., Any] | None = None  # the user's, whose variables are to be restored
 
     def parameters(self) -> dict[str, Tensor]:
         return self._named("named_parameters", self.models)
@@ -86,30 +88,31 @@ class Subject:
         return self._named("named_buffers", self.models)
 
     def of_others(self, which: str) -> dict[str, Tensor]:
+        """Return parameters or buffers of the other models; ``which`` is the method, such as "named_buffers"."""
         named = [(type(model).__name__, pair) for model in self.others for pair in getattr(model, which)()]
         return {f"{owner}.{name}": tensor for owner, (name, tensor) in named}
 
     def evaluating(self) -> list[str]:
-        """The modules in evaluation mode."""
+        """Return the names of the modules in evaluation mode."""
         modules = [
             (".".join(part for part in (prefix, path) if part), module)
-            for prefix, model in zip(prefixes(self.models), self.models, strict=True)
+            for prefix, model in zip(model_prefixes(self.models), self.models, strict=True)
             for path, module in named_modules(model).items()
         ]
         return [name for name, module in modules if not module.training]
 
     def _named(self, which: str, models: Sequence[Module]) -> dict[str, Tensor]:
-        """By the names they have where nothing is wrapped."""
+        """Return tensors by the names they have in the unwrapped model."""
         found: dict[str, Tensor] = {}
-        for prefix, model in zip(prefixes(models), models, strict=True):
+        for prefix, model in zip(model_prefixes(models), models, strict=True):
             for path, module in named_modules(model).items():
                 for name, tensor in getattr(module, which)(recurse=False):
                     found.setdefault(".".join(part for part in (prefix, path, name) if part), tensor)
         return found
 
 
-class Ended(NamedTuple):
-    """How a run went."""
+class ReplayResult(NamedTuple):
+    """Result of one replay: its loss, and which gradients are not finite."""
 
     loss: float | None
     bad: tuple[str, ...]  # parameters whose gradients are not finite
@@ -121,70 +124,70 @@ class Ended(NamedTuple):
 
 
 class Replay:
-    """A subject, from ``with`` to its end: random numbers, gradients and all memory are then as they were."""
+    """Context in which a step can be replayed; its end restores random state, gradients and all memory."""
 
-    def __init__(self, subject: Subject) -> None:
+    def __init__(self, subject: ReplayStep) -> None:
         self.subject = subject
         self._parameters = subject.parameters()
-        self._attributes = Attributes()  # of the models, and what the function can reach
+        self._attributes = PythonState()  # of the models, and what the function can reach
         self._stack = ExitStack()
 
     def __enter__(self) -> Replay:
-        now = captured(self.subject.device)
+        now = capture_random(self.subject.device)
         self._start = {**now, **(self.subject.random or {})}
         self._stack.callback(restore_random, now, self.subject.device)
         elsewhere = {each.device for each in self._parameters.values()} - {self.subject.device}
-        for device in elsewhere:  # parts of a model on other devices draw from generators of theirs
-            self._stack.callback(restore_random, captured(device, host=False), device)
-        self._stack.enter_context(uncollected())
+        for device in elsewhere:  # parts of a model on other devices draw from those devices' generators
+            self._stack.callback(restore_random, capture_random(device, host=False), device)
+        self._stack.enter_context(gc_disabled())
         self._attributes.note([*self.subject.models, self.subject.function])
         self._stack.enter_context(self._attributes.with_optimizers())
         gradients = [(each, each.grad) for each in self._parameters.values()]
         self._stack.callback(_put_back, gradients)
-        self._stack.enter_context(as_written())
+        self._stack.enter_context(run_eagerly())
         return self
 
     def __exit__(self, *error: object) -> None:
         self._stack.close()
 
     def plain(
-        self, settings: Settings, change: AbstractContextManager[Any] | None = None, mode: Undoing | None = None
-    ) -> Ended:
-        """Run it, and say how it ended."""
-        mode = mode or Undoing()
+        self, settings: ReplaySettings, change: AbstractContextManager[Any] | None = None, mode: UndoMode | None = None
+    ) -> ReplayResult:
+        """Run the step once, without recording."""
+        mode = mode or UndoMode()
         try:
-            with self._set(settings), change or nullcontext(), mode:
+            with self._applied(settings), change or nullcontext(), mode:
                 result = self.subject.run(settings)
             return self._ended(result)
         finally:
             self._put_back(mode)
 
-    def taped(self, settings: Settings) -> Taped:
-        """Run it, with each operation written down."""
-        paths = Paths(self.subject.models, self._attributes)
-        recorder = Recorder(paths)
+    def taped(self, settings: ReplaySettings) -> RecordedReplay:
+        """Run the step once, recording each operation."""
+        paths = ModulePaths(self.subject.models, self._attributes)
+        recorder = OpRecorder(paths)
         try:
-            with self._set(settings), paths.watched(), recorder:
+            with self._applied(settings), paths.watched(), recorder:
                 result = self.subject.run(settings)
             with torch.no_grad():
                 return self._taped(recorder, paths, result)
         finally:
             self._put_back(recorder)
 
-    def _adopt(self, models: Sequence[Module], leaves: Mapping[int, Leaf]) -> None:
-        """Models that are known only now. Their gradients were what the recorder found."""
+    def _adopt(self, models: Sequence[Module], leaves: Mapping[int, LeafGradient]) -> None:
+        """Take on models that were discovered during the run; the recorder has their original gradients."""
         self.subject.models = models
         self._parameters = self.subject.parameters()
         had = {id(leaf.tensor): leaf.gradient for leaf in leaves.values()}
         gradients = [(each, had.get(id(each), each.grad)) for each in self._parameters.values()]
         self._stack.callback(_put_back, gradients)
 
-    def _put_back(self, mode: Undoing) -> None:
+    def _put_back(self, mode: UndoMode) -> None:
         mode.put_back()
         self._attributes.put_back()
         self._drop_gradients()
 
-    def _taped(self, recorder: Recorder, paths: Paths, result: Any) -> Taped:
+    def _taped(self, recorder: OpRecorder, paths: ModulePaths, result: Any) -> RecordedReplay:
         tape = recorder.tape
         tape.has_modules = paths.any_ran
         if not self.subject.models:
@@ -204,15 +207,16 @@ class Replay:
         tape.ranges.settle()
         bad = tuple(name for name, given in gradients.items() if tape.ranges.is_bad(given.slot))
         loss = None if not results else tape.ranges[results[0].slot][0]
-        return Taped(tape, Ended(loss, bad, len(gradients)), results, gradients)
+        return RecordedReplay(tape, ReplayResult(loss, bad, len(gradients)), results, gradients)
 
     @contextmanager
-    def _set(self, settings: Settings) -> Iterator[None]:
+    def _applied(self, settings: ReplaySettings) -> Iterator[None]:
         restore_random(self._start, self.subject.device)
-        torch.clear_autocast_cache()  # or weights that are cast already would not be cast again
+        torch.clear_autocast_cache()  # or cached casts of weights would not be repeated
         self._drop_gradients()
-        heard = silent() if self.subject.ran else nullcontext()
-        with _kept(self.subject.models, settings.keep), in_precision(settings.precision, self.subject.device), heard:
+        output = muted_output() if self.subject.ran else nullcontext()
+        in_fp32 = _kept_in_fp32(self.subject.models, settings.keep)
+        with in_fp32, autocast_forced_to(settings.precision, self.subject.device), output:
             yield
         self.subject.ran = True
 
@@ -220,26 +224,26 @@ class Replay:
         for each in self._parameters.values():
             each.grad = None
 
-    def _ended(self, result: Any) -> Ended:
+    def _ended(self, result: Any) -> ReplayResult:
         found = next(iter(tensors_of(result)), None)
         loss = None if found is None else _number(found)
-        ranges = Ranges()
+        ranges = ValueRanges()
         slots = {name: ranges.add(each.grad) for name, each in self._parameters.items() if each.grad is not None}
         ranges.settle()
-        return Ended(loss, tuple(name for name, slot in slots.items() if ranges.is_bad(slot)), len(slots))
+        return ReplayResult(loss, tuple(name for name, slot in slots.items() if ranges.is_bad(slot)), len(slots))
 
 
-class Taped(NamedTuple):
-    """A run that was written down."""
+class RecordedReplay(NamedTuple):
+    """A replay with its recorded operations."""
 
     tape: Tape
-    ended: Ended
-    results: list[Any]  # what the function returned, as given
+    ended: ReplayResult
+    results: list[Any]  # the tensors that the function returned, as entries on the tape
     gradients: dict[str, Any]
 
 
 def tensors_of(result: Any) -> Iterator[Tensor]:
-    """Those that a function has returned, the loss first."""
+    """Yield the tensors that a function returned, the loss first."""
     if isinstance(result, Tensor):
         yield result
     elif isinstance(result, Mapping):
@@ -254,19 +258,19 @@ def tensors_of(result: Any) -> Iterator[Tensor]:
 
 
 def _number(tensor: Tensor) -> float:
-    """The loss; of something larger, whatever shows that it is not finite."""
-    values = readable(tensor)
+    """Return a scalar loss; for a larger tensor, the largest magnitude."""
+    values = readable_values(tensor)
     return 0.0 if values is None else float(values.abs().max() if values.numel() > 1 else values.reshape(()))
 
 
 def is_finite(tensor: Tensor) -> bool:
-    """What this rank has of it; true of what cannot be looked at."""
-    values = readable(local(tensor))
+    """Return whether this rank's shard is finite; True if its values cannot be read."""
+    values = readable_values(local_shard(tensor))
     return values is None or bool(values.isfinite().all())
 
 
 def is_compiled(thing: Any) -> bool:
-    """A model with something in it that torch.compile has compiled, or such a function."""
+    """Return whether torch.compile has compiled this function, or any part of this model."""
     if isinstance(thing, Module):
         return any("_orig_mod" in each._modules or each._compiled_call_impl is not None for each in thing.modules())
     return hasattr(thing, "_torchdynamo_orig_callable")
@@ -278,10 +282,11 @@ def _put_back(gradients: Sequence[tuple[Tensor, Tensor | None]]) -> None:
 
 
 @contextmanager
-def uncollected() -> Iterator[None]:
-    """While inside, garbage is not collected.
+def gc_disabled() -> Iterator[None]:
+    """Disable garbage collection within the context.
 
-    Thousands of objects come and go, and to collect garbage among all that a program has takes as long as a step.
+    A replay creates thousands of objects, and collecting garbage among all objects of a program takes as long as a
+    step.
     """
     was_on = gc.isenabled()
     gc.disable()
@@ -293,14 +298,14 @@ def uncollected() -> Iterator[None]:
 
 
 @contextmanager
-def _kept(models: Sequence[Module], path: str | None) -> Iterator[None]:
-    """A module in FP32."""
+def _kept_in_fp32(models: Sequence[Module], path: str | None) -> Iterator[None]:
+    """Run the modules that match ``path`` in FP32 within the context."""
     named = [pair for model in models for pair in named_modules(model).items() if path]
     found = list(dict.fromkeys(module for name, module in named if fnmatchcase(name, path or "")))
     found = [module for module in found if type(module).forward is not Module.forward]
     before = [(module, module.__dict__.get("forward")) for module in found]
     for module in found:
-        module.forward = forward_in("fp32", module)
+        module.forward = wrap_forward("fp32", module)
     try:
         yield
     finally:
@@ -311,8 +316,8 @@ def _kept(models: Sequence[Module], path: str | None) -> Iterator[None]:
 
 
 @contextmanager
-def in_precision(name: str | None, device: torch.device) -> Iterator[None]:
-    """Wherever autocast is turned on, it is this precision's."""
+def autocast_forced_to(name: str | None, device: torch.device) -> Iterator[None]:
+    """Within the context, every autocast region uses this precision; None changes nothing."""
     if name is None:
         yield
         return
@@ -320,7 +325,7 @@ def in_precision(name: str | None, device: torch.device) -> Iterator[None]:
     enter: Callable[[Any], Any] = autocast.__enter__
 
     def entered(self: Any) -> Any:
-        # It may be the script's own, which is entered again at each step: a decorator's, or an attribute.
+        # Restore it: the same autocast object may be entered again at each step (a decorator, an attribute).
         before = self._enabled, self.fast_dtype
         self._enabled, self.fast_dtype = self._enabled and dtype is not None, dtype or self.fast_dtype
         try:

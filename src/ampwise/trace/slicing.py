@@ -1,4 +1,4 @@
-"""Back from a bad value, through the operations that made it, to where its infinities and its NaNs were born."""
+"""Follow a bad value back through the operations that made it, to the origin of its infinities and NaNs."""
 
 from __future__ import annotations
 
@@ -6,36 +6,36 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from math import isinf
 
-from ampwise.evidence.op_families import family_of, is_collective
-from ampwise.trace.tape import Given, Op, Tape
+from ampwise.rules.evidence.op_families import family_of, is_collective
+from ampwise.trace.tape import RecordedOp, Tape, TensorRead
 
-__all__ = ["Ancestry", "ancestry_of", "first_computed", "is_by_hand", "producer_of"]
+__all__ = ["BackwardSlice", "first_bad_op", "is_literal_infinity", "producer_of", "slice_back"]
 
 NAN, INF = "nan", "inf"
 
 
 @dataclass(slots=True)
-class Ancestry:
-    """Where what is bad in some values came from."""
+class BackwardSlice:
+    """The origins of the infinities and NaNs in some values."""
 
-    computed: list[Op] = field(default_factory=list)  # bad results of finite inputs
-    by_hand: list[Op] = field(default_factory=list)  # infinities that were written as such
-    from_infinities: list[Op] = field(default_factory=list)  # NaN of infinities
-    # What came in, bad, and who read it: it was there before, or nobody was seen to have put it there.
-    sources: list[tuple[Op | None, Given, str]] = field(default_factory=list)
+    computed: list[RecordedOp] = field(default_factory=list)  # bad results from finite inputs
+    literal: list[RecordedOp] = field(default_factory=list)  # infinities written as such, such as a mask of -inf
+    from_infinities: list[RecordedOp] = field(default_factory=list)  # NaN computed from infinities
+    # Bad inputs, with the operation that read them: bad before the step, or written by no recorded operation.
+    sources: list[tuple[RecordedOp | None, TensorRead, str]] = field(default_factory=list)
 
     @property
     def is_empty(self) -> bool:
-        return not (self.computed or self.by_hand or self.from_infinities or self.sources)
+        return not (self.computed or self.literal or self.from_infinities or self.sources)
 
 
-def ancestry_of(tape: Tape, targets: Iterable[Given]) -> Ancestry:
-    """Of all that is bad in the targets."""
-    found, targets = Ancestry(), list(targets)
+def slice_back(tape: Tape, targets: Iterable[TensorRead]) -> BackwardSlice:
+    """Find the origins of everything bad in the targets."""
+    found, targets = BackwardSlice(), list(targets)
     seen: set[object] = set()
-    waiting: list[tuple[Op | None, Given, str]] = [(None, given, _badness(tape, given)) for given in targets]
-    while waiting:
-        reader, given, kind = waiting.pop()
+    pending: list[tuple[RecordedOp | None, TensorRead, str]] = [(None, given, _kind(tape, given)) for given in targets]
+    while pending:
+        reader, given, kind = pending.pop()
         if not kind:
             continue
         op = producer_of(tape, given, kind)
@@ -44,10 +44,10 @@ def ancestry_of(tape: Tape, targets: Iterable[Given]) -> Ancestry:
             continue
         seen.add(key)
         if op is not None:
-            waiting += _followed(tape, op, kind, found)
+            pending += _followed(tape, op, kind, found)
         else:
             found.sources.append((reader, given, kind))
-    for ops in (found.computed, found.by_hand, found.from_infinities):
+    for ops in (found.computed, found.literal, found.from_infinities):
         ops.sort(key=lambda op: op.index)
     if found.sources:
         needed = _needed(tape, targets)
@@ -56,23 +56,23 @@ def ancestry_of(tape: Tape, targets: Iterable[Given]) -> Ancestry:
     return found
 
 
-def _needed(tape: Tape, targets: Iterable[Given]) -> set[int]:
-    """The operations that the targets come from, whatever these made: also those that chose an index."""
+def _needed(tape: Tape, targets: Iterable[TensorRead]) -> set[int]:
+    """Return the indices of all operations that the targets depend on, also those that computed an index."""
     needed: set[int] = set()
-    seen: dict[int, int] = {}  # how many of a memory's writers were followed
-    waiting = list(targets)
-    while waiting:
-        given = waiting.pop()
+    seen: dict[int, int] = {}  # how many writers of each storage were followed
+    pending = list(targets)
+    while pending:
+        given = pending.pop()
         writers = given.storage.writers[seen.get(id(given.storage), 0) : given.writers]
         seen[id(given.storage)] = max(seen.get(id(given.storage), 0), given.writers)
         new = {each.op for each in writers} - needed
         needed |= new
-        waiting += [each for index in new for each in tape.ops[index].inputs]
+        pending += [each for index in new for each in tape.ops[index].inputs]
     return needed
 
 
-def _first_reader(tape: Tape, needed: set[int], reader: Op | None, given: Given) -> Op | None:
-    """Of those that the targets come from, the first that took it and made something bad of it."""
+def _first_reader(tape: Tape, needed: set[int], reader: RecordedOp | None, given: TensorRead) -> RecordedOp | None:
+    """Return the first operation that read the bad input, returned something bad, and that the targets depend on."""
     for op in tape.ops[: 0 if reader is None else reader.index]:
         takes = any(each.storage is given.storage and tape.ranges.is_bad(each.slot) for each in op.inputs)
         if takes and op.index in needed and tape.made(op):
@@ -80,19 +80,21 @@ def _first_reader(tape: Tape, needed: set[int], reader: Op | None, given: Given)
     return reader
 
 
-def producer_of(tape: Tape, given: Given, kind: str) -> Op | None:
-    """The last operation that has put such a value there; None if it was there before, or nobody was seen."""
+def producer_of(tape: Tape, given: TensorRead, kind: str) -> RecordedOp | None:
+    """Return the last operation that wrote such a value; None if it was there before, or no operation was recorded."""
     earlier = given.storage.writers[: given.writers][::-1]
     exact = [each for each in earlier if _is(tape, each.slot, kind)]
     any_bad = exact or [each for each in earlier if tape.ranges.is_bad(each.slot)]
-    # What other ranks have sent is not measured when it is asked for, as it is not there yet.
+    # The result of a collective is not measured: when the call returns, the values have not arrived yet.
     sent = [each for each in earlier if is_collective(tape.ops[each.op].name)]
     found = any_bad or sent
     return tape.ops[found[0].op] if found else None
 
 
-def _followed(tape: Tape, op: Op, kind: str, found: Ancestry) -> list[tuple[Op | None, Given, str]]:
-    """What of its inputs to follow; an operation that has none is where it was born."""
+def _followed(
+    tape: Tape, op: RecordedOp, kind: str, found: BackwardSlice
+) -> list[tuple[RecordedOp | None, TensorRead, str]]:
+    """Return the inputs to follow further; an operation without bad inputs is recorded as an origin."""
     nans = [given for given in op.inputs if tape.ranges.has_nan(given.slot)]
     infs = [given for given in op.inputs if tape.ranges.has_inf(given.slot)]
     if kind == NAN and nans:
@@ -103,29 +105,29 @@ def _followed(tape: Tape, op: Op, kind: str, found: Ancestry) -> list[tuple[Op |
         return [(op, given, INF) for given in infs]
     if nans:
         return [(op, given, NAN) for given in nans]
-    if kind == INF and is_by_hand(op):
-        found.by_hand.append(op)
+    if kind == INF and is_literal_infinity(op):
+        found.literal.append(op)
     else:
         found.computed.append(op)
     return []
 
 
-def first_computed(tape: Tape) -> Op | None:
-    """The first operation of all that made something bad of finite inputs, whoever read it."""
+def first_bad_op(tape: Tape) -> RecordedOp | None:
+    """Return the first operation on the tape that computed something bad from finite inputs."""
     for op in tape.ops:
         made = tape.made(op)
         of_finite = made and not tape.was_given_bad(op)
-        if of_finite and not (made == INF and is_by_hand(op)):
+        if of_finite and not (made == INF and is_literal_infinity(op)):
             return op
     return None
 
 
-def is_by_hand(op: Op) -> bool:
-    """An infinity was asked for: ``masked_fill(mask, -inf)``, ``full(..., inf)``."""
+def is_literal_infinity(op: RecordedOp) -> bool:
+    """Return whether the code passed an infinity on purpose: ``masked_fill(mask, -inf)``, ``full(..., inf)``."""
     return any(map(isinf, op.scalars)) and family_of(op.name) in ("filling", "")
 
 
-def _badness(tape: Tape, given: Given) -> str:
+def _kind(tape: Tape, given: TensorRead) -> str:
     if tape.ranges.has_nan(given.slot):
         return NAN
     return INF if tape.ranges.has_inf(given.slot) else ""

@@ -1,7 +1,7 @@
-"""The tape: the operations of a step in their order, and which tensors went from one to another.
+"""The tape: the operations of a step in order, and which tensors each read and wrote.
 
-Tensors themselves are not kept, but what they held (a slot of ``Ranges``) and in whose memory (``Storage``): an
-operation may write over its input, or into a part of another tensor's memory, and a view of it is read later.
+The tape does not keep tensors, only their smallest and largest values (a slot of ``Ranges``) and their ``Storage``: an
+operation may overwrite its input, or write into a part of another tensor's storage that a view reads later.
 """
 
 from __future__ import annotations
@@ -12,71 +12,71 @@ from typing import NamedTuple
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from ampwise.evidence.conduct import Site
-from ampwise.trace.ranges import Ranges
+from ampwise.rules.evidence.run_events import CallSite
+from ampwise.trace.value_ranges import ValueRanges
 
-__all__ = ["Given", "Op", "Storage", "Tape", "Written"]
+__all__ = ["RecordedOp", "RecordedStorage", "Tape", "TensorRead", "TensorWrite"]
 
 
-class Written(NamedTuple):
-    """An operation has put something into a memory."""
+class TensorWrite(NamedTuple):
+    """A write of an operation to a storage."""
 
     op: int
     slot: int
 
 
 @dataclass(slots=True, eq=False)
-class Storage:
-    """A piece of memory, from when it was first seen."""
+class RecordedStorage:
+    """A tensor storage, from its first use on."""
 
-    leaf: Tensor | None = None  # it was there before: a weight, the batch, a constant
-    address: StorageWeakRef | None = None  # held, or a constant that is made later would be taken for this
-    writers: list[Written] = field(default_factory=list)
-    measured: dict[object, tuple[int, int]] = field(default_factory=dict)  # views: writers at the time, slot
+    leaf: Tensor | None = None  # a tensor that existed before: a weight, the batch, a constant
+    address: StorageWeakRef | None = None  # keeps the address from being reused by a tensor that is made later
+    writers: list[TensorWrite] = field(default_factory=list)
+    measured: dict[object, tuple[int, int]] = field(default_factory=dict)  # by view: number of writers then, slot
 
 
-class Given(NamedTuple):
-    """What an operation has read."""
+class TensorRead(NamedTuple):
+    """A read of a storage by an operation."""
 
-    storage: Storage
-    writers: int  # how many operations had written there by then
+    storage: RecordedStorage
+    writers: int  # how many operations had written to it by then
     slot: int
 
 
 @dataclass(slots=True, eq=False)
-class Op:
-    """An operation that was run."""
+class RecordedOp:
+    """A recorded operation."""
 
     index: int
     name: str  # "aten.addmm.default"
     dtype: str  # of its first result
-    inputs: tuple[Given, ...]
+    inputs: tuple[TensorRead, ...]
     outputs: tuple[int, ...]  # slots
-    scalars: tuple[float, ...] = ()  # numbers among its arguments
-    site: Site = field(default_factory=Site)
-    live: bool = True  # the line was running; else it is the one whose derivative this is
+    scalars: tuple[float, ...] = ()  # Python floats among its arguments
+    site: CallSite = field(default_factory=CallSite)
+    live: bool = True  # the line itself was running; False: the line is that of the forward operation
     phase: str = "forward"
     module: str = ""
     module_class: str = ""
-    forward: int | None = None  # of a backward operation: which it is the derivative of
+    forward: int | None = None  # for a backward operation, the index of its forward operation
 
 
 class Tape:
-    """All operations, and what their tensors held."""
+    """All recorded operations, and the value ranges of their tensors."""
 
     def __init__(self) -> None:
-        self.ops: list[Op] = []
-        self.ranges = Ranges()
+        self.ops: list[RecordedOp] = []
+        self.ranges = ValueRanges()
         self.has_modules = False
 
-    def made(self, op: Op) -> str:
-        """What is bad in its results: "nan", "inf" or ""."""
+    def made(self, op: RecordedOp) -> str:
+        """Return what is bad in an operation's results: "nan", "inf" or ""."""
         if any(map(self.ranges.has_nan, op.outputs)):
             return "nan"
         return "inf" if any(map(self.ranges.has_inf, op.outputs)) else ""
 
-    def was_given_bad(self, op: Op) -> bool:
-        """Something that was not finite came in."""
+    def was_given_bad(self, op: RecordedOp) -> bool:
+        """Return whether one of the inputs was not finite."""
         return any(self.ranges.is_bad(given.slot) for given in op.inputs)
 
     def __len__(self) -> int:

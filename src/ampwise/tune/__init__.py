@@ -1,1 +1,1 @@
-"""Choosing a precision by evidence: advise, compare, memory, align."""
+"""Choose a precision by measuring: advise, compare, memory, align, diff, search."""

@@ -1,4 +1,4 @@
-"""A CPU without BF16 instructions: torch goes another way, says so at length, and leaves oneDNN off for the process."""
+"""Handle CPUs without BF16 instructions: torch falls back, warns at length, and leaves oneDNN off for the process."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from contextlib import contextmanager
 
 import torch
 
-__all__ = ["onednn_as_it_was"]
+__all__ = ["onednn_restored"]
 
-SAID_ONCE = "mkldnn_matmul failed"  # and then the stack; the product is computed all the same
+FALLBACK_WARNING = "mkldnn_matmul failed"  # followed by the stack; the result is still computed
 
 
 @contextmanager
-def onednn_as_it_was() -> Iterator[None]:
-    """While inside, that is not said; afterwards oneDNN is on if it was."""
+def onednn_restored() -> Iterator[None]:
+    """Silence the warning while inside; restore oneDNN's setting afterwards."""
     before = torch._C._get_mkldnn_enabled()
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=SAID_ONCE)
+        warnings.filterwarnings("ignore", message=FALLBACK_WARNING)
         try:
             yield
         finally:

@@ -1,1 +1,1 @@
-"""A running script, watched: torch's entry points → evidence → findings → a record."""
+"""Watch a running script: torch's entry points → evidence → findings → a record."""

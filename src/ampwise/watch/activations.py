@@ -1,4 +1,4 @@
-"""The largest magnitude that each module of a model puts out, kept on the device."""
+"""The largest magnitude among each module's outputs, computed and kept on the device."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ampwise.engine.scaling.facts import Posted
-from ampwise.watch.asking import floats_in
-from ampwise.watch.hook import Hook
-from ampwise.watch.models import UNTOUCHED, within
+from ampwise.train.scaler.async_scalars import AsyncScalars
+from ampwise.watch.hooks import Hook
+from ampwise.watch.inspection import floats_in
+from ampwise.watch.models import NEVER_HOOKED, modules_without
 
-__all__ = ["Activations", "Ranges"]
+__all__ = ["ActivationRanges", "Activations"]
 
 
 @dataclass(slots=True)
-class Ranges:
-    """Of one step, in the order in which modules ran. They arrive by themselves."""
+class ActivationRanges:
+    """Largest magnitudes of one step, in the order in which modules ran. They are copied to the host without a sync."""
 
     names: list[str]
     dtypes: list[str]
-    posted: Posted
+    posted: AsyncScalars
 
     def read(self) -> list[tuple[str, str, float]]:
-        """Module, dtype, largest magnitude: NaN if there was one."""
+        """Return (module, dtype, largest magnitude) for each output; NaN if the output has one."""
         return list(zip(self.names, self.dtypes, self.posted.read(), strict=True))
 
 
@@ -46,12 +46,12 @@ class Activations:
         return bool(self._handles)
 
     def begin(self, model: nn.Module) -> None:
-        """From now on, look at what its modules put out."""
+        """Measure the outputs of the model's modules from now on."""
         if id(model) not in self._handles:
-            # Innermost first, as they run: the module that made a bad value comes before those it is a part of.
+            # Inner modules end first: the module that made a bad value comes before the modules that contain it.
             self._handles[id(model)] = [
-                module.register_forward_hook(Hook(partial(self._look, name or type(model).__name__), self._failed))
-                for name, module in within(model, lambda module: isinstance(module, UNTOUCHED))
+                module.register_forward_hook(Hook(partial(self._measure, name or type(model).__name__), self._failed))
+                for name, module in modules_without(model, lambda module: isinstance(module, NEVER_HOOKED))
             ]
 
     def end(self) -> None:
@@ -59,17 +59,17 @@ class Activations:
             handle.remove()
         self._handles = {}
 
-    def collect(self) -> Ranges | None:
-        """What was seen since the last time, on its way to the host."""
+    def collect(self) -> ActivationRanges | None:
+        """Return what was measured since the last call, and start its copy to the host."""
         if not self._largest:
             return None
         home = self._largest[0].device
         there = [each.to(home, non_blocking=True) for each in self._largest]
-        ranges = Ranges(self._names, self._dtypes, Posted(torch.stack(there)))
+        ranges = ActivationRanges(self._names, self._dtypes, AsyncScalars(torch.stack(there)))
         self._names, self._dtypes, self._largest = [], [], []
         return ranges
 
-    def _look(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
+    def _measure(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
         if not torch.is_grad_enabled():
             return
         for tensor in floats_in(output):

@@ -1,4 +1,4 @@
-"""Forks of a process that is watched: a child has nothing of the watch, and ends as it would without it."""
+"""Forks of a watched process: the child is not watched, and ends as it would without ampwise."""
 
 from __future__ import annotations
 
@@ -7,49 +7,49 @@ import os
 import weakref
 from typing import Any, Protocol
 
-__all__ = ["end_without_destructors", "follow_forks"]
+__all__ = ["end_without_destructors", "notify_of_forks"]
 
 
-class Forking(Protocol):
-    """What has to know of a fork."""
+class ForkListener(Protocol):
+    """An object that is notified of forks."""
 
     def about_to_fork(self) -> None:
-        """In the parent, and in the thread that forks."""
+        """Called in the parent, in the thread that forks."""
 
     def forked(self) -> None:
-        """In the child. It must not raise."""
+        """Called in the child. It must not raise."""
 
 
-_FOLLOWING: weakref.WeakSet[Any] = weakref.WeakSet()
+_NOTIFIED: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
-def follow_forks(thing: Forking) -> None:
-    """Call the two methods at each fork, as long as the thing lives."""
-    _FOLLOWING.add(thing)
+def notify_of_forks(thing: ForkListener) -> None:
+    """Call the object's two methods at each fork, as long as it lives."""
+    _NOTIFIED.add(thing)
 
 
 def end_without_destructors() -> None:
-    """Have this process skip the destructors of C++ libraries at its end, which else follow on Python's own end.
+    """Make this process skip the destructors of C++ libraries when it exits.
 
     The profiler's library keeps a thread. In a forked child that thread does not exist, and the library's destructor
-    waits for it for ever. What C has buffered is written all the same, and the exit status stays what it is.
+    would wait for it forever. C's buffers are still flushed, and the exit status stays the same.
     """
     libc = ctypes.CDLL(None)
-    if hasattr(libc, "on_exit"):  # glibc has it, which gives a handler the status
-        libc.on_exit(libc._exit, None)  # what is registered last is called first
+    if hasattr(libc, "on_exit"):  # glibc has it; it passes the exit status to the handler
+        libc.on_exit(libc._exit, None)  # handlers run in reverse order
         libc.__cxa_atexit(libc.fflush, None, None)
 
 
-def _before() -> None:
-    for each in list(_FOLLOWING):
+def _notify_parent() -> None:
+    for each in list(_NOTIFIED):
         each.about_to_fork()
 
 
-def _in_child() -> None:
-    for each in list(_FOLLOWING):
+def _notify_child() -> None:
+    for each in list(_NOTIFIED):
         each.forked()
-    _FOLLOWING.clear()
+    _NOTIFIED.clear()
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(before=_before, after_in_child=_in_child)
+    os.register_at_fork(before=_notify_parent, after_in_child=_notify_child)

@@ -1,4 +1,4 @@
-"""Gradients of a step, read once and without waiting: a row for the step, and now and then a census by parameter."""
+"""Read the gradients of a step once, without a sync: a row per step, and now and then a census by parameter."""
 
 from __future__ import annotations
 
@@ -13,111 +13,111 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ampwise.census.algebra import Census
-from ampwise.engine.scaling.facts import Posted
-from ampwise.engine.scaling.gradients import gradients_of, home_of, there
-from ampwise.engine.scaling.reading import Launched, Reading, read
-from ampwise.record.rows import LayerSample, StepRow
-from ampwise.watch.asking import parameters_of
-from ampwise.watch.outcomes import StepOutcome
-from ampwise.watch.pace import Pace
-from ampwise.watch.state import OptimizerState
+from ampwise.numbers.census.algebra import Census
+from ampwise.rules.evidence.rows import LayerSample, StepRow
+from ampwise.train.scaler.async_scalars import AsyncScalars
+from ampwise.train.scaler.grad_stats import GpuStats, GradStats, read_gradients
+from ampwise.train.scaler.gradients import collect_gradients, first_device, to_device
+from ampwise.watch.inspection import parameters_of
+from ampwise.watch.step_outcomes import StepOutcome
+from ampwise.watch.time_budget import TimeBudget
+from ampwise.watch.tracked_objects import TrackedOptimizer
 
 if TYPE_CHECKING:
-    from ampwise.census.launch import Batch
+    from ampwise.numbers.census.launch import TensorBatch
 
-__all__ = ["Gradients", "Known"]
+__all__ = ["GradientReader", "StepNumbers"]
 
-READING_SHARE = 0.02  # of the time, for reading gradients
-SAMPLING_SHARE = 0.01  # and for turning counts into censuses
-PATIENCE = 3  # skips in a row from which on the parameters to blame are named
+READING_SHARE = 0.02  # share of the time for reading gradients
+SAMPLING_SHARE = 0.01  # share of the time for turning counts into censuses
+PATIENCE = 3  # skipped steps in a row after which the bad parameters are named
 
 
 @dataclass(slots=True)
-class Known:
-    """What has become known of a step."""
+class StepNumbers:
+    """Numbers of a step that have arrived on the host."""
 
     row: StepRow
-    finite: bool  # as far as its gradients and loss are known
+    finite: bool  # loss and gradients, as far as they were read
     sample: LayerSample | None = None
     bad: tuple[str, ...] = ()  # parameters whose gradients are not finite
-    serious: bool = True  # if it is not: no ordinary overflow of scaled gradients
+    serious: bool = True  # if not finite: more than an ordinary overflow of scaled gradients
 
 
 @dataclass(slots=True)
-class _Awaited:
-    """A step whose numbers are on their way."""
+class _PendingStep:
+    """A step whose numbers are being copied to the host."""
 
-    state: OptimizerState
+    state: TrackedOptimizer
     row: StepRow
-    posted: Posted | None
+    posted: AsyncScalars | None
     read: bool
     scaled: bool
-    losses: list[bool]  # of each, whether it is multiplied by the scale
+    losses: list[bool]  # for each, whether it is scaled
     flags: int
     names: Sequence[str]
-    reading: Reading | None
-    sampled: list[_Late] | None
+    reading: GradStats | None
+    sampled: list[_PendingCounts] | None
     after: list[Callable[[bool], None]] = field(default_factory=list)
 
 
-class _Late:
-    """Counts of one device on their way to the host."""
+class _PendingCounts:
+    """Counts of one device that are being copied to the host."""
 
     def __init__(self, part: Any) -> None:
         self._part = part
         self._host: Tensor | None = None
-        self._batch: Batch | None = None
+        self._batch: TensorBatch | None = None
         self.positions: list[int] = part.positions
-        if isinstance(part, Launched) and part.counted.buffer.is_cuda:
+        if isinstance(part, GpuStats) and part.counted.buffer.is_cuda:
             buffer, self._batch = part.counted.buffer, part.counted.batch
             self._host = torch.empty(buffer.shape, dtype=buffer.dtype, device="cpu", pin_memory=True)
-            self._host.copy_(buffer, non_blocking=True)  # before the facts, whose arrival is waited for
+            self._host.copy_(buffer, non_blocking=True)  # before the numbers that ``settle`` waits for
 
     def fetch(self) -> list[Census]:
         if self._host is None or self._batch is None:
             return list(self._part.fetch())
-        from ampwise.census.launch import read_census  # which needs Triton, as does whoever comes here
+        from ampwise.numbers.census.launch import read_census  # needs Triton
 
         return read_census(self._host, self._batch)
 
 
-class Gradients:
-    """Reads gradients before each step, as often as the time allows, and tells what has become known."""
+class GradientReader:
+    """Read gradients before steps, as often as the time allows, and report numbers as they arrive."""
 
-    def __init__(self, tell: Callable[[OptimizerState, Known], None], every: int | None = None) -> None:
-        self._tell = tell
+    def __init__(self, callback: Callable[[TrackedOptimizer, StepNumbers], None], every: int | None = None) -> None:
+        self._callback = callback
         self._began = time.monotonic()
-        self._reads = Pace(READING_SHARE, None if every is None else 1)
-        self._samples = Pace(SAMPLING_SHARE, every)
-        self._readings: dict[int, Reading] = {}  # of optimizers whose step is yet to come
-        self._awaited: deque[_Awaited] = deque()
-        self._skips: dict[int, int] = {}  # in a row
+        self._reads = TimeBudget(READING_SHARE, None if every is None else 1)
+        self._samples = TimeBudget(SAMPLING_SHARE, every)
+        self._readings: dict[int, GradStats] = {}  # by optimizer, before its step
+        self._pending: deque[_PendingStep] = deque()
+        self._skips: dict[int, int] = {}  # skipped steps in a row, by optimizer
 
-    def ready(self, optimizer: Any, scale: Tensor | None, state: OptimizerState) -> None:
-        """Read the gradients, which are multiplied by ``scale``."""
+    def ready(self, optimizer: Any, scale: Tensor | None, state: TrackedOptimizer) -> None:
+        """Read the gradients of the next step. scale: what they are multiplied by."""
         if state.read:
             return
         state.read = True
         self._readings.pop(state.index, None)
-        if not self._reads.asked():
+        if not self._reads.is_due():
             return
         with self._reads.timed(), torch.no_grad():
-            gradients = None if _is_divided(optimizer) else gradients_of(_untouched(optimizer))
+            gradients = None if _is_sharded(optimizer) else collect_gradients(_without_side_effects(optimizer))
             if gradients is not None and len(gradients):
-                self._readings[state.index] = read(gradients, scale)
+                self._readings[state.index] = read_gradients(gradients, scale)
 
-    def taken(
+    def step_ended(
         self,
         optimizer: Any,
-        state: OptimizerState,
+        state: TrackedOptimizer,
         names: Sequence[str],
         outcome: StepOutcome,
     ) -> None:
-        """A step is over."""
+        """Note the end of a step, and start to copy its numbers to the host."""
         mine = self._readings.pop(state.index, None)
         reading = outcome.reading or mine
-        home = home_of([optimizer])
+        home = first_device([optimizer])
         losses = {by: loss for by, loss in state.losses.items() if loss.device == home}
         row = StepRow(
             optimizer=state.index,
@@ -128,11 +128,11 @@ class Gradients:
         )
         sampled = self._sampled(reading)
         parts = _parts(home, reading, outcome, list(losses.values()))
-        self._awaited.append(
-            _Awaited(
+        self._pending.append(
+            _PendingStep(
                 state=state,
                 row=row,
-                posted=Posted(*parts) if parts else None,
+                posted=AsyncScalars(*parts) if parts else None,
                 read=reading is not None,
                 scaled=outcome.scale is not None,
                 losses=list(losses),
@@ -147,14 +147,14 @@ class Gradients:
         self.settle()
 
     @property
-    def waiting(self) -> bool:
-        """For numbers of some step."""
-        return bool(self._awaited)
+    def pending(self) -> bool:
+        """Whether numbers of some step have not arrived."""
+        return bool(self._pending)
 
-    def bad_already(self, optimizer: Any, state: OptimizerState, *, scaled: bool) -> tuple[float | None] | None:
-        """The loss of the step to come, if that is known not to be finite, it or the gradients; None if not.
+    def bad_already(self, optimizer: Any, state: TrackedOptimizer, *, scaled: bool) -> tuple[float | None] | None:
+        """Return (loss,) of the next step if its loss or gradients are known not to be finite; None otherwise.
 
-        On the CPU alone: any other device would have to be waited for. scaled: gradients may well be too large.
+        Only on the CPU: any other device would need a sync. scaled: overflows of gradients are ordinary.
         """
         losses = list(state.losses.values())
         if any(each.device.type != "cpu" for each in losses):
@@ -163,107 +163,107 @@ class Gradients:
         if loss is not None and not math.isfinite(loss):
             return (loss,)
         reading = None if scaled else self._readings.get(state.index)
-        home = None if reading is None else home_of([optimizer])
+        home = None if reading is None else first_device([optimizer])
         if reading is None or home is None or home.type != "cpu":
             return None
         _, infinities, nans = reading.totals(home).tolist()
         return (loss,) if infinities + nans else None
 
-    def when_known(self, state: OptimizerState, tell: Callable[[bool], None]) -> None:
-        """Call with whether the optimizer's last step was skipped, once that is known."""
-        last = next((each for each in reversed(self._awaited) if each.state is state), None)
+    def when_known(self, state: TrackedOptimizer, callback: Callable[[bool], None]) -> None:
+        """Call back with whether the optimizer's last step was skipped, once that is known."""
+        last = next((each for each in reversed(self._pending) if each.state is state), None)
         if last is not None:
-            last.after.append(tell)
+            last.after.append(callback)
         else:
-            tell(self._skips.get(state.index, 0) > 0)
+            callback(self._skips.get(state.index, 0) > 0)
 
     def settle(self, *, wait: bool = False) -> None:
-        """Tell of all steps whose numbers have arrived."""
-        while self._awaited:
-            posted = self._awaited[0].posted
+        """Report all steps whose numbers have arrived. wait: sync for the others."""
+        while self._pending:
+            posted = self._pending[0].posted
             if posted is not None and not posted.arrived and not wait:
                 return
-            self._resolve(self._awaited.popleft())
+            self._resolve(self._pending.popleft())
 
-    def _sampled(self, reading: Reading | None) -> list[_Late] | None:
-        if reading is None or not self._samples.asked():
+    def _sampled(self, reading: GradStats | None) -> list[_PendingCounts] | None:
+        if reading is None or not self._samples.is_due():
             return None
-        return [_Late(part) for part in reading.parts if part.counts]
+        return [_PendingCounts(part) for part in reading.parts if part.counts]
 
-    def _resolve(self, awaited: _Awaited) -> None:
-        numbers = iter([] if awaited.posted is None else awaited.posted.read())
+    def _resolve(self, pending: _PendingStep) -> None:
+        numbers = iter([] if pending.posted is None else pending.posted.read())
         norm, bad = None, False
-        if awaited.read:
+        if pending.read:
             squares, infinities, nans = next(numbers), next(numbers), next(numbers)
             bad = infinities + nans > 0
             norm = math.nan if nans else math.inf if infinities else math.sqrt(squares)
-        scale = next(numbers) if awaited.scaled else None
-        flags = [next(numbers) > 0 for _ in range(awaited.flags)]
-        skipped = awaited.row.skipped or any(flags)
-        losses = [next(numbers) / (scale if by and scale else 1.0) for by in awaited.losses]
+        scale = next(numbers) if pending.scaled else None
+        flags = [next(numbers) > 0 for _ in range(pending.flags)]
+        skipped = pending.row.skipped or any(flags)
+        losses = [next(numbers) / (scale if by and scale else 1.0) for by in pending.losses]
         loss = sum(losses) if losses else None
-        row = replace(awaited.row, norm=norm, scale=scale, skipped=skipped, loss=loss)
-        index = awaited.state.index
+        row = replace(pending.row, norm=norm, scale=scale, skipped=skipped, loss=loss)
+        index = pending.state.index
         self._skips[index] = self._skips.get(index, 0) + 1 if skipped else 0
-        known = Known(row, finite=not bad and row.finite, serious=self._is_serious(row))
+        known = StepNumbers(row, finite=not bad and row.finite, serious=self._is_serious(row))
         if not known.finite and known.serious:
-            known.bad = _bad_parameters(awaited)
-        if awaited.sampled is None or skipped:
-            self._tell(awaited.state, known)
+            known.bad = _bad_parameters(pending)
+        if pending.sampled is None or skipped:
+            self._callback(pending.state, known)
         else:
-            with self._samples.timed():  # with what whoever is told makes of it
-                known.sample = _sample(awaited, row)
-                self._tell(awaited.state, known)
-        if awaited.sampled is not None and skipped:
-            self._samples.again()  # a step that did not count says nothing of those that do
-        for tell in awaited.after:
-            tell(skipped)
+            with self._samples.timed():  # including the callback's work
+                known.sample = _sample(pending, row)
+                self._callback(pending.state, known)
+        if pending.sampled is not None and skipped:
+            self._samples.again()  # a skipped step is no sample
+        for callback in pending.after:
+            callback(skipped)
 
     def _is_serious(self, row: StepRow) -> bool:
-        """An overflow of scaled gradients while the scaler finds its scale is ordinary."""
+        """Return False for an overflow of scaled gradients while the scaler looks for its scale."""
         if row.scale is None or row.scale <= 1 or (row.loss is not None and not math.isfinite(row.loss)):
             return True
         return self._skips.get(row.optimizer, 0) >= PATIENCE
 
 
-def _is_divided(optimizer: Any) -> bool:
-    """Among ranks, each of which has a share only: adding them up would be up to all of them together."""
+def _is_sharded(optimizer: Any) -> bool:
+    """Whether gradients are sharded over ranks: their sum would need communication."""
     return any(hasattr(each.grad, "placements") for each in parameters_of(optimizer))
 
 
-def _untouched(optimizer: Any) -> Any:
-    """The optimizer; or a stand-in with copies of those gradients that reading them would put in order."""
+def _without_side_effects(optimizer: Any) -> Any:
+    """Return the optimizer, or a stand-in with copies of gradients that reading would coalesce or resolve."""
     every = parameters_of(optimizer)
     unusual = [each for each in every if each.grad is not None and (each.grad.is_sparse or each.grad.is_conj())]
     if not unusual:
         return optimizer
-    copies = {id(each): SimpleNamespace(grad=_in_order(each.grad)) for each in unusual}
+    copies = {id(each): SimpleNamespace(grad=_readable(each.grad)) for each in unusual}
     return SimpleNamespace(param_groups=[{"params": [copies.get(id(each), each) for each in every]}])
 
 
-def _in_order(gradient: Tensor) -> Tensor:
+def _readable(gradient: Tensor) -> Tensor:
     return gradient.coalesce() if gradient.is_sparse else gradient.resolve_conj()
 
 
 def _parts(
     home: torch.device,
-    reading: Reading | None,
+    reading: GradStats | None,
     outcome: StepOutcome,
     losses: Sequence[Tensor],
 ) -> list[Tensor]:
-    """What is to travel, in the order in which it is read."""
+    """Return the tensors to copy to the host, in the order in which they are read."""
     parts = [] if reading is None else [reading.totals(home)]
-    parts += [] if outcome.scale is None else [there(outcome.scale.detach(), home).reshape(1)]
-    parts += [there(flag.detach(), home).reshape(1) for flag in outcome.flags]
+    parts += [] if outcome.scale is None else [to_device(outcome.scale.detach(), home).reshape(1)]
+    parts += [to_device(flag.detach(), home).reshape(1) for flag in outcome.flags]
     return parts + [loss.reshape(1) for loss in losses]
 
 
-def _sample(awaited: _Awaited, row: StepRow) -> LayerSample:
-    layers = _layers(awaited.reading, awaited.sampled or [], awaited.names)
+def _sample(pending: _PendingStep, row: StepRow) -> LayerSample:
+    layers = _layers(pending.reading, pending.sampled or [], pending.names)
     return LayerSample(optimizer=row.optimizer, first=row.step, last=row.step, scale=row.scale, layers=layers)
 
 
-def _layers(reading: Reading | None, parts: Sequence[_Late], names: Sequence[str]) -> dict[str, Census]:
+def _layers(reading: GradStats | None, parts: Sequence[_PendingCounts], names: Sequence[str]) -> dict[str, Census]:
     assert reading is not None
     found: dict[int, Census] = {}
     for part in parts:
@@ -273,18 +273,18 @@ def _layers(reading: Reading | None, parts: Sequence[_Late], names: Sequence[str
     return {names[parameter]: found[position] for parameter, position in zip(parameters, positions, strict=True)}
 
 
-def _bad_parameters(awaited: _Awaited) -> tuple[str, ...]:
-    if awaited.reading is None:
+def _bad_parameters(pending: _PendingStep) -> tuple[str, ...]:
+    if pending.reading is None:
         return ()
-    parts = awaited.sampled or [_Late(part) for part in awaited.reading.parts if part.counts]
-    if torch.cuda.is_available() and awaited.sampled is None:
-        torch.cuda.synchronize()  # a step that failed is worth the wait
-    layers = _layers(awaited.reading, parts, awaited.names)
+    parts = pending.sampled or [_PendingCounts(part) for part in pending.reading.parts if part.counts]
+    if torch.cuda.is_available() and pending.sampled is None:
+        torch.cuda.synchronize()  # a bad step is worth a sync
+    layers = _layers(pending.reading, parts, pending.names)
     return tuple(name for name, census in layers.items() if not census.finite)
 
 
 def _lr(optimizer: Any) -> float | None:
     lr = optimizer.param_groups[0].get("lr") if optimizer.param_groups else None
     if isinstance(lr, Tensor):
-        return float(lr) if lr.device.type == "cpu" else None  # asking the device would wait
+        return float(lr) if lr.device.type == "cpu" else None  # reading it from a device would sync
     return float(lr) if isinstance(lr, int | float) else None

@@ -1,4 +1,4 @@
-"""``%%ampwise``: a cell of a notebook, watched."""
+"""The notebook magic ``%%ampwise``: run a cell and watch it."""
 
 from __future__ import annotations
 
@@ -12,34 +12,34 @@ from pathlib import Path
 from typing import Any
 
 from ampwise.errors import BadInput
-from ampwise.printers.terminal import wants_colour, write
-from ampwise.record.reader import Run
-from ampwise.record.writer import Writer
+from ampwise.finding.terminal import wants_colour, write
 from ampwise.report.notebook import run_html
-from ampwise.report.summary import summary
+from ampwise.report.run_text import run_text
+from ampwise.runs.reader import Run
+from ampwise.runs.writer import RecordWriter
 from ampwise.watch.watch import Watch
 
 __all__ = ["load_ipython_extension"]
 
 WIDTH = 110
 NOT_KEPT = "`%%ampwise -o RUN` keeps the record, for `ampwise report RUN`."
-HELP = "%%ampwise [-o RUN] [-f] [--every N] [--activations]: run this cell, watched, and say what was found"
+HELP = "%%ampwise [-o RUN] [-f] [--every N] [--activations]: run and watch this cell, and show what was found"
 
 
 class CellFailed(Exception):
-    """A watched cell has failed. IPython has shown its error, the cause of this one, and does not show it again."""
+    """A watched cell has failed. IPython has already shown its error, which is the cause of this one."""
 
     def _render_traceback_(self) -> list[str]:
-        return []  # what IPython prints in place of a traceback
+        return []  # IPython prints this instead of a traceback
 
 
-class _Refusing(argparse.ArgumentParser):
+class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> Any:
-        raise BadInput(f"%%ampwise: {message}. It is used as {HELP}.")
+        raise BadInput(f"%%ampwise: {message}. Usage: {HELP}.")
 
 
 def _arguments(line: str) -> argparse.Namespace:
-    parser = _Refusing(prog="%%ampwise", add_help=False, allow_abbrev=False)
+    parser = _Parser(prog="%%ampwise", add_help=False, allow_abbrev=False)
     parser.add_argument("-o", "--output")
     parser.add_argument("-f", "--force", action="store_true")
     parser.add_argument("--every", type=int)
@@ -48,7 +48,7 @@ def _arguments(line: str) -> argparse.Namespace:
 
 
 def load_ipython_extension(shell: Any) -> None:
-    """What ``%load_ext ampwise`` calls."""
+    """Register the magic; ``%load_ext ampwise`` calls this."""
 
     def ampwise(line: str, cell: str) -> None:
         _run_cell(shell, _arguments(line), cell)
@@ -60,11 +60,11 @@ def load_ipython_extension(shell: Any) -> None:
 def _run_cell(shell: Any, args: argparse.Namespace, cell: str) -> None:
     with tempfile.TemporaryDirectory() as aside:
         folder = Path(f"{aside}/run" if args.output is None else args.output)
-        record = Writer.create(folder, force=args.force, script="this cell")
+        record = RecordWriter.create(folder, force=args.force, script="this cell")
         watch = Watch(record, every=args.every, activations=args.activations).install()
         try:
-            with _seeing(watch, shell.user_ns):
-                result = shell.run_cell(cell)  # which shows an error by itself
+            with _watching_names(watch, shell.user_ns):
+                result = shell.run_cell(cell)  # this shows an error
         finally:
             error = sys.exc_info()[1]
             failed = error if error is not None else result.error_before_exec or result.error_in_exec
@@ -72,22 +72,22 @@ def _run_cell(shell: Any, args: argparse.Namespace, cell: str) -> None:
                 watch.died(failed)
             watch.close("finished" if failed is None else "failed", None, failed)
         _show(shell, Run.read(folder), kept=args.output is not None)
-    if failed is not None:  # for "Run All" to stop here; with its traceback, for %debug
+    if failed is not None:  # so that "Run All" stops here; with the traceback, for %debug
         raise CellFailed(f"{type(failed).__name__}: {failed}").with_traceback(failed.__traceback__) from failed
 
 
 def _show(shell: Any, run: Run, *, kept: bool) -> None:
-    """As HTML where the shell can, with the text for whoever cannot; in a terminal the text alone."""
-    told = summary(run, colour=wants_colour(sys.stdout), width=WIDTH, not_kept="" if kept else NOT_KEPT)
+    """Show a summary: as HTML with a text alternative where the shell can, in a terminal as text."""
+    text = run_text(run, colour=wants_colour(sys.stdout), width=WIDTH, not_kept="" if kept else NOT_KEPT)
     if "text/html" in shell.display_formatter.active_types:
-        shell.display_pub.publish({"text/html": run_html(run), "text/plain": told}, metadata={})
+        shell.display_pub.publish({"text/html": run_html(run), "text/plain": text}, metadata={})
     else:
-        write(told, sys.stdout)
+        write(text, sys.stdout)
 
 
 @contextmanager
-def _seeing(watch: Watch, names: dict[str, Any]) -> Iterator[None]:
-    """What earlier cells have made or imported is watched too: models are known, and functions bear our wrappers."""
+def _watching_names(watch: Watch, names: dict[str, Any]) -> Iterator[None]:
+    """Watch what earlier cells have made or imported: register models, and replace imported functions by wrappers."""
     watch.adopt(names.values())
     changed = {}
     for original, replacement in watch.replaced():

@@ -1,4 +1,4 @@
-"""Other people's functions, replaced for a while and put back."""
+"""Replace functions of other libraries, and restore them."""
 
 from __future__ import annotations
 
@@ -6,38 +6,38 @@ from collections.abc import Callable
 from functools import wraps
 from typing import Any
 
-__all__ = ["INTERNAL", "Patches", "unseen"]
+__all__ = ["INTERNAL", "Patches", "hidden_from_warnings"]
 
 MISSING = object()
-# A warning names the line that called; Python passes by the frames of its import machinery, known by these words.
-INTERNAL = "<ampwise, passed by like importlib._bootstrap>"
+# warnings.warn skips frames whose file name contains these words of Python's import system.
+INTERNAL = "<ampwise, skipped like importlib._bootstrap>"
 
 
 class Patches:
-    """Attributes that were replaced, and what stood there before."""
+    """Replaced attributes and their original values."""
 
     def __init__(self) -> None:
-        self._before: list[tuple[Any, str, Any, Any]] = []  # owner, name, what it was, what it is
+        self._before: list[tuple[Any, str, Any, Any]] = []  # owner, name, original, replacement
 
     def replace(self, owner: Any, name: str, make: Callable[[Any], Callable[..., Any]]) -> None:
-        """Put ``make(original)`` in the place of ``owner.name``; nothing is done where there is no such name."""
+        """Replace ``owner.name`` by ``make(original)``; do nothing if there is no such attribute."""
         original = getattr(owner, name, None)
         if original is None:
             return
-        # Of a class, what it has itself: an inherited method is put back by taking ours away.
+        # A class's own attribute: for an inherited method, restoring means deleting the replacement.
         own = vars(owner).get(name, MISSING) if hasattr(owner, "__dict__") else original
         replacement = make(original)
         if callable(original) and not isinstance(original, type):
-            replacement = wraps(original)(unseen(replacement))
+            replacement = wraps(original)(hidden_from_warnings(replacement))
         setattr(owner, name, replacement)
         self._before.append((owner, name, own, replacement))
 
     def pairs(self) -> list[tuple[Any, Any]]:
-        """What stood in a place first, and what stands there now."""
+        """Return (original, current value) for each replaced attribute."""
         return [(own, getattr(owner, name)) for owner, name, own, _ in self._before if own is not MISSING]
 
     def undo(self) -> None:
-        """Put everything back, the last first; what someone else has replaced since stays theirs."""
+        """Restore everything, the last first, except what someone else has replaced since."""
         while self._before:
             owner, name, own, ours = self._before.pop()
             if vars(owner).get(name, MISSING) is not ours:
@@ -48,8 +48,8 @@ class Patches:
                 setattr(owner, name, own)
 
 
-def unseen(function: Any) -> Any:
-    """The function, such that a warning raised within names the script's line as it would without us."""
+def hidden_from_warnings(function: Any) -> Any:
+    """Hide the function's frame from warnings, so that they name the script's line as without ampwise."""
     if hasattr(function, "__code__"):
         function.__code__ = function.__code__.replace(co_filename=INTERNAL)
     return function

@@ -1,4 +1,4 @@
-"""What a profile of a step says: matrix work by precision, and the device's time by kind."""
+"""Read the profile of a step: matmul FLOPs by precision, and device time by kind."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import NamedTuple
 
-from ampwise.evidence.timing import MatrixProduct
-from ampwise.watch.matrix_work import PRECISIONS, Call, is_matrix_product, product
+from ampwise.rules.evidence.time_use import ProfiledMatmul
+from ampwise.watch.matmul_work import PRECISIONS, OperatorCall, is_matmul, matmul_of
 
-__all__ = ["KINDS", "OURS", "HostOp", "Kernel", "Profile", "read"]
+__all__ = ["KINDS", "OURS", "DeviceKernel", "HostOp", "Profile", "read"]
 
-OURS = "ampwise"  # the range around our own work, which is left out
+OURS = "ampwise"  # the range around ampwise's own work, which is left out
 KINDS = ("matrix", "casts", "normalisation", "elementwise", "optimizer", "other")
 
 OPTIMIZER = "Optimizer.step#"  # the range that torch's optimizers put around their step
@@ -24,37 +24,37 @@ ELEMENTWISE = re.compile(
     r"native_dropout|fused_dropout|relu|gelu|silu|mish|tanh|sigmoid|threshold|leaky_relu|elu|hardswish|softplus|"
     r"addcmul|addcdiv|lerp|softmax|log_softmax|foreach_\w+)(_backward|_backward_data)?_?$"
 )
-# Kernels that torch.compile made, and which operators it fused into them.
+# Kernels of torch.compile, and the operators fused into them.
 COMPILED = re.compile(r"^triton_(poi|per|red|tem|for)_fused_(\w+?)_\d+(_kernel)?$")
-# Operators that hide products inside.
+# Operators with matmuls inside that the profiler does not show.
 CLOSED = ("aten::_cudnn_rnn", "aten::mkldnn_rnn_layer", "aten::_thnn_fused_lstm_cell", "flash_attn::", "xformers::")
 
 
-class HostOp(NamedTuple):  # and no dataclass, since a step has thousands
-    """A call on the host, with the interval it took there in nanoseconds."""
+class HostOp(NamedTuple):  # not a dataclass, since a step has thousands
+    """An operator call on the host, with its start and end in nanoseconds."""
 
-    call: Call
+    call: OperatorCall
     start: int
     end: int
     thread: int = 0
-    id: int = 0  # by which kernels name the call that launched them
+    id: int = 0  # kernels refer to the call that launched them by this
 
 
-class Kernel(NamedTuple):
-    """Something the device did."""
+class DeviceKernel(NamedTuple):
+    """A kernel or copy on the device."""
 
     name: str
     duration: int
-    launched_by: int = 0  # the id of a call
+    launched_by: int = 0  # id of the call
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Profile:
-    """What the profiled steps did."""
+    """Summary of the profiled steps."""
 
-    products: tuple[MatrixProduct, ...] = ()
+    products: tuple[ProfiledMatmul, ...] = ()
     seconds: dict[str, float] = field(default_factory=dict)  # by kind
-    unknown: tuple[str, ...] = ()  # what was seen and could not be counted, as sentences
+    unknown: tuple[str, ...] = ()  # sentences on what could not be counted
 
     def __add__(self, other: Profile) -> Profile:
         seconds = {kind: self.seconds.get(kind, 0.0) + other.seconds.get(kind, 0.0) for kind in KINDS}
@@ -74,8 +74,8 @@ class _Node:
     inside: int = 0  # nanoseconds of the calls within it
 
 
-def read(ops: Iterable[HostOp], kernels: Sequence[Kernel]) -> Profile:
-    """The profile; the device's time is that of the kernels, or where there are none that of the host's calls."""
+def read(ops: Iterable[HostOp], kernels: Sequence[DeviceKernel]) -> Profile:
+    """Summarize a profile. Time is that of the kernels or, if there are none, of the host's calls."""
     nodes = _nested(ops)
     for node in nodes:
         node.ours = node.op.call.name == OURS or (node.parent is not None and node.parent.ours)
@@ -89,7 +89,7 @@ def read(ops: Iterable[HostOp], kernels: Sequence[Kernel]) -> Profile:
 
 
 def _nested(ops: Iterable[HostOp]) -> list[_Node]:
-    """Every call below the one it happened in, parents first."""
+    """Return a node for each call, linked to the call around it; parents come first."""
     nodes: list[_Node] = []
     open_in: dict[int, list[_Node]] = defaultdict(list)
     for op in sorted(ops, key=lambda op: (op.start, -op.end)):
@@ -120,7 +120,7 @@ def _kind(node: _Node) -> str:
 
 @lru_cache(maxsize=1024)
 def _kind_by_name(name: str) -> str:
-    if is_matrix_product(name):
+    if is_matmul(name):
         return "matrix"
     if name.startswith("aten::"):
         if NORMALISATION.search(name):
@@ -141,41 +141,41 @@ def _kind_of_compiled(name: str) -> str:
     return "normalisation" if NORMALISATION.search(fused) else "elementwise"
 
 
-def _is_cast(call: Call) -> bool:
-    """A copy from one floating format into another; of a single number it is no matter."""
+def _is_cast(call: OperatorCall) -> bool:
+    """Whether the call copies a tensor from one floating-point format to another; scalars do not count."""
     if call.name != "aten::copy_" or not call.shapes or not call.shapes[0]:
         return False
     formats = call.formats[:2]
     return len(set(formats)) == 2 and all(format in PRECISIONS for format in formats)
 
 
-def _products(nodes: Iterable[_Node]) -> tuple[list[MatrixProduct], set[str]]:
-    """Each product once, and the names of the operators whose work could not be told."""
-    calls: dict[int, Call] = {}
+def _products(nodes: Iterable[_Node]) -> tuple[list[ProfiledMatmul], set[str]]:
+    """Return each matmul once, and the names of the operators whose FLOPs are unknown."""
+    calls: dict[int, OperatorCall] = {}
     for node in nodes:
         call = node.op.call
-        if not is_matrix_product(call.name):
+        if not is_matmul(call.name):
             continue
         outer = _product_around(node)
         if outer is None:
             calls[id(node)] = call
         elif outer.op.call.name == call.name and id(outer) in calls:
-            # Autocast's turn came between the two: only the inner one has the format it was computed in.
+            # Autocast cast between the two: only the inner one has the dtype it was computed in.
             del calls[id(outer)]
             calls[id(node)] = call
-        # Otherwise it is a part of the outer one: a convolution done as a matrix product.
-    known = [(call.name, product(call)) for call in calls.values()]
+        # Otherwise it is part of the outer one: a convolution computed as a matmul.
+    known = [(call.name, matmul_of(call)) for call in calls.values()]
     return [made for _, made in known if made is not None], {name for name, made in known if made is None}
 
 
 def _product_around(node: _Node) -> _Node | None:
     above = node.parent
-    while above is not None and not is_matrix_product(above.op.call.name):
+    while above is not None and not is_matmul(above.op.call.name):
         above = above.parent
     return above
 
 
-def _seconds(nodes: Sequence[_Node], kernels: Sequence[Kernel]) -> dict[str, float]:
+def _seconds(nodes: Sequence[_Node], kernels: Sequence[DeviceKernel]) -> dict[str, float]:
     spent = dict.fromkeys(KINDS, 0)
     if kernels:
         by_id = {node.op.id: node for node in nodes}
@@ -193,24 +193,24 @@ def _seconds(nodes: Sequence[_Node], kernels: Sequence[Kernel]) -> dict[str, flo
 
 
 def _unknown(
-    nodes: Sequence[_Node], kernels: Sequence[Kernel], counted: Sequence[MatrixProduct], uncounted: Iterable[str]
+    nodes: Sequence[_Node], kernels: Sequence[DeviceKernel], counted: Sequence[ProfiledMatmul], uncounted: Iterable[str]
 ) -> Iterator[str]:
     for name in sorted(uncounted):
-        yield f"the work of {name}: its sizes are not those of plain matrices"
+        yield f"the FLOPs of {name}: its inputs are not plain matrices"
     names = {node.op.call.name for node in nodes if not node.ours}
     for name in sorted(name for name in names if name.startswith(CLOSED)):
-        yield f"the matrix work inside {name}: it is one operator to torch"
+        yield f"matmuls inside {name}: torch profiles it as one operator"
     if any(_kind_of_compiled(kernel.name) == "matrix" for kernel in kernels):
-        yield "the work of matrix products that torch.compile wrote as kernels of its own"
+        yield "the FLOPs of matmuls that torch.compile wrote as Triton kernels"
     if kernels and not counted and not any(node.kind == "matrix" for node in nodes):
-        yield "matrix work: the device ran kernels and no operator was called (a replayed CUDA graph)"
+        yield "matmuls: the device ran kernels and no operator was called (a replayed CUDA graph)"
     if any(made.aligned is None for made in counted):
-        yield "alignment: this torch's profiler tells no strides"
+        yield "alignment: this torch's profiler does not record strides"
 
 
-def _summed(products: Iterable[MatrixProduct]) -> tuple[MatrixProduct, ...]:
-    """Equal ones as one, the most work first."""
-    total: dict[tuple[str, str, str, bool | None], MatrixProduct] = {}
+def _summed(products: Iterable[ProfiledMatmul]) -> tuple[ProfiledMatmul, ...]:
+    """Merge equal matmuls; sort by FLOPs, largest first."""
+    total: dict[tuple[str, str, str, bool | None], ProfiledMatmul] = {}
     for one in products:
         key = (one.op, one.shape, one.precision, one.aligned)
         before = total.get(key)

@@ -1,4 +1,4 @@
-"""Torch's profiler, on for one step: quietly, and never in the way of the script's own."""
+"""Run torch's profiler for one step, silently, and without disturbing the script's own profiler."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from torch._C._autograd import DeviceType
 from torch.autograd import profiler as torch_profiler
 
 from ampwise.watch.forks import end_without_destructors
-from ampwise.watch.matrix_work import Call, is_matrix_product
+from ampwise.watch.matmul_work import OperatorCall, is_matmul
 from ampwise.watch.patches import Patches
-from ampwise.watch.profile import HostOp, Kernel, Profile, read
+from ampwise.watch.profile import DeviceKernel, HostOp, Profile, read
 
 __all__ = ["Profiler", "profile_of"]
 
-# What the profiler's library says on stderr when it starts and stops, since torch 2.13.
+# Lines that the profiler's library prints on stderr when it starts and stops, since torch 2.13.
 ANNOUNCED = re.compile(rb"^USDT:[^\n]*profiler_(start|stop)\r?\n?", re.MULTILINE)
-# As torch.profiler sets them itself where there are CUDA graphs, which do not outlive a teardown.
+# torch.profiler sets these itself where there are CUDA graphs, which do not survive a CUPTI teardown.
 WITHOUT_TEARDOWN = {"DISABLE_CUPTI_LAZY_REINIT": "1", "TEARDOWN_CUPTI": "0"}
 STDERR = 2
-# Held while stderr goes elsewhere: a child that another thread forks meanwhile would never have its own.
+# Held while stderr is redirected: a child forked meanwhile by another thread would inherit the redirection.
 _REDIRECTING = threading.RLock()
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(
@@ -37,10 +37,10 @@ if hasattr(os, "register_at_fork"):
 
 
 class Profiler:
-    """Ours, while it is on; and whether the script has one of its own.
+    """Start and stop a profiler of ampwise, and notice the script's own.
 
-    Torch has one profiler a process. The script's comes first: ours is given up when the script's starts, and does
-    not start while the script's is on, or prepared.
+    Torch has one profiler per process. The script's has priority: ampwise's is stopped when the script's starts, and is
+    not started while the script's is on or prepared.
     """
 
     def __init__(self, patches: Patches) -> None:
@@ -48,13 +48,13 @@ class Profiler:
         self._thread = 0
         self._starting = False
         self._theirs: set[int] = set()
-        self._started = False  # ever
-        self.given_up = False  # the last one, to the script's or to a fork
+        self._started = False  # at least once
+        self.given_up = False  # the last profile was stopped early, for the script's profiler or a fork
         for kind in (torch_profiler.profile, torch_profiler.emit_nvtx, torch_profiler.emit_itt):
             for name in ("__enter__", "_prepare_trace", "_start_trace"):
                 if name in vars(kind):
-                    patches.replace(kind, name, self._making_way)
-            patches.replace(kind, "__exit__", self._noting_the_end)
+                    patches.replace(kind, name, self._yield_to_script)
+            patches.replace(kind, "__exit__", self._note_end)
 
     @property
     def is_on(self) -> bool:
@@ -62,12 +62,12 @@ class Profiler:
 
     @property
     def is_free(self) -> bool:
-        """Nobody profiles."""
+        """Whether no profiler is on."""
         enabled = getattr(torch.autograd, "_profiler_enabled", bool)
         return not (self.is_on or self._theirs or enabled() or getattr(torch_profiler, "_is_profiler_enabled", False))
 
     def start(self) -> None:
-        """Begin to record the calls of this thread, of the backward passes it starts, and of the device."""
+        """Start recording calls of this thread and of its backward passes, and the device's work."""
         on_device = torch.cuda.is_initialized() and "NSYS_PROFILING_SESSION_ID" not in os.environ
         ours = torch_profiler.profile(use_device="cuda" if on_device else None, record_shapes=True, use_kineto=True)
         self._started = True
@@ -80,7 +80,7 @@ class Profiler:
         self._on, self._thread, self.given_up = ours, threading.get_ident(), False
 
     def stop(self) -> Any:
-        """End it: what torch has recorded. Waits for the device."""
+        """Stop, and return what torch has recorded. Syncs with the device."""
         ours, self._on = self._on, None
         with self._ours(), _quiet():
             try:
@@ -91,13 +91,13 @@ class Profiler:
         return ours.kineto_results
 
     def give_up(self) -> None:
-        """End it and forget what was recorded."""
+        """Stop, and discard what was recorded."""
         if self.is_on and self._thread == threading.get_ident():
             self.given_up = True
             self.stop()
 
     def forked(self) -> None:
-        """In a forked child: it has the library's state, and none of its threads."""
+        """Clean up in a forked child, which has the library's state but none of its threads."""
         self._on = None
         if self._started:
             end_without_destructors()
@@ -110,19 +110,19 @@ class Profiler:
         finally:
             self._starting = False
 
-    def _making_way(self, original: Callable[..., Any]) -> Callable[..., Any]:
+    def _yield_to_script(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def begin(theirs: Any, *args: Any, **kwargs: Any) -> Any:
             if not self._starting and getattr(theirs, "enabled", True):
                 self._theirs.add(id(theirs))
                 try:
                     self.give_up()
                 except Exception:
-                    self._on = None  # theirs will say what is wrong, if something is
+                    self._on = None  # if something is wrong, the script's profiler will raise it
             return original(theirs, *args, **kwargs)
 
         return begin
 
-    def _noting_the_end(self, original: Callable[..., Any]) -> Callable[..., Any]:
+    def _note_end(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def end(theirs: Any, *args: Any, **kwargs: Any) -> Any:
             try:
                 return original(theirs, *args, **kwargs)
@@ -133,7 +133,7 @@ class Profiler:
 
 
 def _switch_off() -> None:
-    """What the end of a profile does last, when something before it went wrong."""
+    """Disable the profiler after its start or stop has failed."""
     if torch._C._autograd._profiler_enabled():
         torch._C._autograd._disable_profiler()
     torch_profiler._run_on_profiler_stop()
@@ -141,7 +141,7 @@ def _switch_off() -> None:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Keep back what the profiler's library prints; what others print meanwhile comes out afterwards."""
+    """Drop what the profiler's library prints; other output to stderr is written afterwards."""
     before = {name: os.environ.get(name) for name in WITHOUT_TEARDOWN}
     os.environ.update(WITHOUT_TEARDOWN)
     try:
@@ -159,7 +159,7 @@ def _quiet() -> Iterator[None]:
 def _stderr_filtered() -> Iterator[None]:
     try:
         real = os.dup(STDERR)
-    except OSError:  # it is closed: nothing can be printed
+    except OSError:  # stderr is closed
         yield
         return
     try:
@@ -172,28 +172,28 @@ def _stderr_filtered() -> Iterator[None]:
                 _flush()
                 os.dup2(real, STDERR)
                 kept.seek(0)
-                said = ANNOUNCED.sub(b"", kept.read())
-                if said:
-                    os.write(STDERR, said)
+                printed = ANNOUNCED.sub(b"", kept.read())
+                if printed:
+                    os.write(STDERR, printed)
     finally:
         os.close(real)
 
 
 def _flush() -> None:
-    with suppress(Exception):  # it may be closed, gone, or an object of the script's own
+    with suppress(Exception):  # it may be closed, None, or replaced by the script
         sys.stderr.flush()
 
 
 def profile_of(result: Any) -> Profile:
-    """What torch has recorded, read."""
+    """Summarize what torch has recorded."""
     ops: list[HostOp] = []
-    kernels: list[Kernel] = []
+    kernels: list[DeviceKernel] = []
     for event in result.events():
         start, duration = event.start_ns(), event.duration_ns()
         if event.device_type() != DeviceType.CPU:
-            if not event.is_user_annotation():  # the host's ranges, drawn on the device once more
+            if not event.is_user_annotation():  # copies of the host's ranges
                 launched_by = event.linked_correlation_id()
-                kernels.append(Kernel(name=event.name(), duration=duration, launched_by=launched_by))
+                kernels.append(DeviceKernel(name=event.name(), duration=duration, launched_by=launched_by))
         elif not event.is_async():
             thread, number = event.start_thread_id(), event.correlation_id()
             ops.append(HostOp(call=_call(event), start=start, end=start + duration, thread=thread, id=number))
@@ -201,17 +201,17 @@ def profile_of(result: Any) -> Profile:
 
 
 @lru_cache(maxsize=1024)
-def _named(name: str) -> Call:
-    return Call(name=name)
+def _named(name: str) -> OperatorCall:
+    return OperatorCall(name=name)
 
 
-def _call(event: Any) -> Call:
+def _call(event: Any) -> OperatorCall:
     name = event.name()
-    if not (is_matrix_product(name) or name == "aten::copy_"):
-        return _named(name)  # of most calls the name is all that matters, and the rest is slow to ask for
-    strides = getattr(event, "structured_input_strides", None)  # not in every torch
+    if not (is_matmul(name) or name == "aten::copy_"):
+        return _named(name)  # most calls need only the name, and other attributes are slow to get
+    strides = getattr(event, "structured_input_strides", None)  # missing in some versions of torch
     values = getattr(event, "concrete_inputs", None)
-    return Call(
+    return OperatorCall(
         name=name,
         shapes=event.shapes(),
         strides=None if strides is None else strides(),

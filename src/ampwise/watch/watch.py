@@ -1,4 +1,4 @@
-"""The watch over a script: torch's entry points → events and gradients → rules → findings, and a record of it all."""
+"""Watch a script: torch's entry points → events and gradients → rules → findings, and a record of them."""
 
 from __future__ import annotations
 
@@ -21,60 +21,61 @@ from torch.amp.grad_scaler import GradScaler, OptState
 from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ampwise.evidence.conduct import Died, Event, OptimizerStep, ScalerStep, Site
-from ampwise.evidence.health import BadStep, Health
-from ampwise.evidence.settings import suggested_settings
-from ampwise.evidence.timing import TimeUse
 from ampwise.finding import Finding
-from ampwise.record.rows import Seen, StepRow
-from ampwise.record.writer import Writer, described
-from ampwise.watch.activations import Activations, Ranges
+from ampwise.rules.evidence.gradient_health import BadStep, GradientHealth
+from ampwise.rules.evidence.rows import CountedFinding, StepRow
+from ampwise.rules.evidence.run_events import CallSite, OptimizerStep, RunEvent, ScalerStep, ScriptFailed
+from ampwise.rules.evidence.scaler_settings import suggested_settings
+from ampwise.rules.evidence.time_use import TimeUse
+from ampwise.runs.writer import RecordWriter, exception_data
+from ampwise.watch.activations import ActivationRanges, Activations
 from ampwise.watch.advice import is_cause, point_to_cause
-from ampwise.watch.asking import on_host, precisions_of, stage_of, unwrapped
-from ampwise.watch.bad_steps import BadSteps
-from ampwise.watch.calls import Autocast, Calls, Passed
-from ampwise.watch.engines import Engines
+from ampwise.watch.bad_steps import BadStepReplays
+from ampwise.watch.dtype_flow import DtypeFlow
+from ampwise.watch.engine_listener import EngineListener
 from ampwise.watch.entry_points import EntryPoints
 from ampwise.watch.findings import Findings
-from ampwise.watch.fine import what_was_fine
-from ampwise.watch.fixes import add_diffs
-from ampwise.watch.flow import Flow
-from ampwise.watch.forks import follow_forks
-from ampwise.watch.gradients import Gradients, Known
-from ampwise.watch.memory import Memory
-from ampwise.watch.models import Models, calling_here, names_of
-from ampwise.watch.outcomes import is_ours, outcome_of
+from ampwise.watch.fix_diffs import add_diffs
+from ampwise.watch.forks import notify_of_forks
+from ampwise.watch.gradients import GradientReader, StepNumbers
+from ampwise.watch.inspection import is_on_cpu, precisions_of, stage_of, unwrapped
+from ampwise.watch.memory import OptimizerMemory
+from ampwise.watch.model_calls import ModelCalls, SkippedCall
+from ampwise.watch.models import Models, names_of, outermost_running_module
+from ampwise.watch.passed_checks import list_passed_checks
 from ampwise.watch.patches import Patches
-from ampwise.watch.replaying import BadOne
-from ampwise.watch.rest import Rest
-from ampwise.watch.state import OptimizerState
-from ampwise.watch.timing import Timing
-from ampwise.watch.tracker import Tracker
-from ampwise.watch.updates import Compared, before_step
+from ampwise.watch.step_outcomes import is_ours, outcome_of
+from ampwise.watch.step_replay import StepToReplay
+from ampwise.watch.step_skipper import StepSkipper
+from ampwise.watch.timing import RunTiming
+from ampwise.watch.tracked_objects import TrackedOptimizer
+from ampwise.watch.tracker import CallTracker
+from ampwise.watch.weight_updates import WeightComparison, copy_weights
 
 __all__ = ["Watch"]
 
-JUDGED_AGAIN = 1.25  # gradient health is judged at steps that grow by this, so that it costs ever less
+JUDGED_AGAIN = 1.25  # gradient health is judged at steps that grow by this factor, so that it costs less and less
 FIRST_JUDGEMENT = 20
-WRITTEN_EVERY = 2.0  # seconds: findings, while the script runs
-LOOKS_AROUND = 2  # passes of a model, in which is looked for what it is a part of
-ARMED_FOR = 3  # steps after a loss that was not finite, in which modules are looked at
-UPDATES_EVERY = 10  # steps: whether BF16 weights move
-PROFILED = (6, 200)  # steps
-AROUND = 6  # lines of an excerpt, on either side; readers show as many of them as they like
+WRITTEN_EVERY = 2.0  # seconds between writes of findings while the script runs
+FEW_OPTIMIZERS = 8  # up to this many are written as soon as they are known
+SEARCHED_PASSES = 2  # first passes of a model, in which a model that contains it is searched for
+ARMED_FOR = 3  # steps after a non-finite loss, in which activations are measured
+UPDATES_EVERY = 10  # steps between checks of whether BF16 weights change
+PROFILED = (6, 200)  # steps to profile
+AROUND = 6  # lines of an excerpt before and after its line
 
 
 class Watch:
-    """Everything the script does from ``install`` to ``remove`` is watched.
+    """Watch everything a script does from ``install`` to ``remove``.
 
-    record: where it is written to; None keeps it in memory. every: full counts of gradients at each n-th step; None as
-    often as one per cent of the time allows. activations: look at what modules put out, at every step. capsules: a
-    folder to save bad steps in, which are replayed in any case; weights: save those of the model, too.
+    record: where to write; None keeps the results in memory. every: count gradients in full at each n-th step; None: as
+    often as one per cent of the time allows. activations: measure modules' outputs at every step. capsules: a folder to
+    save bad steps in (they are replayed in any case); weights: save the model's weights with them.
     """
 
     def __init__(
         self,
-        record: Writer | None = None,
+        record: RecordWriter | None = None,
         *,
         every: int | None = None,
         activations: bool = False,
@@ -83,54 +84,54 @@ class Watch:
         weights: bool = True,
     ) -> None:
         self.findings = Findings()
-        self.healths: dict[int, Health] = {}
-        self.failures: list[str] = []  # of ours, which the script never learns of
+        self.healths: dict[int, GradientHealth] = {}
+        self.failures: list[str] = []  # errors of ampwise, which never reach the script
         self.steps = 0
         self._record = record
-        self._always_looks = activations
+        self._always_measures = activations
         self._with_timing = timing
         self._pid = os.getpid()
         self._began, self._folder = time.time(), _folder_here()
-        self._tracker = Tracker(self._tell)
-        self._rest = Rest(allowed=every is None and not activations)
-        self._passed: tuple[Any, ...] | None = (
-            None  # as in ``Passed``: the last call of a model, in steps that are passed over
-        )
-        self._passing: nn.Module | None = None  # while it runs
-        self._gradients = Gradients(self._known, every)
+        self._tracker = CallTracker(self._tell)
+        self._skipper = StepSkipper(allowed=every is None and not activations)
+        self._gradients = GradientReader(self._known, every)
         self._activations = Activations(self.failed)
-        self._flow = Flow(self.failed)
-        self._calls = Calls()
-        self._bad_steps = BadSteps(self._calls, self._tracker.follows, self.failed, capsules=capsules, weights=weights)
-        self._engines = Engines(self.explained, self._tracker.follows.paused, capsules, weights=weights)
-        self._looked_around: MutableMapping[nn.Module, int] = WeakIdKeyDictionary()
-        self._stepped_by: dict[int, Any] = {}  # optimizers whose gradients are ready: the scaler, if there is one
-        self._ran: set[tuple[int, int]] = set()  # steps, by optimizer, that may have changed weights
-        self._replayed: set[tuple[int, int]] = set()  # steps, before they were taken
-        self._memory = Memory()
+        self._flow = DtypeFlow(self.failed)
+        self._calls = ModelCalls()
+        self._skipper.random_models = self._calls.uses_torch_random
+        self._bad_steps = BadStepReplays(
+            self._calls, self._tracker.follows, self.failed, capsules=capsules, weights=weights
+        )
+        self._engines = EngineListener(self.explained, self._tracker.follows.paused, capsules, weights=weights)
+        self._searched: MutableMapping[nn.Module, int] = WeakIdKeyDictionary()
+        self._stepped_by: dict[int, Any] = {}  # scaler or None, by optimizer whose gradients are ready
+        self._ran: set[tuple[int, int]] = set()  # (optimizer, step) that may have changed weights
+        self._replayed: set[tuple[int, int]] = set()  # (optimizer, step) replayed before the step was made
+        self._memory = OptimizerMemory()
         self._names: dict[int, list[str]] = {}
-        self._described: dict[int, tuple[str, list[str]]] = {}  # optimizers: class, and the models' classes
-        self._told_early: object = None  # what stands in the record of the run as a whole, before it ends
+        self._described: dict[int, tuple[str, list[str]]] = {}  # by optimizer: its class, and its models' classes
+        self._early_written: object = None  # facts written to the record before the end
+        self._early_written_at = -math.inf
         self._armed = 0
         self._bad_module: str | None = None
-        self._poisoned: set[int] = set()  # optimizers whose weights got gradients that were not finite
-        self._unread: set[int] = set()  # those whose last gradients nobody has looked at
-        self._ranges: list[tuple[int, Ranges]] = []
+        self._poisoned: set[int] = set()  # optimizers whose weights were updated with non-finite gradients
+        self._unread: set[int] = set()  # optimizers whose last gradients were not read
+        self._ranges: list[tuple[int, ActivationRanges]] = []
         self.largest: dict[str, tuple[str, float]] = {}  # by module: dtype and largest magnitude
-        self._compared: dict[int, Compared] = {}
-        self._updates: list[tuple[OptimizerState, int, Compared]] = []
+        self._compared: dict[int, WeightComparison] = {}
+        self._updates: list[tuple[TrackedOptimizer, int, WeightComparison]] = []
         self._judge_at = FIRST_JUDGEMENT
         self._written = time.monotonic()
-        self._kinds: dict[str, int] = {}  # events, for what was fine
+        self._kinds: dict[str, int] = {}  # number of events by class
         self._patches: Patches | None = None
         self._not_measured: dict[str, None] = {}
-        self._timing: Timing | None = None
+        self._timing: RunTiming | None = None
         self.time_use: TimeUse | None = None
 
     # On and off
 
     def install(self) -> Watch:
-        """Begin to watch."""
+        """Start watching."""
         if self._patches is None:
             self._patches = Patches()
             self._models = Models(
@@ -138,21 +139,20 @@ class Watch:
                 self._model_begins,
                 self._model_ends,
                 self.failed,
-                self._rest,
-                (self._model_begins_at_rest, self._model_ends_at_rest),
-                self._compiles,
+                self._skipper,
+                self._before_compile,
             )
-            self._entry_points = EntryPoints(self._patches, self._tracker, self, self._rest)
+            self._entry_points = EntryPoints(self._patches, self._tracker, self, self._skipper)
             to_come = [step for step in PROFILED if step > self.steps]
-            self._timing = Timing(self._patches, profile_at=to_come) if self._with_timing else None
-            for optimizer, _ in self._tracker.optimizers.pairs():  # of an earlier time
+            self._timing = RunTiming(self._patches, profile_at=to_come) if self._with_timing else None
+            for optimizer, _ in self._tracker.optimizers.pairs():  # from an earlier installation
                 self.optimizer_made(optimizer)
             self._engines.listen()
-            follow_forks(self)
+            notify_of_forks(self)
         return self
 
     def remove(self) -> None:
-        """Leave torch as it was."""
+        """Restore torch as it was."""
         if self._patches is not None:
             self.follow_again()
             if self._timing is not None:
@@ -173,7 +173,7 @@ class Watch:
             self._timing.about_to_fork()
 
     def forked(self) -> None:
-        """In a forked child, which is not watched: the record is its parent's, and so is the training."""
+        """Stop watching in a forked child: the record belongs to its parent."""
         timing, patches, self._timing, self._patches = self._timing, self._patches, None, None
         if patches is None:
             return
@@ -185,10 +185,10 @@ class Watch:
         self._activations.end()
         self._flow.remove()
         self._models.forget()
-        patches.undo()  # the optimizers' hooks stay, which one of them may be running through; they do nothing
+        patches.undo()  # the optimizers' step hooks stay, as one may be running; they do nothing
 
     def adopt(self, things: Iterable[Any]) -> None:
-        """Models, optimizers and scalers that were made before."""
+        """Register models, optimizers and scalers that were made before."""
         every = list(things) if self._patches is not None else []
         for model in (each for each in every if isinstance(each, nn.Module)):
             self._models.remember(model)
@@ -201,7 +201,7 @@ class Watch:
             self._tracker.scaler_state(scaler)
 
     def replaced(self) -> list[tuple[Any, Any]]:
-        """Functions of torch's, and what stands in their places."""
+        """Return (original, replacement) for each replaced function."""
         return [] if self._patches is None else self._patches.pairs()
 
     def __enter__(self) -> Watch:
@@ -213,8 +213,8 @@ class Watch:
         self.close("finished" if error is None else "failed")
 
     def close(self, status: str = "finished", exit_code: int | None = None, error: BaseException | None = None) -> None:
-        """The script is over: judge the whole, and write the record's end."""
-        if os.getpid() != self._pid:  # a child that was forked: the record is its parent's
+        """End the watch: judge the whole run, and finish the record."""
+        if os.getpid() != self._pid:  # a forked child: the record belongs to its parent
             return
         try:
             self._gradients.settle(wait=True)
@@ -227,26 +227,26 @@ class Watch:
         self._write_end(status, exit_code, error)
 
     def died(self, error: BaseException) -> None:
-        """The script ended with an exception."""
+        """Report an exception that ended the script."""
         frames = [each for each in traceback.extract_tb(error.__traceback__) if _is_own(each.filename)]
-        site = Site(file=frames[-1].filename, line=frames[-1].lineno) if frames else Site()
-        told = described(error)
-        self._tell(Died(site=site, error=told["type"], message=told["message"]), self._tracker.steps + 1)
+        site = CallSite(file=frames[-1].filename, line=frames[-1].lineno) if frames else CallSite()
+        summary = exception_data(error)
+        self._tell(ScriptFailed(site=site, error=summary["type"], message=summary["message"]), self._tracker.steps + 1)
 
-    # What entry points tell
+    # Calls from the entry points
 
     def _model_begins(self, model: nn.Module, args: Any = (), kwargs: Any = None) -> None:
         begun = self._tracker.model_begins(model)
         if begun is not None:
             event, states = begun
-            self._look_around(model, states)
+            self._find_outer_model(model, states)
             self._calls.begins(model, args, kwargs or {}, [state.index for state in states], event)
 
-    def _look_around(self, model: nn.Module, states: Sequence[OptimizerState]) -> None:
-        """In its first passes: is it part of a larger one, that nobody has asked for its parameters?"""
-        if states and self._looked_around.get(model, 0) < LOOKS_AROUND:
-            self._looked_around[model] = self._looked_around.get(model, 0) + 1
-            whole = calling_here()
+    def _find_outer_model(self, model: nn.Module, states: Sequence[TrackedOptimizer]) -> None:
+        """Find a larger model around this one, in its first passes, whose ``parameters()`` was never called."""
+        if states and self._searched.get(model, 0) < SEARCHED_PASSES:
+            self._searched[model] = self._searched.get(model, 0) + 1
+            whole = outermost_running_module()
             if whole is not None and whole is not model:
                 self._models.watch(whole)  # from the next pass on
                 for state in states:
@@ -256,83 +256,67 @@ class Watch:
         if self._tracker.model_ends(model):
             self._calls.ends(output)
 
-    # Steps that are passed over
+    # Skipped steps
 
     def step_over(self, optimizer: Any) -> None:
-        """Whether to pass over some: only where none has gradients that wait, so that all begins anew afterwards."""
-        steps = self._rest.step_followed()
-        if not steps or not self._may_rest():
+        """Start to skip steps if following is expensive, and no optimizer has pending gradients."""
+        steps = self._skipper.step_followed()
+        if not steps or not self._may_skip():
             return
         indices = {id(each): state.index for each, state in self._tracker.optimizers.pairs()}
         self._calls.forget()
         if self._timing is not None:
-            self._timing.rests(True)
-        self._rest.begin(unwrapped(optimizer), indices, steps)
+            self._timing.skips_steps(True)
+        self._skipper.begin(unwrapped(optimizer), indices, steps)
 
-    def _compiles(self) -> None:
-        """Something is to be compiled, which must have nothing of ours in it that comes and goes."""
-        self._rest.never_again()
+    def _before_compile(self) -> None:
+        """Stop skipping steps before something is compiled, as changing hooks would recompile it."""
+        self._skipper.never_skip_again()
         self.follow_again()
         self._flow.stop()
 
-    def _may_rest(self) -> bool:
+    def _may_skip(self) -> bool:
         states = self._tracker.optimizers.states()
-        busy = self._armed or self._flow.on or self._gradients.waiting or any(state.pending for state in states)
+        busy = self._armed or self._flow.on or self._gradients.pending or any(state.pending for state in states)
         measuring = self._timing is not None and self._timing.measuring
         compiled = self._models.has_compiled_functions or self._models.has_compiled
         return not (busy or measuring or compiled) and all(
-            on_host(each) for each, _ in self._tracker.optimizers.pairs()
+            is_on_cpu(each) for each, _ in self._tracker.optimizers.pairs()
         )
 
     def follow_again(self) -> None:
-        if not self._rest.on:
+        if not self._skipper.on:
             return
-        steps = self._rest.end()
+        steps = self._skipper.end()
         self.steps += sum(steps.values())
-        self._tracker.passed_over(steps)
-        self._unread |= steps.keys() - self._poisoned  # nobody has looked at the gradients that they took
+        self._tracker.add_skipped_steps(steps)
+        self._unread |= steps.keys() - self._poisoned  # the gradients of skipped steps were not read
         if self._timing is not None:
-            self._timing.rests(False)
-        passed, self._passed, self._passing = self._passed, None, None
+            self._timing.skips_steps(False)
+        passed, self._skipper.last_call = self._skipper.last_call, None
         known = None if passed is None else self._tracker.last_pass_of(passed[0])
         if passed is not None and known is not None:
-            self._calls.take_up(Passed(*passed), known[1], known[0])
-
-    def _model_begins_at_rest(self, model: nn.Module, args: Any = (), kwargs: Any = None) -> None:
-        """What a replay needs is kept, should the loss turn out not to be finite."""
-        if not torch.is_grad_enabled():
-            if self._rest.looks():
-                self._model_begins(model, args, kwargs)
-        elif self._passing is None and threading.get_ident() == self._rest.thread:
-            autocast = Autocast.here("cpu") if torch.is_autocast_enabled("cpu") else None
-            draws = type(model) in self._calls.draws_from_torch
-            random = torch.default_generator.get_state() if draws else None
-            self._passed, self._passing = (model, args, kwargs or {}, autocast, random), model
-
-    def _model_ends_at_rest(self, model: nn.Module, args: Any = (), output: Any = None) -> None:
-        if self._passing is model:
-            self._passing = None
-        else:
-            self._model_ends(model, args, output)
+            self._calls.adopt(SkippedCall(*passed), known[1], known[0])
 
     def optimizer_made(self, optimizer: Any) -> None:
         self._watch_models_of(optimizer)
+        self._models.forget_found()  # models may change before the first step
 
     def _watch_models_of(self, optimizer: Any) -> list[nn.Module]:
         state = self._tracker.state_of(optimizer)
         models = self._models.of(optimizer)
         for model in models:
-            for each in (model, self._models.around(model)):  # which may be the same
+            for each in (model, self._models.around(model)):  # it may be the same
                 self._models.watch(each)
                 self._tracker.trains(each, state)
-            if self._always_looks:
+            if self._always_measures:
                 self._activations.begin(model)
         return models
 
     def gradients_ready(self, optimizer: Any, scaler: Any | None) -> None:
         self._stepped_by[self._tracker.state_of(optimizer).index] = scaler
         if is_ours(scaler) or _capturing():
-            return  # it reads them itself; or what is done now would be done at each replay of the graph
+            return  # it reads them itself; or a CUDA graph would repeat this at each replay
         state = self._tracker.state_of(optimizer)
         with self._paused():
             self._gradients.ready(optimizer, _scale_of(optimizer, state, scaler), state)
@@ -342,29 +326,29 @@ class Watch:
             return
         state = self._tracker.state_of(optimizer)
         scaler = self._stepped_by.pop(state.index, None)
-        if not is_ours(scaler):  # an engine looks into its steps itself
+        if not is_ours(scaler):  # an engine examines its own steps
             with self._paused():
                 self._look_before_update(optimizer, state, scaler)
             self._calls.update_begins(state.index)
         if state.steps % UPDATES_EVERY == 0:
-            compared = before_step(optimizer, self._names_of(optimizer, state))
+            compared = copy_weights(optimizer, self._names_of(optimizer, state))
             if compared is not None:
                 self._compared[state.index] = compared
 
     def step_taken(self, optimizer: Any, scaler: Any | None, *, ran: bool) -> None:
         if _capturing():
-            self._not_measured["Steps in a CUDA graph: the host is not told of its replays."] = None
+            self._not_measured["Steps in a CUDA graph: replays are not visible to the host."] = None
             return
         with self._paused():
-            self._take_in(optimizer, scaler, ran=ran)
+            self._process_step(optimizer, scaler, ran=ran)
         if self._timing is not None and threading.current_thread() is threading.main_thread():
             self._timing.step_ended(self.steps)
 
     def _paused(self) -> AbstractContextManager[None]:
-        """What we do is no part of what the script's time goes to."""
+        """Return a context that leaves ampwise's own work out of the timing."""
         return nullcontext() if self._timing is None else self._timing.paused()
 
-    def _take_in(self, optimizer: Any, scaler: Any | None, *, ran: bool) -> None:
+    def _process_step(self, optimizer: Any, scaler: Any | None, *, ran: bool) -> None:
         state = self._tracker.state_of(optimizer)
         names = self._names_of(optimizer, state)
         compared = self._compared.pop(state.index, None)
@@ -375,19 +359,20 @@ class Watch:
         ranges = self._activations.collect()
         if ranges is not None:
             self._ranges.append((state.steps + 1, ranges))
-        self._settle_others()  # before the step itself, which is judged by what modules put out
+        self._settle_others()  # before the step, whose judgement uses activations
         outcome = outcome_of(optimizer, scaler, ran=ran)
         self._calls.step_over(state.index, ran=ran)
         self._ran |= {(state.index, state.steps + 1)} if ran else set()
-        self._gradients.taken(optimizer, state, names, outcome)
-        if not ran and self._gradients.waiting:
-            self._gradients.settle(wait=True)  # the scaler has waited already, and has skipped it
+        self._gradients.step_ended(optimizer, state, names, outcome)
+        if not ran and self._gradients.pending:
+            self._gradients.settle(wait=True)  # the scaler has already synced, and skipped the step
         if is_ours(scaler):
-            self._calls.leave(state.index)  # the engine explains its steps itself
+            self._calls.ignore(state.index)  # the engine explains its steps itself
         if not outcome.flags or is_ours(scaler):
             self._calls.settled(state.index)
         self._step_over(optimizer, state)
-        self._look_early(optimizer, state, ran=ran)
+        self._measure_once(optimizer, state, ran=ran)
+        self._models.forget_found()
 
     def scheduler_moved(self, scheduler: Any) -> None:
         moved = self._tracker.scheduled(scheduler)
@@ -397,7 +382,7 @@ class Watch:
             self._gradients.when_known(state, lambda skipped: self._tell(replace(event, after_skip=skipped), step))
 
     def failed(self, error: Exception) -> None:
-        """Ours, not the script's."""
+        """Note an error of ampwise's own."""
         if len(self.failures) < 20:
             frame = traceback.extract_tb(error.__traceback__)[-1]
             self.failures.append(f"{type(error).__name__}: {error} ({os.path.basename(frame.filename)}:{frame.lineno})")  # noqa: PTH119
@@ -406,9 +391,9 @@ class Watch:
 
     # Steps
 
-    def _step_over(self, optimizer: Any, state: OptimizerState) -> None:
+    def _step_over(self, optimizer: Any, state: TrackedOptimizer) -> None:
         self.steps += 1
-        if self._armed and not self._always_looks:
+        if self._armed and not self._always_measures:
             self._armed -= 1
             for model in self._models.of(optimizer) if self._armed else ():
                 self._activations.begin(model)
@@ -421,8 +406,8 @@ class Watch:
         self._write_findings()
         self._write_early_facts()
 
-    def _look_early(self, optimizer: Any, state: OptimizerState, *, ran: bool) -> None:
-        """What is looked at once, in the first steps. If that fails, the step counts all the same."""
+    def _measure_once(self, optimizer: Any, state: TrackedOptimizer, *, ran: bool) -> None:
+        """Measure memory and dtypes, once per optimizer. A failure does not affect the step's count."""
         try:
             if ran:
                 self._memory.take(state.index, unwrapped(optimizer), lambda: self._models.of(optimizer))
@@ -431,19 +416,19 @@ class Watch:
             self.failed(error)
 
     def _profiled_soon(self) -> bool:
-        """Whether a profile is taken while each optimizer takes its next step."""
+        """Whether a profile is due before each optimizer has made its next step."""
         return any(self.steps < step <= self.steps + len(self.healths) for step in PROFILED)
 
     def _settle_others(self, *, wait: bool = False) -> None:
-        """What travels beside the facts of steps."""
+        """Read activation ranges and weight comparisons that have arrived."""
         while self._ranges and (wait or self._ranges[0][1].posted.arrived):
-            self._look_at(*self._ranges.pop(0))
+            self._read_ranges(*self._ranges.pop(0))
         while self._updates and (wait or self._updates[0][2].arrived):
             state, step, compared = self._updates.pop(0)
             if state.index in self.healths:
                 self.healths[state.index].add_updates(step, compared.shares())
 
-    def _look_at(self, step: int, ranges: Ranges) -> None:
+    def _read_ranges(self, step: int, ranges: ActivationRanges) -> None:
         for name, dtype, value in ranges.read():
             bad = not math.isfinite(value)
             if bad and self._bad_module is None:
@@ -451,7 +436,7 @@ class Watch:
             known = self.largest.get(name, (dtype, 0.0))[1]
             self.largest[name] = (dtype, value if bad or value > known else known)
 
-    def _known(self, state: OptimizerState, known: Known) -> None:
+    def _known(self, state: TrackedOptimizer, known: StepNumbers) -> None:
         row, health = known.row, self.healths.get(state.index)
         self._explain_if_bad(state, known)
         self._calls.settled(state.index)
@@ -468,14 +453,14 @@ class Watch:
             if known.sample is not None and row.step % self._record.sample_every(row.step) == 0:
                 self._record.layers(known.sample)
 
-    def _bad_step(self, health: Health, known: Known) -> None:
+    def _bad_step(self, health: GradientHealth, known: StepNumbers) -> None:
         row = known.row
         healthy = None if row.optimizer in self._unread else row.optimizer not in self._poisoned
         if not row.skipped:
-            self._poisoned.add(row.optimizer)  # such gradients leave no weight as it was
+            self._poisoned.add(row.optimizer)  # non-finite gradients spoil all weights
         loss_is_bad = row.loss is not None and not math.isfinite(row.loss)
         if loss_is_bad and row.skipped and not self._activations.on and not self._armed and not self._bad_module:
-            self._armed = ARMED_FOR + 1  # the weights are still what they were: look at modules in the steps to come
+            self._armed = ARMED_FOR + 1  # the weights are still good: measure activations in the next steps
         health.add_bad(
             BadStep(
                 step=row.step,
@@ -488,16 +473,16 @@ class Watch:
         )
 
     def _note_unread(self, row: StepRow) -> None:
-        """Whether the weights may have got gradients of which nobody knows; a scaler looks at them itself."""
+        """Note whether weights were updated with gradients that were not read; a scaler checks them itself."""
         if not row.skipped:
             unknown = row.norm is None and row.scale is None and row.optimizer not in self._poisoned
             (self._unread.add if unknown else self._unread.discard)(row.optimizer)
 
     # Why a step was bad
 
-    def _look_before_update(self, optimizer: Any, state: OptimizerState, scaler: Any | None) -> None:
-        """The last moment at which the weights are those that a step ran with."""
-        if self._gradients.waiting:
+    def _look_before_update(self, optimizer: Any, state: TrackedOptimizer, scaler: Any | None) -> None:
+        """Replay a bad step before its update, while the weights are those it ran with."""
+        if self._gradients.pending:
             self._settle_others()
             self._gradients.settle()
         if state.index in self._poisoned:
@@ -506,20 +491,20 @@ class Watch:
         if bad is not None:
             scale = None if scaler is None else float(scaler._scale)
             self._replayed.add((state.index, state.steps + 1))
-            self._explain(BadOne(state.steps + 1, bad[0], scale, (unwrapped(optimizer),)))
-        if scaler is None:  # else it may still skip the step, and tell later
+            self._explain(StepToReplay(state.steps + 1, bad[0], scale, (unwrapped(optimizer),)))
+        if scaler is None:  # a scaler may still skip the step
             self._calls.settled(state.index, now=True)
 
-    def _explain_if_bad(self, state: OptimizerState, known: Known) -> None:
+    def _explain_if_bad(self, state: TrackedOptimizer, known: StepNumbers) -> None:
         row, key = known.row, (state.index, known.row.step)
         if key in self._ran and row.skipped:
             self._calls.was_skipped(state.index)
         self._ran.discard(key)
         is_bad = row.skipped or not known.finite
-        if not is_bad or state.index in self._poisoned or self._calls.leaves(state.index):
+        if not is_bad or state.index in self._poisoned or self._calls.is_ignored(state.index):
             return
         optimizers = [each for each, other in self._tracker.optimizers.pairs() if other is state]
-        step = BadOne(row.step, row.loss, row.scale, tuple(optimizers))
+        step = StepToReplay(row.step, row.loss, row.scale, tuple(optimizers))
         if key in self._replayed:
             self._replayed.discard(key)
         elif row.skipped:
@@ -527,18 +512,18 @@ class Watch:
         else:
             self._bad_steps.came_too_late(step)
 
-    def _explain(self, step: BadOne) -> None:
+    def _explain(self, step: StepToReplay) -> None:
         for finding in self._bad_steps.explain(step):
             self.explained(finding, step.number)
 
     def explained(self, finding: Finding, step: int | None = None) -> None:
-        """What went bad, and why: by a replay of ours, or by whoever has replayed a step itself."""
+        """Add a finding about a bad step, from a replay by the watch or by an engine."""
         self.findings.add(finding, step)
 
-    def _health_of(self, optimizer: Any, state: OptimizerState, scaler: Any | None) -> Health:
+    def _health_of(self, optimizer: Any, state: TrackedOptimizer, scaler: Any | None) -> GradientHealth:
         health = self.healths.get(state.index)
         if health is None:
-            health = self.healths[state.index] = Health(state.index, names=self._names_of(optimizer, state))
+            health = self.healths[state.index] = GradientHealth(state.index, names=self._names_of(optimizer, state))
         ran_in, kept = self._tracker.precisions_since_step(state), precisions_of(optimizer)
         half = next((each for each in ("fp16", "bf16") if each in ran_in or kept == (each,)), None)
         health.precision = half or health.precision
@@ -547,22 +532,22 @@ class Watch:
             health.growth_factor, health.backoff_factor = scaler._growth_factor, scaler._backoff_factor
         return health
 
-    def _names_of(self, optimizer: Any, state: OptimizerState) -> list[str]:
+    def _names_of(self, optimizer: Any, state: TrackedOptimizer) -> list[str]:
         count = sum(len(group["params"]) for group in optimizer.param_groups)
         known = self._names.get(state.index)
-        if known is None or len(known) != count:  # a group was added
-            models = self._watch_models_of(optimizer)  # which may have been made since
+        if known is None or len(known) != count:  # a parameter group was added
+            models = self._watch_models_of(optimizer)  # models may have been made since
             known = self._names[state.index] = names_of(optimizer, models)
             self._described[state.index] = (state.name, [type(model).__name__ for model in models])
         return known
 
     def _autocast(self) -> str | None:
-        """What the training ran in, where that is a half format."""
+        """Return the 16-bit format that the training ran in, if any."""
         return next((each.precision for each in self.healths.values() if each.precision != "fp32"), None)
 
     # Judging and writing
 
-    def _tell(self, event: Event, step: int) -> None:
+    def _tell(self, event: RunEvent, step: int) -> None:
         kind = type(event).__name__
         self._kinds[kind] = self._kinds.get(kind, 0) + 1
         if isinstance(event, ScalerStep | OptimizerStep) and event.backwards > 1:
@@ -570,9 +555,9 @@ class Watch:
         self.findings.judge(event, step)
 
     def _judge_all(self) -> None:
-        conduct = self._tracker.whole()
-        conduct.bf16_emulated_on = _bf16_emulated_on(conduct.forwards)
-        self.findings.judge_whole(conduct, "step")
+        events = self._tracker.finish()
+        events.bf16_emulated_on = _bf16_emulated_on(events.forwards)
+        self.findings.judge_whole(events, "step")
         for health in self.healths.values():
             self.findings.judge_whole(health, "gradient")
         if self.time_use is not None:
@@ -586,15 +571,19 @@ class Watch:
             self._record.findings(self.seen())
 
     def _write_early_facts(self) -> None:
-        """Whoever looks at the record before the end wants to know what it is that runs."""
-        if self._record is None or self._told_early == (self._precision(), self._described):
+        """Write precision and optimizers to the record as soon as they are known, for readers of a running script."""
+        if self._record is None or self._early_written == (self._precision(), self._described):
             return
-        self._told_early = (self._precision(), dict(self._described))
+        now = time.monotonic()
+        if len(self._described) > FEW_OPTIMIZERS and now - self._early_written_at < WRITTEN_EVERY:
+            return  # each one would write the whole list again
+        self._early_written_at = now
+        self._early_written = (self._precision(), dict(self._described))
         for name, value in self._early_facts().items():
             self._record.fact(name, value)
 
-    def seen(self) -> list[Seen]:
-        """The findings so far, worst first, each with the lines around its place."""
+    def seen(self) -> list[CountedFinding]:
+        """Return the findings so far, worst first, each with an excerpt of the source."""
         found = list(self.findings)
         known = any(is_cause(each.finding) for each in found)
         point_to_cause(found, known=known, after_model=self._bad_steps.after_model)
@@ -603,12 +592,12 @@ class Watch:
         return found
 
     def facts(self) -> dict[str, Any]:
-        """What there is to say besides findings."""
+        """Return the facts of the run other than findings."""
         settings = [each for health in self.healths.values() if (each := suggested_settings(health)) is not None]
         return {
             "steps": self._tracker.steps,
             **self._early_facts(),
-            "what_was_fine": what_was_fine(self._tracker.conduct, self._kinds, self.seen(), self.healths),
+            "what_was_fine": list_passed_checks(self._tracker.run_events, self._kinds, self.seen(), self.healths),
             "not_measured": self.not_measured(),
             "timing": None if self.time_use is None else self.time_use.as_dict(),
             "settings": [
@@ -622,28 +611,28 @@ class Watch:
         }
 
     def _early_facts(self) -> dict[str, Any]:
-        """What is known after the first steps, and seldom changes."""
+        """Return facts that are known after the first steps and seldom change."""
         return {"precision": self._precision(), "optimizers": self._optimizers()}
 
     def _precision(self) -> str | None:
         return next((health.precision for health in self.healths.values()), None)
 
     def _optimizers(self) -> list[dict[str, Any]]:
-        """Which they were, in words."""
+        """Return index, class and models of each optimizer."""
         return [
             {"index": index, "name": name, "model": " and ".join(models)}
             for index, (name, models) in sorted(self._described.items())
         ]
 
     def not_measured(self) -> list[str]:
-        """What was not, and why."""
+        """Return sentences on what was not measured, and why."""
         sentences = [*self._not_measured, *self._bad_steps.sentences]
         if self._tracker.follows.others:
-            sentences.append("Several threads trained at a time; only one of them was followed.")
+            sentences.append("Several threads trained at the same time; only one of them was followed.")
         if self.failures:
             sentences.append(f"Some calls could not be followed: {self.failures[0]}")
-        if not self._always_looks:
-            sentences.append("What modules put out was not looked at; --activations does.")
+        if not self._always_measures:
+            sentences.append("Activations were not measured; use --activations.")
         sentences += [*self._flow.not_measured(), *self._memory.not_measured()]
         return sentences + list(getattr(self.time_use, "not_measured", ()))
 
@@ -655,13 +644,13 @@ class Watch:
             self._record.close(status, exit_code, error)
 
 
-def _scale_of(optimizer: Any, state: OptimizerState, scaler: Any | None) -> Any:
-    """What gradients in memory are multiplied by."""
+def _scale_of(optimizer: Any, state: TrackedOptimizer, scaler: Any | None) -> Any:
+    """Return the scale of the gradients in memory; None if they are not scaled."""
     if state.scaled is not None:
         known = state.scaler
         scaler = scaler if known is None else known
         return None if scaler is None else scaler._scale
-    # An optimizer that was not known when the pass was made: a scaler that is asked to step it takes them for scaled.
+    # The optimizer was unknown during the backward pass: a scaler that steps it takes its gradients for scaled.
     if scaler is None or state.pending or stage_of(scaler, optimizer) is OptState.UNSCALED:
         return None
     return scaler._scale
@@ -670,7 +659,7 @@ def _scale_of(optimizer: Any, state: OptimizerState, scaler: Any | None) -> Any:
 def _folder_here() -> str:
     try:
         return os.getcwd()  # noqa: PTH109
-    except OSError:  # it has been removed
+    except OSError:  # the folder was removed
         return ""
 
 
@@ -679,15 +668,15 @@ def _capturing() -> bool:
 
 
 def _is_own(file: str) -> bool:
-    from ampwise.site import kind_of
+    from ampwise.trace.call_site import code_owner
 
-    return kind_of(file) == "own"
+    return code_owner(file) == "own"
 
 
 def _bf16_emulated_on(forwards: Sequence[Any] | dict[Any, int]) -> str | None:
     if not any(forward.precision == "bf16" and forward.device == "cuda" for forward in forwards):
         return None
-    from ampwise.hardware.torch_facts import read_device
+    from ampwise.hardware.torch_info import read_device
 
     device = read_device(torch, 0)
     return device.name if device.bf16_native is False else None

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from ampwise.guard.disk.catalog import checkpoints, promote, prune, verify
+from ampwise.guard.disk.catalog import checkpoints, mark_good, prune, verify
 from ampwise.guard.disk.writing import write_checkpoint
 
 
@@ -93,7 +93,7 @@ def pruning_at_every_operation(folder):
     for operation in range(1, 200):
         home = f"{folder}/{operation}"
         first, *_ = [save(home, step) for step in range(1, 5)]
-        promote(first)
+        mark_good(first)
 
         def work(operation=operation, home=home):
             die_at(operation, home)

@@ -9,7 +9,7 @@ import torch
 from ampwise.guard.disk.layout import MANIFEST, SEAL
 from ampwise.guard.disk.reading import read_into, read_plain
 from ampwise.guard.disk.writing import write_checkpoint
-from ampwise.tensors_on_disk import DTYPES
+from ampwise.runs.tensor_files import DTYPES
 
 FILE = "tensors-00000.safetensors"
 PLAIN = "plain-00000.json"

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from ampwise.errors import BadInput
 from ampwise.guard.disk import catalog
-from ampwise.guard.disk.catalog import checkpoints, discredit, next_number, promote, prune
-from ampwise.guard.disk.layout import MANIFEST, OURS, SEAL, plain_file, tensors_file
-from ampwise.guard.disk.manifest import Manifest, StoredFile
+from ampwise.guard.disk.catalog import checkpoints, mark_bad, mark_good, next_number, prune
+from ampwise.guard.disk.layout import CHECKPOINT_FILE, MANIFEST, SEAL, plain_file, tensors_file
+from ampwise.guard.disk.manifest import CheckpointManifest, StoredFile
 
 from .disk_toys import save
 
@@ -24,7 +24,7 @@ def make(home, number, state):
     folder = home / f"step-{number:08d}"
     folder.mkdir(parents=True)
     empty = StoredFile(0, hashlib.sha256(b"").hexdigest())
-    manifest = Manifest(number, number, 0.0, 1, {}, {tensors_file(0): empty, plain_file(0): empty}, {})
+    manifest = CheckpointManifest(number, number, 0.0, 1, {}, {tensors_file(0): empty, plain_file(0): empty}, {})
     text = manifest.text()
     (folder / MANIFEST).write_text(text)
     (folder / SEAL).write_text(hashlib.sha256(text.encode()).hexdigest())
@@ -35,9 +35,9 @@ def make(home, number, state):
         (folder / MANIFEST).write_text("x")
     here = catalog._checkpoint(folder, number)
     if state == "good":
-        promote(here)
+        mark_good(here)
     if state == "discredited":
-        discredit(here, "weights are not finite")
+        mark_bad(here, "weights are not finite")
     return folder
 
 
@@ -86,14 +86,14 @@ def test_newest_first_and_troubles_told(tmp_path_factory, states):
         "whole": "",
         "discredited": "weights are not finite",
         "cut off": "plain-00000.json is missing.",
-        "unreadable": "checkpoint.json is not as it was written: its checksum is another.",
+        "unreadable": "checkpoint.json has changed since it was written: its checksum differs.",
     }
     assert [each.trouble for each in found] == [told[state] for state in reversed(states)]
     assert [each.good for each in found] == [state == "good" for state in reversed(states)]
 
 
 def test_at_least_one_has_to_stay(tmp_path):
-    with pytest.raises(BadInput, match="at least one checkpoint has to stay"):
+    with pytest.raises(BadInput, match="expected 1 or more"):
         prune(tmp_path, 0)
 
 
@@ -132,8 +132,8 @@ def test_what_is_being_written_is_no_leftover(tmp_path, monkeypatch):
 
 
 def test_all_that_is_written_is_ours_to_remove(tmp_path):
-    promote(save(tmp_path))
-    assert all(OURS.fullmatch(path.name) for path in checkpoints(tmp_path)[0].path.iterdir())
+    mark_good(save(tmp_path))
+    assert all(CHECKPOINT_FILE.fullmatch(path.name) for path in checkpoints(tmp_path)[0].path.iterdir())
 
 
 def test_looking_needs_no_torch():

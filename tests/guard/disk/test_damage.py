@@ -1,4 +1,4 @@
-"""What is not as it was written is refused, before anything is run, allocated or written to."""
+"""What has changed since it was written is refused, before anything is run, allocated or written to."""
 
 import hashlib
 import io
@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from ampwise.errors import BadInput
-from ampwise.guard.disk.catalog import Damaged, checkpoints, discredit, promote, verify
+from ampwise.guard.disk.catalog import DamagedCheckpoint, checkpoints, mark_bad, mark_good, verify
 from ampwise.guard.disk.layout import LARGEST_MANIFEST, MANIFEST, MARK, SEAL
 from ampwise.guard.disk.reading import read_into, read_plain, stored_tensors
 
@@ -47,7 +47,7 @@ def resume(checkpoint, target):
 def trouble(reads, *arguments):
     try:
         reads(*arguments)
-    except Damaged as error:
+    except DamagedCheckpoint as error:
         return str(error)
     return ""
 
@@ -97,7 +97,7 @@ def test_no_tensor_is_written_to_when_a_later_file_is_damaged(checkpoint):
     data[-1] ^= 1
     (checkpoint.path / FILE).write_bytes(data)
     target = torch.zeros(3, 4)
-    with pytest.raises(Damaged, match="is not as it was written: its checksum is another"):
+    with pytest.raises(DamagedCheckpoint, match="has changed since it was written: its checksum differs"):
         read_into(checkpoint, {"w": target}, None)
     assert not target.any()
     assert checkpoints(checkpoint.path.parent)[0].trouble == ""  # names and sizes do not tell
@@ -131,8 +131,11 @@ def test_pickles_and_zips_under_our_names_with_matching_sums(checkpoint, monkeyp
 def test_a_pickle_beside_our_files_is_not_opened(checkpoint, monkeypatch):
     monkeypatch.chdir(checkpoint.path.parent)
     (checkpoint.path / ".metadata").write_bytes(pickle.dumps(Bomb()))
-    assert checkpoints(checkpoint.path.parent)[0].trouble == "'.metadata' is in it, which is no file of a checkpoint."
-    with pytest.raises(Damaged, match="no file of a checkpoint"):
+    assert (
+        checkpoints(checkpoint.path.parent)[0].trouble
+        == "it contains '.metadata', which is not a file of a checkpoint."
+    )
+    with pytest.raises(DamagedCheckpoint, match="not a file of a checkpoint"):
         verify(checkpoint)
     assert not (checkpoint.path.parent / "exploded").exists()
 
@@ -177,48 +180,54 @@ def setting(*path, value):
 
 HUGE = 2**40
 FORGED = {
-    "path above": (to_file("../../etc/passwd"), "no name of a file of ours"),
-    "absolute path": (to_file("/etc/passwd"), "no name of a file of ours"),
-    "dots": (to_file(".."), "no name of a file of ours"),
-    "separator": (to_file(f"x/{FILE}"), "no name of a file of ours"),
-    "other name": (to_file("model.pkl"), "no name of a file of ours"),
-    "newline in name": (to_file(f"{FILE}\n"), "no name of a file of ours"),
-    "digits of another script": (to_file("tensors-0000\u0660.safetensors"), "no name of a file of ours"),
+    "path above": (to_file("../../etc/passwd"), "not a checkpoint file name"),
+    "absolute path": (to_file("/etc/passwd"), "not a checkpoint file name"),
+    "dots": (to_file(".."), "not a checkpoint file name"),
+    "separator": (to_file(f"x/{FILE}"), "not a checkpoint file name"),
+    "other name": (to_file("model.pkl"), "not a checkpoint file name"),
+    "newline in name": (to_file(f"{FILE}\n"), "not a checkpoint file name"),
+    "digits of another script": (to_file("tensors-0000\u0660.safetensors"), "not a checkpoint file name"),
     "more files than ranks": (
         setting("files", "tensors-00007.safetensors", value={"bytes": 1, "sha256": "0" * 64}),
         "two files for each of 1 ranks",
     ),
     "more ranks than files": (setting("world_size", value=2), "two files for each of 2 ranks"),
-    "giant world": (setting("world_size", value=10**12), "a count in it is 1000000000000"),
-    "no ranks": (setting("world_size", value=0), "a count in it is 0"),
-    "negative step": (setting("step", value=-1), "a count in it is -1"),
-    "step that is a truth value": (setting("step", value=True), "instead of a int"),
-    "negative size": (setting("files", FILE, "bytes", value=-1), "a count in it is -1"),
+    "giant world": (setting("world_size", value=10**12), "invalid count 1000000000000"),
+    "no ranks": (setting("world_size", value=0), "invalid count 0"),
+    "negative step": (setting("step", value=-1), "invalid count -1"),
+    "step that is a truth value": (setting("step", value=True), "expected int, got"),
+    "negative size": (setting("files", FILE, "bytes", value=-1), "invalid count -1"),
     "no sum": (setting("files", FILE, "sha256", value="x"), "has no checksum"),
-    "time without end": (setting("saved", value="Infinity"), "instead of a int"),
-    "about that is none": (setting("about", value=[]), "instead of a dict"),
-    "more in a file": (setting("files", FILE, "link", value="/etc"), "and nothing else"),
-    "no pieces": (pieces(), "leave something out or lie over each other"),
-    "piece outside": (pieces(([0, 1], [3, 4])), "lies outside"),
-    "piece of too many dimensions": (pieces(([0, 0, 0], [3, 4, 1])), "lies outside"),
-    "negative offset": (pieces(([-1, 0], [3, 4])), "a count in it is -1"),
-    "half of it": (pieces(([0, 0], [2, 4])), "leave something out"),
-    "twice": (pieces(([0, 0], [3, 4]), ([0, 0], [3, 4])), "leave something out or lie over"),
-    "overlap of the right volume": (pieces(([0, 0], [2, 4]), ([0, 0], [1, 4])), "leave something out or lie over"),
-    "piece in plain data": (setting("tensors", "w", "pieces", 0, "file", value=PLAIN), "no file of tensors here"),
-    "piece in a file that is not": (setting("tensors", "w", "pieces", 0, "file", value="x"), "no file of tensors here"),
+    "time without end": (setting("saved", value="Infinity"), "expected int, got"),
+    "about that is none": (setting("about", value=[]), "expected dict, got"),
+    "more in a file": (setting("files", FILE, "link", value="/etc"), "expected exactly the keys"),
+    "no pieces": (pieces(), "overlap or do not cover it"),
+    "piece outside": (pieces(([0, 1], [3, 4])), "outside of its shape"),
+    "piece of too many dimensions": (pieces(([0, 0, 0], [3, 4, 1])), "outside of its shape"),
+    "negative offset": (pieces(([-1, 0], [3, 4])), "invalid count -1"),
+    "half of it": (pieces(([0, 0], [2, 4])), "overlap or do not cover"),
+    "twice": (pieces(([0, 0], [3, 4]), ([0, 0], [3, 4])), "overlap or do not cover"),
+    "overlap of the right volume": (pieces(([0, 0], [2, 4]), ([0, 0], [1, 4])), "overlap or do not cover"),
+    "piece in plain data": (
+        setting("tensors", "w", "pieces", 0, "file", value=PLAIN),
+        "not one of its files of tensors",
+    ),
+    "piece in a file that is not": (
+        setting("tensors", "w", "pieces", 0, "file", value="x"),
+        "not one of its files of tensors",
+    ),
     "name that moves the cursor": (
         lambda facts: facts["tensors"].update({"\x1b[2J": facts["tensors"].pop("w")}),
-        "no name for a tensor",
+        "not a valid tensor name",
     ),
-    "shape without end": (setting("tensors", "w", "shape", value=[2**62, 2**62, 0]), "no shape that makes sense"),
-    "other format": (setting("format", value="x"), "of another kind"),
+    "shape without end": (setting("tensors", "w", "shape", value=[2**62, 2**62, 0]), "an invalid shape"),
+    "other format": (setting("format", value="x"), "not an ampwise checkpoint manifest"),
     "other version": (setting("version", value=1), "this ampwise reads version 2"),
     "missing part": (lambda facts: facts.pop("number") and None, "'number' is missing"),
-    "not an object": (lambda facts: b"[]", "of another kind"),
+    "not an object": (lambda facts: b"[]", "not an ampwise checkpoint manifest"),
     "not JSON": (lambda facts: b"{", "is damaged"),
-    "NaN": (lambda facts: b'{"x": NaN}', "NaN is no JSON"),
-    "twice the same name": (lambda facts: b'{"format": 1, "format": 2}', "is in it twice"),
+    "NaN": (lambda facts: b'{"x": NaN}', "NaN is not valid JSON"),
+    "twice the same name": (lambda facts: b'{"format": 1, "format": 2}', "duplicate name"),
     "nested without end": (lambda facts: b"[" * 100_000, "nested too deeply|is damaged"),
     "number without end": (lambda facts: b'{"step": ' + b"9" * 10_000 + b"}", "is damaged"),
 }
@@ -231,7 +240,7 @@ def test_a_forged_manifest_with_a_matching_seal(checkpoint, case):
     (found,) = checkpoints(checkpoint.path.parent)
     assert found.trouble.isprintable()
     for reads in (verify, stored_tensors, read_all):
-        with pytest.raises(Damaged, match=text):
+        with pytest.raises(DamagedCheckpoint, match=text):
             reads(checkpoint)
 
 
@@ -283,7 +292,7 @@ def test_a_huge_sparse_file_is_refused_at_once(checkpoint):
 def test_small_files_that_are_huge(checkpoint, name):
     with (checkpoint.path / name).open("wb") as file:
         file.truncate(LARGEST_MANIFEST + 1)
-    assert "is the most" in checkpoints(checkpoint.path.parent)[0].trouble
+    assert "the limit is" in checkpoints(checkpoint.path.parent)[0].trouble
 
 
 @pytest.mark.parametrize("name", [*FILES, MARK])
@@ -296,7 +305,7 @@ def test_links_pipes_and_folders_under_our_names(checkpoint, tmp_path, name):
         make()
         assert name in checkpoints(tmp_path)[0].trouble
         if name != MARK:
-            with pytest.raises(Damaged):
+            with pytest.raises(DamagedCheckpoint):
                 verify(checkpoint)
         path.rmdir() if path.is_dir() and not path.is_symlink() else path.unlink()
 
@@ -304,18 +313,18 @@ def test_links_pipes_and_folders_under_our_names(checkpoint, tmp_path, name):
 def test_a_checkpoint_that_is_a_link(checkpoint, tmp_path):
     (tmp_path / "step-00000009").symlink_to(checkpoint.path)
     (tmp_path / "step-00000010").write_text("")
-    assert [each.trouble for each in checkpoints(tmp_path)] == ["it is a link or a file, and no folder."] * 2 + [""]
+    assert [each.trouble for each in checkpoints(tmp_path)] == ["expected a folder, got a link or a file."] * 2 + [""]
 
 
 def test_a_file_that_holds_other_tensors_than_the_manifest_says(checkpoint):
     forge(checkpoint, setting("tensors", "w", "pieces", 0, "key", value="other"))
-    with pytest.raises(Damaged, match="holds other tensors than the manifest says"):
+    with pytest.raises(DamagedCheckpoint, match="holds other tensors than the manifest lists"):
         read_all(checkpoint)
 
 
 def test_an_unknown_dtype_is_named(checkpoint):
     forge(checkpoint, setting("tensors", "w", "dtype", value="F1"))
-    with pytest.raises(BadInput, match="'w' is 'F1', and this torch has BOOL"):
+    with pytest.raises(BadInput, match="'w' has dtype 'F1'; this torch supports BOOL"):
         stored_tensors(checkpoint)
 
 
@@ -324,7 +333,7 @@ def test_truth_values_that_are_neither(tmp_path):
     checkpoint = save(tmp_path, tensors=tensors)
     data = (checkpoint.path / FILE).read_bytes()
     forge_file(checkpoint, FILE, data[:-1] + b"\x07")
-    with pytest.raises(Damaged, match="neither 0 nor 1"):
+    with pytest.raises(DamagedCheckpoint, match="neither 0 nor 1"):
         read_into(checkpoint, {"w": torch.zeros(2, dtype=torch.bool)}, None)
 
 
@@ -347,14 +356,14 @@ def test_many_pieces_are_checked_in_time(checkpoint):
 
 
 def test_good_and_discredited_last(checkpoint, tmp_path):
-    assert promote(checkpoint).good
-    assert checkpoints(tmp_path)[0] == promote(checkpoint)
-    bad = discredit(checkpoint, "weights are not finite\x1b[2J")
+    assert mark_good(checkpoint).good
+    assert checkpoints(tmp_path)[0] == mark_good(checkpoint)
+    bad = mark_bad(checkpoint, "weights are not finite\x1b[2J")
     assert (bad.good, bad.trouble) == (False, r"weights are not finite\x1b[2J")
     assert checkpoints(tmp_path) == [bad]
-    with pytest.raises(BadInput, match="cannot be called good: weights are not finite"):
-        promote(bad)
-    assert discredit(checkpoint, "").trouble
+    with pytest.raises(BadInput, match="cannot be marked as good: weights are not finite"):
+        mark_good(bad)
+    assert mark_bad(checkpoint, "").trouble
 
 
 @pytest.mark.parametrize(

@@ -11,10 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from ampwise.guard.disk import durable, writing
+from ampwise.guard.disk import durable_files as durable
+from ampwise.guard.disk import writing
 from ampwise.guard.disk.catalog import checkpoints, prune, verify
-from ampwise.guard.disk.ranks import NotSaved
-from ampwise.record import files
+from ampwise.guard.disk.rank_errors import CheckpointNotSaved
+from ampwise.runs import files
 
 from .disk_toys import save
 
@@ -71,7 +72,7 @@ def test_sigkill_at_any_moment(after_kills):
 def fails(folder, text, number=None, before=1, **options):
     """Writing fails with a line that says why; what was there is there, and nothing else."""
     names = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
-    with pytest.raises(NotSaved, match=text) as raised:
+    with pytest.raises(CheckpointNotSaved, match=text) as raised:
         save(folder, 2, **options)
     error = raised.value
     assert isinstance(error, OSError)
@@ -91,7 +92,7 @@ def test_a_file_may_not_grow(tmp_path):
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
     try:
-        fails(tmp_path, "File too large. Free some room", errno.EFBIG, tensors={"w": torch.zeros(100_000)})
+        fails(tmp_path, "File too large. Free some disk space", errno.EFBIG, tensors={"w": torch.zeros(100_000)})
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     save(tmp_path, 2)
@@ -113,20 +114,25 @@ def test_a_full_disk(small_disk, monkeypatch):
     large = {"w": torch.zeros(1_000_000)}
     fails(
         small_disk,
-        r"it takes about 5,000,0\d\d bytes, and [\d,]+ are free. Free some room",
+        r"it needs about 5,000,0\d\d bytes, and [\d,]+ are free. Free some disk space",
         errno.ENOSPC,
         tensors=large,
     )
     plenty = shutil.disk_usage(small_disk)._replace(free=10**12)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: plenty)  # as when another fills it meanwhile
-    fails(small_disk, "No space left on device. Free some room, or name another folder.", errno.ENOSPC, tensors=large)
+    fails(
+        small_disk,
+        "No space left on device. Free some disk space, or name another folder.",
+        errno.ENOSPC,
+        tensors=large,
+    )
     assert save(small_disk, 3).number == 2  # there is room again
 
 
 def test_a_disk_that_has_become_read_only(small_disk):
     save(small_disk)
     subprocess.run(["mount", "-o", "remount,ro", small_disk], check=True)
-    fails(small_disk, "Read-only file system. Name a folder that may be written to.", errno.EROFS)
+    fails(small_disk, "Read-only file system. Name a writable folder.", errno.EROFS)
     assert prune(small_disk, 1) == []
 
 
@@ -135,7 +141,7 @@ def test_permission_lost(tmp_path):
         pytest.skip("root may write anywhere")
     save(tmp_path)
     tmp_path.chmod(0o500)
-    fails(tmp_path, "Permission denied. Name a folder that may be written to.", errno.EACCES)
+    fails(tmp_path, "Permission denied. Name a writable folder.", errno.EACCES)
 
 
 def test_a_file_in_the_way(tmp_path):
@@ -176,7 +182,7 @@ def test_a_disk_that_keeps_something_else(tmp_path, monkeypatch):
         replace(source, target)
 
     monkeypatch.setattr(files.os, "replace", flipping)
-    fails(tmp_path, "tensors-00000.safetensors was read back, and is not what was written", errno.EIO)
+    fails(tmp_path, "tensors-00000.safetensors differs from what was written when read back", errno.EIO)
 
 
 def test_folders_that_cannot_be_synced_at_all_are_no_failure(tmp_path, monkeypatch):

@@ -14,12 +14,12 @@ import pytest
 
 from ampwise.errors import BadInput
 from ampwise.guard.disk import lock
-from ampwise.guard.disk.lock import Lock
+from ampwise.guard.disk.lock import DirectoryLock
 
 HOLDER = """
 import os, sys, time
-from ampwise.guard.disk.lock import Lock
-held = Lock(sys.argv[1])
+from ampwise.guard.disk.lock import DirectoryLock
+held = DirectoryLock(sys.argv[1])
 held.acquire()
 if "fork" not in sys.argv or not os.fork():  # the worker says so, once it is a process of its own
     print("held", flush=True)
@@ -59,8 +59,8 @@ def no_flock(monkeypatch):
 
 def test_a_second_run_is_refused_and_told_by_whom(tmp_path, holder):
     process = holder()
-    with pytest.raises(BadInput, match=f"is in use by process {process.pid} on .* since 20.*end that run first"):
-        Lock(tmp_path).acquire()
+    with pytest.raises(BadInput, match=f"is in use by process {process.pid} on .* since 20.*stop that run first"):
+        DirectoryLock(tmp_path).acquire()
 
 
 @pytest.mark.parametrize("words", [(), ("fork",)], ids=["alone", "with a worker that outlives it"])
@@ -68,20 +68,20 @@ def test_the_lock_of_a_killed_run_is_taken_over(tmp_path, holder, words):
     process = holder(*words)
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
-    taken = Lock(tmp_path)
+    taken = DirectoryLock(tmp_path)
     taken.acquire()
     assert taken.stale
     with pytest.raises(BadInput, match=f"process {os.getpid()} "):
-        Lock(tmp_path).acquire()
+        DirectoryLock(tmp_path).acquire()
     taken.release()
 
 
 def test_a_lock_that_was_let_go_is_not_stale(tmp_path):
     for _ in range(2):
-        one = Lock(tmp_path / "made")
+        one = DirectoryLock(tmp_path / "made")
         one.acquire()
         assert (one.held, one.stale) == (True, False)
-        with pytest.raises(BadInput, match="locked by this run already"):
+        with pytest.raises(BadInput, match="already locked by this run"):
             one.acquire()
         one.release()
         one.release()
@@ -90,22 +90,22 @@ def test_a_lock_that_was_let_go_is_not_stale(tmp_path):
 
 def test_a_directory_that_cannot_be_locked(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(BadInput, match=r"cannot be locked: File exists\. Name a folder that may be written to\."):
-        Lock(tmp_path / "file").acquire()
+    with pytest.raises(BadInput, match=r"cannot be locked: File exists\. Name a writable folder\."):
+        DirectoryLock(tmp_path / "file").acquire()
     (tmp_path / "lock").symlink_to(tmp_path / "file")
     with pytest.raises(BadInput, match="cannot be locked: lock is a link"):
-        Lock(tmp_path).acquire()
+        DirectoryLock(tmp_path).acquire()
     assert (tmp_path / "file").read_text() == ""
 
 
 @pytest.mark.parametrize("text", ["", "{", "[1]", '{"pid": "\\u001b[2J", "host": "\\n", "since": 1e999}', "x" * 20_000])
 def test_nonsense_in_the_file(tmp_path, text):
     (tmp_path / "lock").write_text(text)
-    one = Lock(tmp_path)
+    one = DirectoryLock(tmp_path)
     one.acquire()
     assert one.stale == bool(text)
     with pytest.raises(BadInput) as raised:
-        Lock(tmp_path).acquire()
+        DirectoryLock(tmp_path).acquire()
     assert str(raised.value).isprintable()
     one.release()
 
@@ -121,10 +121,10 @@ def test_a_refusal_is_printable(tmp_path):
 def test_without_flock_a_living_process_keeps_it(tmp_path, holder, no_flock):
     process = holder()  # which did use it: its file says the same
     with pytest.raises(BadInput, match=f"process {process.pid}"):
-        Lock(tmp_path).acquire()
+        DirectoryLock(tmp_path).acquire()
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
-    taken = Lock(tmp_path)
+    taken = DirectoryLock(tmp_path)
     taken.acquire()
     assert taken.stale
     taken.release()
@@ -132,13 +132,13 @@ def test_without_flock_a_living_process_keeps_it(tmp_path, holder, no_flock):
 
 
 def test_without_flock_a_number_that_another_process_has_now_is_dead(tmp_path, no_flock):
-    first = Lock(tmp_path)
+    first = DirectoryLock(tmp_path)
     first.acquire()
     facts = json.loads((tmp_path / "lock").read_text())
     with pytest.raises(BadInput, match="in use"):
-        Lock(tmp_path).acquire()
+        DirectoryLock(tmp_path).acquire()
     (tmp_path / "lock").write_text(json.dumps({**facts, "born": "1"}))
-    second = Lock(tmp_path)
+    second = DirectoryLock(tmp_path)
     second.acquire()
     assert second.stale
     second.release()
@@ -150,7 +150,7 @@ def test_without_flock_another_host_lives_by_its_signs(tmp_path, no_flock, age, 
     (tmp_path / "lock").write_text(json.dumps({"pid": 1, "host": "another", "since": time.time()}))
     moment = time.time() - age
     os.utime(tmp_path / "lock", (moment, moment))
-    one = Lock(tmp_path)
+    one = DirectoryLock(tmp_path)
     if lives:
         with pytest.raises(BadInput, match="process 1 on another"):
             one.acquire()
@@ -163,7 +163,7 @@ def test_without_flock_another_host_lives_by_its_signs(tmp_path, no_flock, age, 
 
 def test_without_flock_signs_of_life_are_given(tmp_path, no_flock, monkeypatch):
     monkeypatch.setattr(lock, "BEAT_S", 0.02)
-    one = Lock(tmp_path)
+    one = DirectoryLock(tmp_path)
     one.acquire()
     os.utime(tmp_path / "lock", (0, 0))
     until = time.monotonic() + 120
@@ -175,7 +175,7 @@ def test_without_flock_signs_of_life_are_given(tmp_path, no_flock, monkeypatch):
 
 def race(folder, pipe):
     lock._flock = lambda descriptor: None
-    one = Lock(folder)
+    one = DirectoryLock(folder)
     pipe.recv()
     try:
         one.acquire()

@@ -11,8 +11,8 @@ import pytest
 import torch.distributed as dist
 
 from ampwise.guard.disk import catalog
-from ampwise.guard.disk.catalog import Damaged, checkpoints, verify
-from ampwise.tensors_on_disk import read_tensors
+from ampwise.guard.disk.catalog import DamagedCheckpoint, checkpoints, verify
+from ampwise.runs.tensor_files import read_tensors
 
 from ...night import by_night
 
@@ -71,7 +71,7 @@ def shares_that_find(checkpoint, of):
     for share in range(of):
         try:
             verify(checkpoint, share=share, of=of)
-        except Damaged as error:
+        except DamagedCheckpoint as error:
             found[share] = str(error)
     return found
 
@@ -97,7 +97,7 @@ def test_a_flipped_bit_is_found_by_one_of_them(of_three, of, kind, writer):
     data = path.read_bytes()
     path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
     try:
-        told = f"{path.name} is not as it was written: its checksum is another."
+        told = f"{path.name} has changed since it was written: its checksum differs."
         assert shares_that_find(of_three, of) == {writer % of: told}
     finally:
         path.write_bytes(data)
@@ -138,10 +138,14 @@ def test_a_model_that_is_fully_sharded(ranks, tmp_path):
 @pytest.mark.parametrize(
     ("phase", "kind", "text"),
     [
-        ("write_too_much_on_one", "OSError", "on rank 1, File too large. Free some room, or name another folder."),
-        ("write_unlike_on_one", "BadInput", "on rank 1, 'rows' is staged with shape (1, 4), and this rank has (3, 4)"),
-        ("write_object_on_one", "BadInput", "on rank 1, the plain data has no form in JSON"),
-        ("write_without_a_disk_in_common", "OSError", "ranks have to share a disk"),
+        (
+            "write_too_much_on_one",
+            "OSError",
+            "on rank 1, File too large. Free some disk space, or name another folder.",
+        ),
+        ("write_unlike_on_one", "BadInput", "on rank 1, 'rows' is staged with shape (1, 4), expected (3, 4)"),
+        ("write_object_on_one", "BadInput", "on rank 1, the plain data cannot be written as JSON"),
+        ("write_without_a_disk_in_common", "OSError", "all ranks must share a disk"),
     ],
 )
 def test_what_fails_on_one_rank_fails_on_all_and_leaves_the_last_one_whole(ranks, tmp_path, phase, kind, text):
@@ -163,7 +167,7 @@ def test_what_fails_on_one_rank_fails_on_all_and_leaves_the_last_one_whole(ranks
 def test_a_rank_that_dies_while_it_writes_does_not_leave_the_others_waiting(ranks, tmp_path):
     first, second = ranks("write_and_die", 2, tmp_path)
     assert second is None
-    assert "NotSaved" in first["kinds"]
+    assert "CheckpointNotSaved" in first["kinds"]
     assert "\n" not in first["error"]
     assert checkpoints(tmp_path) == []
     assert not [path for path in tmp_path.iterdir() if path.name.startswith(".step")]
@@ -183,5 +187,5 @@ def test_damage_in_what_one_rank_needs_is_read_on_none(ranks, tmp_path):
     data[-1] ^= 1
     path.write_bytes(data)
     for answer in ranks("read_damaged", 2, tmp_path):
-        assert "tensors-00001.safetensors is not as it was written" in answer["error"]
-        assert "Damaged" in answer["kinds"]
+        assert "tensors-00001.safetensors has changed since it was written" in answer["error"]
+        assert "DamagedCheckpoint" in answer["kinds"]

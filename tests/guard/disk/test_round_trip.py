@@ -13,8 +13,8 @@ import torch.distributed as dist
 from ampwise.errors import BadInput
 from ampwise.guard.disk import writing
 from ampwise.guard.disk.catalog import checkpoints, verify
-from ampwise.guard.disk.reading import Stored, read_into, read_plain, stored_tensors
-from ampwise.tensors_on_disk import read_tensors
+from ampwise.guard.disk.reading import StoredTensorInfo, read_into, read_plain, stored_tensors
+from ampwise.runs.tensor_files import read_tensors
 
 from .disk_toys import FILE, read, same, save, tensors_of_all_dtypes
 
@@ -26,7 +26,7 @@ def test_every_dtype_and_shape_comes_back_bit_for_bit(tmp_path):
     found = read(checkpoint, tensors)
     assert [name for name in tensors if not same(found[name], tensors[name])] == []
     assert stored_tensors(checkpoint) == {
-        name: Stored(tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()
+        name: StoredTensorInfo(tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()
     }
     verify(checkpoint)
 
@@ -108,18 +108,21 @@ W = {"w": torch.zeros(2)}
     [
         ({"step": -1}, "step=-1"),
         ({"step": True}, "step=True"),
-        ({"step": 10**18}, "a step is a number from 0"),
-        ({"live": W, "staged": {}}, "'w' is in one of live and staged"),
-        ({"tensors": {"": torch.zeros(2)}}, "no name that a tensor can have"),
-        ({"tensors": {"__metadata__": torch.zeros(2)}}, "no name that a tensor can have"),
-        ({"tensors": {"a\nb": torch.zeros(2)}}, "no name that a tensor can have"),
-        ({"tensors": {"w": 3.0}}, "'w' is no tensor"),
-        ({"live": W, "staged": {"w": torch.zeros(2).half()}}, "staged as torch.float16 on cpu, not torch.float32"),
-        ({"live": W, "staged": {"w": torch.zeros(3)}}, r"staged with shape \(3,\), and this rank has \(2,\)"),
-        ({"tensors": {"w": torch.zeros(2, dtype=torch.complex128)}}, "complex128, which a file of tensors has no form"),
+        ({"step": 10**18}, "expected a whole number, 0 or more"),
+        ({"live": W, "staged": {}}, "'w' is in only one of live and staged"),
+        ({"tensors": {"": torch.zeros(2)}}, "not a valid tensor name"),
+        ({"tensors": {"__metadata__": torch.zeros(2)}}, "not a valid tensor name"),
+        ({"tensors": {"a\nb": torch.zeros(2)}}, "not a valid tensor name"),
+        ({"tensors": {"w": 3.0}}, "'w' is not a tensor"),
+        ({"live": W, "staged": {"w": torch.zeros(2).half()}}, "staged as torch.float16 on cpu, expected torch.float32"),
+        ({"live": W, "staged": {"w": torch.zeros(3)}}, r"staged with shape \(3,\), expected \(2,\)"),
+        (
+            {"tensors": {"w": torch.zeros(2, dtype=torch.complex128)}},
+            "complex128, which the safetensors format does not support",
+        ),
         ({"tensors": {"w": torch.zeros(2).to_sparse()}}, "is not dense"),
-        ({"plain": {"x": object()}}, "the plain data has no form in JSON"),
-        ({"plain": float("nan")}, "the plain data has no form in JSON"),
+        ({"plain": {"x": object()}}, "the plain data cannot be written as JSON"),
+        ({"plain": float("nan")}, "the plain data cannot be written as JSON"),
     ],
 )
 def test_what_has_no_form_is_refused_and_leaves_nothing(tmp_path, options, text):
@@ -132,7 +135,7 @@ def test_what_has_no_form_is_refused_and_leaves_nothing(tmp_path, options, text)
 
 def test_plain_data_that_is_too_long(tmp_path, monkeypatch):
     monkeypatch.setattr(writing, "LARGEST_PLAIN", 10)
-    with pytest.raises(BadInput, match="13 bytes as JSON, and 10 is the most"):
+    with pytest.raises(BadInput, match="13 bytes as JSON; the limit is 10"):
         save(tmp_path, plain="x" * 11)
 
 

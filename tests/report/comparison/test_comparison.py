@@ -10,21 +10,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ampwise.census.algebra import Census
 from ampwise.finding import Place
-from ampwise.record.bucket import Bucket, together
-from ampwise.record.reader import Run
-from ampwise.record.rows import LayerSample, Seen, StepRow
+from ampwise.finding.strict_json import dumps
+from ampwise.numbers.census.algebra import Census
 from ampwise.report.comparison.comparison import Comparison
 from ampwise.report.comparison.numbers import TOO_FEW, UNCLEAR, ComparedNumber
-from ampwise.strict_json import dumps
+from ampwise.rules.evidence.rows import CountedFinding, LayerSample, StepRow
+from ampwise.runs.bucket import StepBucket, merge_buckets
+from ampwise.runs.reader import Run
 
 from ..conftest import CLIP
 
 
 def losses(values, optimizer=0, **parts):
     return [
-        Bucket.of(StepRow(optimizer=optimizer, step=step, loss=value, **parts)) for step, value in enumerate(values, 1)
+        StepBucket.of(StepRow(optimizer=optimizer, step=step, loss=value, **parts))
+        for step, value in enumerate(values, 1)
     ]
 
 
@@ -47,7 +48,7 @@ def found(rules):
     def make(line, text=None, *, file="train.py", rule="clip", message="m", count=1, ranks=(), **place):
         excerpt = {} if text is None else {"first_line": line, "lines": [text]}
         finding = rules[rule].at(Place(file=file, line=line, **place), message)
-        return Seen(finding=finding, count=count, excerpt=excerpt, ranks=list(ranks))
+        return CountedFinding(finding=finding, count=count, excerpt=excerpt, ranks=list(ranks))
 
     return make
 
@@ -129,12 +130,12 @@ def test_a_copy_of_the_script_under_another_name_is_the_script(compare, found):
         {"manifest": {"script": "bf16.py"}},
     )
     assert statuses(compared) == [("still", 33)]
-    assert compared.notes == ("The two ran different scripts.",)  # of one model: layers have the same names
+    assert compared.notes == ("The two runs used different scripts.",)  # of one model: layers have the same names
     assert compared.alike
 
 
 def test_findings_without_any_place(compare, rules):
-    nowhere = Seen(finding=rules["clip"].at(Place(), "m"))
+    nowhere = CountedFinding(finding=rules["clip"].at(Place(), "m"))
     assert [one.status for one in compare([nowhere], [nowhere]).findings] == ["still"]
 
 
@@ -147,7 +148,7 @@ def test_rates_are_of_a_step_on_a_rank(compare, found):
 
 def a_finding(line, text):
     excerpt = {} if text is None else {"first_line": line, "lines": [text]}
-    return Seen(finding=CLIP.at(Place(file="train.py", line=line), "m"), excerpt=excerpt)
+    return CountedFinding(finding=CLIP.at(Place(file="train.py", line=line), "m"), excerpt=excerpt)
 
 
 def a_run(name, findings):
@@ -193,7 +194,7 @@ def test_losses_are_compared_at_equal_steps(compare):
 
 def test_a_merged_record_of_the_same_steps_gives_the_same_loss(compare):
     rows = noisy(2.0, 6400)
-    merged = [together(rows[at : at + 64]) for at in range(0, 6400, 64)]
+    merged = [merge_buckets(rows[at : at + 64]) for at in range(0, 6400, 64)]
     compared = compare([], [], {"steps": rows}, {"steps": merged})
     loss = numbers(compared)["loss_at_end"]
     assert loss.after == pytest.approx(loss.before, abs=0.01)
@@ -202,7 +203,7 @@ def test_a_merged_record_of_the_same_steps_gives_the_same_loss(compare):
 
 def test_a_stretch_inside_one_merged_bucket(compare):
     rows = noisy(2.0, 640)
-    loss = numbers(compare([], [], {"steps": rows[:40]}, {"steps": [together(rows)]}))["loss_at_end"]
+    loss = numbers(compare([], [], {"steps": rows[:40]}, {"steps": [merge_buckets(rows)]}))["loss_at_end"]
     assert loss.after == pytest.approx(2.0, abs=0.05)
     assert loss.judged == UNCLEAR
 
@@ -257,7 +258,7 @@ def test_what_came_after_the_shared_steps_is_shown_and_not_judged(compare):
 
     def steps(count):
         rows = [(math.nan if step % 40 == 0 else 2.0, step <= 24) for step in range(1, count + 1)]
-        return [Bucket.of(StepRow(step=n, loss=loss, skipped=skip)) for n, (loss, skip) in enumerate(rows, 1)]
+        return [StepBucket.of(StepRow(step=n, loss=loss, skipped=skip)) for n, (loss, skip) in enumerate(rows, 1)]
 
     found = numbers(compare([], [], {"steps": steps(60)}, {"steps": steps(900)}))
     assert (found["skip_rate"].before, found["skip_rate"].after) == (0.4, 0.4)
@@ -271,7 +272,7 @@ def test_what_came_after_the_shared_steps_is_shown_and_not_judged(compare):
 
 def test_a_skip_rate_is_of_the_steps_of_all_optimizers(compare):
     def steps(skips):
-        return [Bucket.of(StepRow(optimizer=o, step=n, skipped=n <= skips)) for o in (0, 1) for n in range(1, 41)]
+        return [StepBucket.of(StepRow(optimizer=o, step=n, skipped=n <= skips)) for o in (0, 1) for n in range(1, 41)]
 
     found = numbers(compare([], [], {"steps": steps(16), "facts": {"steps": 40}}, {"steps": steps(0)}))
     assert (found["steps"].before, found["skipped"].before, found["skip_rate"].before) == (40, 32, 0.4)
@@ -282,7 +283,7 @@ def timed(seconds, seed=0, noise=0.0):
     draw, at, rows = random.Random(seed), 0.0, []
     for step in range(1, 201):
         at += seconds + (noise if (step // 20) % 2 else 0.0) + draw.random() * seconds / 50
-        rows.append(Bucket.of(StepRow(step=step, seconds=at, loss=2.0)))
+        rows.append(StepBucket.of(StepRow(step=step, seconds=at, loss=2.0)))
     return {"steps": rows, "facts": {"timing": {"seconds_per_step": at / 200}}}
 
 
@@ -347,7 +348,7 @@ def test_the_overall_share_counts_values_and_not_layers(compare, make_run):
     [((0, 0), "same"), ((0, 1), UNCLEAR), ((3, 4), UNCLEAR), ((2, 40), "worse"), ((40, 2), "better")],
 )
 def test_a_skip_more_is_chance_and_many_are_not(compare, skips, judged):
-    old, new = ([Bucket.of(StepRow(step=n, skipped=n <= some)) for n in range(1, 201)] for some in skips)
+    old, new = ([StepBucket.of(StepRow(step=n, skipped=n <= some)) for n in range(1, 201)] for some in skips)
     assert numbers(compare([], [], {"steps": old}, {"steps": new}))["skip_rate"].judged == judged
 
 
@@ -494,7 +495,7 @@ def test_two_models_are_alike_by_half_of_their_layers(compare, old, new, alike, 
     """Both scripts are called train.py, as most are."""
     compared = compare([], [], {"layers": sized(**old)}, {"layers": sized(**new), "steps": noisy(99.0)})
     assert compared.alike is alike
-    assert compared.notes == ((f"The two have {note}: no number is judged.",) if note else ())
+    assert compared.notes == ((f"The two runs have {note}: no number is judged.",) if note else ())
     assert ("worse" in {one.judged for one in compared.numbers}) is alike
     back = compare([], [], {"layers": sized(**new)}, {"layers": sized(**old)})
     assert back.alike is alike
@@ -513,7 +514,7 @@ def test_a_run_without_layers_is_known_by_its_script(compare, script, alike):
     assert compared.notes == (
         ()
         if alike
-        else ("The two ran different scripts and do not both say which layers they have: no number is judged.",)
+        else ("The two runs used different scripts and do not both have layers in their records: no number is judged.",)
     )
 
 
@@ -521,7 +522,7 @@ def test_different_models_are_shown_and_not_judged(compare, make_sample):
     others = {"layers": [make_sample(1, {"other": Census(zeros=1)})], "manifest": {"script": "gan.py"}}
     compared = compare([], [], {}, {**others, "steps": noisy(0.1)})
     assert not compared.alike
-    assert compared.notes == ("The two ran different scripts and have no layer in common: no number is judged.",)
+    assert compared.notes == ("The two runs used different scripts and have no layer in common: no number is judged.",)
     assert {one.judged for one in compared.numbers} <= {"", "same"}
     assert "loss" not in compared.verdict
     assert numbers(compared)["loss_at_end"].after == pytest.approx(0.1, abs=0.1)
@@ -566,8 +567,8 @@ def test_a_run_that_failed_says_so_first(compare, found):
         ({"status": "interrupted"}, "runs/a was interrupted after 120 steps; "),
         ({"status": "running"}, "runs/a is still going, or was killed, after 120 steps; "),
         ({"exit_code": 3}, "runs/a ended with exit code 3 after 120 steps; "),
-        ({"status": "odd"}, "runs/a ended as 'odd' after 120 steps; "),
-        ({"status": "unknown"}, "runs/a has no known end after 120 steps; "),
+        ({"status": "odd"}, "runs/a ended with the status 'odd' after 120 steps; "),
+        ({"status": "unknown"}, "runs/a ended in an unknown way after 120 steps; "),
     ],
 )
 def test_endings(compare, manifest, told):

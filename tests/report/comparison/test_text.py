@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from ampwise.census.algebra import Census
 from ampwise.finding import Place
-from ampwise.record.rows import Seen
+from ampwise.numbers.census.algebra import Census
 from ampwise.report.comparison.comparison import Comparison
-from ampwise.report.comparison.text import comparison_text, how_often
+from ampwise.report.comparison.comparison_text import comparison_text, how_often
 from ampwise.report.notebook import run_html
+from ampwise.rules.evidence.rows import CountedFinding
 
 HOSTILE = "<script>alert(1)</script>\x1b[2J\u202egpj.exe\n'\"[red]\udc80"
 
@@ -30,26 +30,26 @@ Gone (1)
   warning[AMP204] scaler-not-checkpointed: The state of the scaler is not saved
     train.py:40
 
-What was different
+Differences in setup
   precision: fp16 → bf16
-  device: not known → cuda
+  device: unknown → cuda
 
 Numbers
   The loss at the end is the mean over steps 91 to 100, the last that both runs
   have.
-                                  before    after
-  steps                              120      100  −17%
-  loss at the end                0.04192  0.04192  same
-  lowest loss                       0.04     0.04  same
-  median gradient norm               1.4      1.4  same
-  last loss scale                 32,768   32,768  same
-  losses not finite                    1        1  same
-  skipped steps, whole run             2        2  same
-  skip rate                         2.0%     2.0%  same
-  lost in FP16, worst layer        23.8%        –
-  lost in FP16, all layers         18.1%        –
-  matrix work in half precision    87.3%    95.0%  +7.7 points, better
-  waits for the device, a step         1        –
+                              before    after
+  steps                          120      100  −17%
+  loss at the end            0.04192  0.04192  same
+  lowest loss                   0.04     0.04  same
+  median gradient norm           1.4      1.4  same
+  last loss scale             32,768   32,768  same
+  losses not finite                1        1  same
+  skipped steps, whole run         2        2  same
+  skip rate                     2.0%     2.0%  same
+  lost in FP16, worst layer    23.8%        –
+  lost in FP16, all layers     18.1%        –
+  matmuls in half precision    87.3%    95.0%  +7.7 points, better
+  device syncs per step            1        –
 """
 
 
@@ -58,7 +58,7 @@ def two(make_run, make_steps):
     """Two runs, the later of which has one finding less and came not as far."""
     before = make_run()
     clip = before.findings[1]
-    rarer = Seen(finding=clip.finding, count=3, first_step=1, last_step=3, excerpt=clip.excerpt, ranks=[0])
+    rarer = CountedFinding(finding=clip.finding, count=3, first_step=1, last_step=3, excerpt=clip.excerpt, ranks=[0])
     facts = {"precision": "bf16", "timing": {"half_share": 0.95, "device": "cuda"}, "steps": 100}
     return before, make_run(facts, folder=Path("runs/two"), findings=[rarer], steps=make_steps(100))
 
@@ -99,14 +99,14 @@ def test_two_clean_runs_are_calm(make_run):
 def test_a_loss_that_is_better_comes_with_a_caution(make_run, make_steps):
     from dataclasses import replace
 
-    from ampwise.record.bucket import Spread
-    from ampwise.report.comparison.numbers import ANOTHER_SEED
+    from ampwise.report.comparison.numbers import SEED_WARNING
+    from ampwise.runs.bucket import NumberStats
 
-    worse = [replace(one, loss=Spread.of(9.0)) for one in make_steps(120)]
+    worse = [replace(one, loss=NumberStats.of(9.0)) for one in make_steps(120)]
     compared = Comparison.of(make_run(), make_run(steps=worse, folder=Path("b")))
-    assert compared.caution == compared.as_dict()["caution"] == ANOTHER_SEED
-    assert ANOTHER_SEED in " ".join(plain(compared).split())
-    assert ANOTHER_SEED in compared._repr_html_()
+    assert compared.caution == compared.as_dict()["caution"] == SEED_WARNING
+    assert SEED_WARNING in " ".join(plain(compared).split())
+    assert SEED_WARNING in compared._repr_html_()
     same = Comparison.of(make_run(), make_run(folder=Path("b")))
     assert same.caution == ""
     assert "seed" not in plain(same) + same._repr_html_()
@@ -123,13 +123,13 @@ def test_findings_that_could_not_be_read_are_neither_new_nor_gone(make_run):
         assert not compared.gone
         assert compared.verdict.startswith(told)
         assert compared.mood == "warning"
-        assert compared.notes == ("Where findings could not be read, none is called new or gone.",)
+        assert compared.notes == ("Some findings could not be read, so none is called new or gone.",)
         assert [one["code"] for one in compared.as_dict()["open"]] == ["AMP101", "AMP204"]
         text = plain(compared)
         assert text[0] == ("T" if pair[0] is unknown else "r")  # a sentence of ours, or the name of a folder
-        assert "In one run, and nobody knows of the other (2)" in text
-        assert "AMP101" in text[text.index("nobody knows") :]
-        assert "nobody knows" in compared._repr_html_()
+        assert "In one run, unknown for the other (2)" in text
+        assert "AMP101" in text[text.index("unknown for the other") :]
+        assert "unknown for the other" in compared._repr_html_()
 
 
 def test_what_is_known_of_findings_read_in_part(make_run):
@@ -145,7 +145,7 @@ def test_what_is_known_of_findings_read_in_part(make_run):
 
 
 def test_many_are_cut_and_counted(make_run, make_sample, rules):
-    many = [Seen(finding=rules["clip"].at(Place(file="t.py", line=n), "m")) for n in range(1, 31)]
+    many = [CountedFinding(finding=rules["clip"].at(Place(file="t.py", line=n), "m")) for n in range(1, 31)]
     layers = [{f"l{n}": Census(binades={-8: 9}, sum_squares=norm) for n in range(40)} for norm in (1.0, 9.0)]
     compared = Comparison.of(
         make_run(findings=[], layers=[make_sample(1, layers[0])]),
@@ -164,7 +164,7 @@ def test_many_are_cut_and_counted(make_run, make_sample, rules):
     [
         ((120, 3), "at 100% of the steps before, at 2.5% now"),
         ((120, 120), "at 100% of the steps"),
-        ((240, 60), "2 times a step before, 0.5 now"),
+        ((240, 60), "2 times per step before, 0.5 now"),
         ((1, 1), ""),
     ],
 )
@@ -186,7 +186,7 @@ def hostile(make_run, make_sample, rules):
         other = rules["save"].at(Place(parameter=HOSTILE), HOSTILE, evidence={HOSTILE: HOSTILE})
         kept = {"first_line": 1 + 900 * number, "lines": [HOSTILE, f"{HOSTILE} {number}"]}
         return make_run(
-            findings=[Seen(finding=finding, excerpt=kept), Seen(finding=other, count=9)],
+            findings=[CountedFinding(finding=finding, excerpt=kept), CountedFinding(finding=other, count=9)],
             layers=[make_sample(1, {HOSTILE: Census(binades={-3: 2}, sum_squares=9.0**number)})],
             folder=Path(f"{HOSTILE}{number}"),
             trouble=[HOSTILE],
@@ -256,6 +256,6 @@ def test_a_run_in_a_notebook(make_run, rules):
     assert words.index("AMP101") < words.index("AMP204")
     assert "×120, first at step 1, last at step 120" in words
     assert "steps.jsonl is missing." in words
-    many = [Seen(finding=rules["clip"].at(Place(file="t.py", line=n), "m")) for n in range(1, 31)]
+    many = [CountedFinding(finding=rules["clip"].at(Place(file="t.py", line=n), "m")) for n in range(1, 31)]
     assert "… and 10 more findings" in run_html(make_run(findings=many))
     assert "No findings in 120 steps" in run_html(make_run(findings=[]))

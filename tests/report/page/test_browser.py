@@ -6,14 +6,14 @@ import re
 
 import pytest
 
-from ampwise.census.algebra import Census
-from ampwise.evidence.underflow import underflow
-from ampwise.formats import find_scalar_format
-from ampwise.record.bucket import Bucket
-from ampwise.record.rows import StepRow
+from ampwise.numbers.census.algebra import Census
+from ampwise.numbers.formats import find_scalar_format
+from ampwise.report.formatting import format_percent
 from ampwise.report.layers import layers_of
 from ampwise.report.page import comparison_page, page
-from ampwise.report.wording import percent
+from ampwise.rules.evidence.rows import StepRow
+from ampwise.rules.evidence.underflow import underflow
+from ampwise.runs.bucket import StepBucket
 
 from ...night import NIGHTLY, by_night
 from .conftest import Ears
@@ -109,7 +109,9 @@ def test_the_slider_tells_what_python_tells(make_run, make_sample, shown):
                 }
                 for fate, low, high, text in cells:
                     assert (low, high) == expected[fate], (name, k, fmt, fate)
-                    assert text == " to ".join(dict.fromkeys((percent(low / total), percent(high / total))))
+                    assert text == " to ".join(
+                        dict.fromkeys((format_percent(low / total), format_percent(high / total)))
+                    )
 
 
 def test_the_largest_scale_that_fits_is_that_of_the_census(make_run, make_sample, shown):
@@ -137,7 +139,7 @@ def test_the_slider_moves_with_the_keyboard_and_the_table_with_it(make_run, show
     place = [layer.name for layer in layers_of(make_run())].index("blocks.0.weight")
     census = layers_of(make_run())[place].census
     share = census.flushed("fp16", 14).low / census.nonzeros
-    assert view.inner_text(f"[data-fate='{place}']") == f"lost {percent(share)}"
+    assert view.inner_text(f"[data-fate='{place}']") == f"lost {format_percent(share)}"
 
 
 def test_findings_lead_to_their_code_and_their_rule(make_run, shown):
@@ -268,7 +270,7 @@ def drawn_in_the_middle(view, metric):
 def test_a_curve_goes_on_where_nothing_was_measured_and_breaks_where_it_was_not_finite(make_run, shown):
     known = {1: 1.0, 2: 1.1, 99: 1.0, 100: 1.1}
     rows = [StepRow(step=n, norm=known.get(n), loss=known.get(n, math.nan)) for n in range(1, 101)]
-    view = shown(page(make_run(steps=[Bucket.of(row) for row in rows])))
+    view = shown(page(make_run(steps=[StepBucket.of(row) for row in rows])))
     assert drawn_in_the_middle(view, "norm")
     assert not drawn_in_the_middle(view, "loss")
 
@@ -283,9 +285,9 @@ def test_the_heat_map_tells_the_share_that_the_rules_see(make_run, shown):
     canvas.focus()
     view.keyboard.press("ArrowDown")
     words = view.inner_text("#heat-cell")
-    assert words.startswith("blocks.0.weight, step 1, loss scale 2¹⁶: share lost in FP16 " + percent(share))
+    assert words.startswith("blocks.0.weight, step 1, loss scale 2¹⁶: share lost in FP16 " + format_percent(share))
     view.keyboard.press("ArrowDown")
-    assert view.inner_text("#heat-cell") == "blocks.1.bias, step 1, loss scale 2¹⁶: nothing but zeros"
+    assert view.inner_text("#heat-cell") == "blocks.1.bias, step 1, loss scale 2¹⁶: all zeros"
     view.keyboard.press("Enter")
     assert "blocks.1.bias" in view.get_attribute("#bars", "aria-label")
     canvas.scroll_into_view_if_needed()
@@ -294,7 +296,7 @@ def test_the_heat_map_tells_the_share_that_the_rules_see(make_run, shown):
     assert view.inner_text("#tip") == words
     view.mouse.move(0, 0)
     assert view.locator("#tip").is_hidden()
-    assert "nothing but zeros" in view.inner_text("#heat-legend")
+    assert "all zeros" in view.inner_text("#heat-legend")
     view.select_option("#heat-what", "norm")
     assert view.inner_text("#heat-legend") != ""
 
@@ -330,7 +332,7 @@ def test_layers_of_equal_names_and_their_scales_are_not_mixed_up(make_run, make_
     rows = [StepRow(optimizer=n, step=1, scale=scale) for n, scale in ((0, 64.0), (1, 65536.0))]
     run = make_run(
         {"optimizers": [{"index": 0, "name": "Adam", "model": "G"}, {"index": 1, "name": "Adam", "model": "D"}]},
-        steps=[Bucket.of(row) for row in rows],
+        steps=[StepBucket.of(row) for row in rows],
         layers=[
             make_sample(1, {"a": census, "w": census}),
             make_sample(1, {"b": census, "w": census, "x": census}, optimizer=1),
@@ -367,23 +369,25 @@ def test_runs_with_little_in_them(make_run, make_sample, shown):
     wide = Census(binades=dict.fromkeys(range(-1000, 1000), 1), amax=2.0**999.5, amin=2.0**-999.5)
     for run in (
         make_run(steps=[], layers=[], findings=[]),
-        make_run(steps=[Bucket.of(StepRow(step=5, loss=1.0))], layers=[]),
-        make_run(steps=[Bucket.of(StepRow(step=n, loss=math.nan, scale=0.0, norm=0.0)) for n in (1, 2, 3)], layers=[]),
+        make_run(steps=[StepBucket.of(StepRow(step=5, loss=1.0))], layers=[]),
+        make_run(
+            steps=[StepBucket.of(StepRow(step=n, loss=math.nan, scale=0.0, norm=0.0)) for n in (1, 2, 3)], layers=[]
+        ),
         make_run(layers=[make_sample(1, {"zeros": Census(zeros=4)})]),
         make_run(layers=[make_sample(1, {"bad": Census(nans=1, infs=2, zeros=4)})]),
-        make_run(layers=[make_sample(1, {"wide": wide})], steps=[Bucket.of(StepRow(step=1, loss=-1e300))]),
+        make_run(layers=[make_sample(1, {"wide": wide})], steps=[StepBucket.of(StepRow(step=1, loss=-1e300))]),
     ):
         view = shown(page(run))
         assert view.locator("h1").count() == 1
-    view = shown(page(make_run(steps=[Bucket.of(StepRow(step=n, loss=math.nan)) for n in (1, 2)])))
-    assert "At no step was this a finite number." in view.inner_text("figure.chart[data-metric=loss]")
+    view = shown(page(make_run(steps=[StepBucket.of(StepRow(step=n, loss=math.nan)) for n in (1, 2)])))
+    assert "Not finite at any step." in view.inner_text("figure.chart[data-metric=loss]")
 
 
 def test_without_scripts_the_words_are_all_there(make_run, shown):
     view = shown(page(make_run(FACTS)), wait=False, java_script_enabled=False)
     text = view.inner_text("main")
     assert "gradients are clipped while still scaled" in text
-    assert "open the file in a browser" in text
+    assert "open the file in a recent browser" in text
     assert "Over the steps" not in text
     assert view.locator("#no-charts").is_visible()
     assert shown(page(make_run(FACTS))).locator("#no-charts").count() == 0
@@ -393,7 +397,7 @@ def test_on_paper_it_is_light_and_unfolded(make_run, shown, tmp_path):
     view = shown(page(make_run(FACTS)), scheme="dark")
     view.evaluate("window.dispatchEvent(new Event('beforeprint'))")
     assert view.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(251, 251, 249)"
-    assert view.locator("details:not([open]):not(.twice-told)").count() == 0
+    assert view.locator("details:not([open]):not(.repeated)").count() == 0
     assert max(view.locator("figure.chart .uplot").evaluate_all("all => all.map(one => one.offsetWidth)")) <= 720
     view.evaluate("window.dispatchEvent(new Event('afterprint'))")
     assert view.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(21, 23, 26)"
@@ -424,7 +428,9 @@ def test_two_runs_are_drawn_over_each_other(make_run, make_steps, shown, looked_
 def test_a_week_long_run_with_three_hundred_layers(make_run, make_sample, shown, looked_at):
     last, spike, samples = (100_000, 54_321, 200) if NIGHTLY else (20_000, 4_321, 50)
     steps = [
-        Bucket.of(StepRow(step=n, loss=1.0 + (n == spike) * 40, scale=2.0 ** (n % 24), norm=1.0, skipped=n % 9 == 0))
+        StepBucket.of(
+            StepRow(step=n, loss=1.0 + (n == spike) * 40, scale=2.0 ** (n % 24), norm=1.0, skipped=n % 9 == 0)
+        )
         for n in range(1, last + 1)
     ]
     census = Census(binades={e: abs(e) for e in range(-40, -1)}, zeros=50, amax=0.4, amin=2.0**-39.5, sum_squares=1.0)

@@ -4,8 +4,8 @@ import math
 
 import pytest
 
-from ampwise.evidence.compared import Compared, Measured
-from ampwise.evidence.difference import Differing, ModuleRow, ParameterRow, SideFacts, Spot
+from ampwise.rules.evidence.difference import ErrorLocation, ModuleRow, ParameterRow, SideFacts, StepDifference
+from ampwise.rules.evidence.tensor_difference import ComparedTensor, TensorDifference
 from ampwise.tune.diff.result import Difference
 
 from ...night import by_night
@@ -14,7 +14,7 @@ pytest.importorskip("torch")
 
 
 def compared(error, *, given=0.01, own=0.004, bad=0):
-    measured = Measured(
+    measured = TensorDifference(
         shape=(4, 8),
         norm_a=1.0,
         norm_b=1.0,
@@ -28,7 +28,7 @@ def compared(error, *, given=0.01, own=0.004, bad=0):
         bad_a=0,
         bad_b=bad,
     )
-    return Compared(measured=measured, given=given, own=own)
+    return ComparedTensor(measured=measured, given=given, own=own)
 
 
 def side(name, roundoff):
@@ -43,7 +43,7 @@ def difference(**parts):
         ModuleRow(name="body", kind="Linear", outputs=(compared(0.008),), gradients=(compared(0.02),)),
         ModuleRow(name="head", kind="Linear", outputs=(beyond,), gradients=(compared(0.0, bad=3),)),
     ]
-    spot = Spot(module="head", kind="Linear", phase="forward", compared=beyond, shrinks=90.0)
+    spot = ErrorLocation(module="head", kind="Linear", phase="forward", compared=beyond, shrinks=90.0)
     given = {
         "subject": "train:make",
         "a": side("fp32", 2**-24),
@@ -53,7 +53,7 @@ def difference(**parts):
         "spots": (spot,),
         "floor": 0.0,
     }
-    return Difference(Differing(**given | parts))
+    return Difference(StepDifference(**given | parts))
 
 
 @pytest.mark.parametrize("scheme", ["light", *by_night("dark")])
@@ -80,7 +80,7 @@ def test_the_keyboard_walks_along_the_modules(shown):
             ),
             (
                 "stem (Linear): 3% off, rounding explains 5.6%",
-                "head (Linear): not finite on one side, or of other shapes",
+                "head (Linear): not finite on one side, or different shapes",
             ),
         )
     ):

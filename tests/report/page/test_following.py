@@ -6,8 +6,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
+from ampwise.finding.strict_json import dumps
 from ampwise.report.page import page, update
-from ampwise.strict_json import dumps
 
 
 class Desk:
@@ -108,12 +108,12 @@ def test_a_marked_text_is_not_taken_away(view, desk, make_run, make_steps):
 def test_it_says_when_it_no_longer_follows(view, desk):
     assert view.inner_text("#live") == "This page follows the run."
     desk.status = 404
-    told(view, "The server was started anew")
+    told(view, "The server was restarted")
     desk.status = 200
     told(view, "This page follows the run.")
     desk.server.shutdown()
     desk.server.server_close()
-    told(view, "The server no longer answers")
+    told(view, "The server no longer responds")
 
 
 def test_news_are_plain_json(make_run):

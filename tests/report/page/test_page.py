@@ -12,13 +12,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ampwise.census.algebra import Census
 from ampwise.finding import Place
-from ampwise.printers.terminal import printable
-from ampwise.record.bucket import Bucket
-from ampwise.record.reader import Run
-from ampwise.record.rows import Seen, StepRow
-from ampwise.report.page import MARK, comparison_page, page, update
+from ampwise.finding.terminal import printable
+from ampwise.numbers.census.algebra import Census
+from ampwise.report.page import GENERATOR_MARK, comparison_page, page, update
+from ampwise.rules.evidence.rows import CountedFinding, StepRow
+from ampwise.runs.bucket import StepBucket
+from ampwise.runs.reader import Run
 
 from ...night import NIGHTLY
 
@@ -145,12 +145,12 @@ def test_all_is_there(make_run):
         "backbone",
         "steps.jsonl is missing.",
         "runs/one",
-        "matrix products 75.0%",
+        "matmuls 75.0%",
         "not aligned",
-        "12 × for the device",
+        "12 × device sync",
         "optimizer state 16.7% fp32 8 MiB",
-        "activations and the rest 66.7%",
-        "cuda:0: at its peak 48 MiB in use, 64 MiB held by torch, of 1 GiB.",
+        "activations and other 66.7%",
+        "cuda:0: peak of 48 MiB in use, 64 MiB reserved by torch, of 1 GiB.",
         "1 in fp16, 1 in fp32",
         "stem.1",
         "The threshold is 65536 times too small.",
@@ -168,7 +168,7 @@ def test_every_link_leads_somewhere_and_every_place_is_one(make_run):
 
 
 def test_names_between_backquotes_are_code(make_run, rules):
-    seen = Seen(finding=rules["clip"].at(Place(), "`clip<b>` sees ` alone", fix="`a` then `b`"))
+    seen = CountedFinding(finding=rules["clip"].at(Place(), "`clip<b>` sees ` alone", fix="`a` then `b`"))
     text = page(make_run(findings=[seen]))
     assert "<code>clip&lt;b&gt;</code> sees ` alone" in text
     assert "<code>a</code> then <code>b</code>" in text
@@ -176,33 +176,33 @@ def test_names_between_backquotes_are_code(make_run, rules):
 
 def test_lines_of_code_in_a_fix_are_code_as_it_stands(make_run, rules):
     fix = "Clamp it:\n    x = `a`<b>\nIn general: `c`"
-    text = page(make_run(findings=[Seen(finding=rules["clip"].at(Place(), "m", fix=fix))]))
+    text = page(make_run(findings=[CountedFinding(finding=rules["clip"].at(Place(), "m", fix=fix))]))
     assert 'Clamp it:<br><code class="indented">    x = `a`&lt;b&gt;</code><br>In general: <code>c</code>' in text
 
 
 def test_a_fix_is_a_diff_its_own_where_there_is_one(make_run, rules):
     diff = "--- train.py\n+++ train.py\n@@ -30,2 +30,3 @@\n     scale()\n+    unscale_()\n-    clip()"
-    own, other = (Seen(finding=rules["clip"].at(Place(), "m"), diff=text) for text in (diff, ""))
+    own, other = (CountedFinding(finding=rules["clip"].at(Place(), "m"), diff=text) for text in (diff, ""))
     text = page(make_run(findings=[own]))
     assert '<span class="added">+    unscale_()</span><span class="removed">-    clip()</span>' in text
-    assert "The fix by an example" not in text
-    assert "look at it before you apply it" not in text
+    assert "Example of the fix" not in text
+    assert "review it before you apply it" not in text
     own.diff_is_safe = False
-    assert "look at it before you apply it" in page(make_run(findings=[own]))
+    assert "review it before you apply it" in page(make_run(findings=[own]))
     text = page(make_run(findings=[other]))
     assert '<span class="removed">-clip()</span><span class="added">+unscale(); clip()</span>' in text
 
 
 def test_code_stays_on_its_lines(make_run, rules):
     rule = rules["clip"].but(bad="one()\n    two()", good="one()\n\n    three()")
-    text = page(make_run(findings=[Seen(finding=rule.at(Place(), "m"))]))
+    text = page(make_run(findings=[CountedFinding(finding=rule.at(Place(), "m"))]))
     assert ">one()\n    two()</pre>" in text
     assert ">one()\n\n    three()</pre>" in text
     assert "\\n" not in "".join(re.findall(r"<pre.*?</pre>", text, re.DOTALL))
 
 
 def test_a_power_of_two_stays_one(make_run):
-    run = make_run(steps=[Bucket.of(StepRow(step=1, loss=1.23456789, scale=2.0**27))])
+    run = make_run(steps=[StepBucket.of(StepRow(step=1, loss=1.23456789, scale=2.0**27))])
     (line,) = data_of(page(run))["curves"]
     assert line["scale"]["mean"] == [2.0**27]
     assert line["loss"]["mean"] == [1.23457]
@@ -223,13 +223,13 @@ def test_every_optimizer_has_room_for_its_worst_layers(make_run, make_sample):
 
 def test_the_skip_rate_says_of_what(make_run, make_steps):
     assert data_of(page(make_run()))["titles"]["skip_rate"] == "Skipped, of the last 100 steps"
-    long = [Bucket(first=1 + n * 1000, last=1000 + n * 1000, count=1000) for n in range(5)]
-    assert data_of(page(make_run(steps=long)))["titles"]["skip_rate"].endswith("or the point's own")
+    long = [StepBucket(first=1 + n * 1000, last=1000 + n * 1000, count=1000) for n in range(5)]
+    assert data_of(page(make_run(steps=long)))["titles"]["skip_rate"].endswith("or the point's own steps")
 
 
 def test_it_needs_nothing_and_runs_only_what_is_ours(make_run):
     for text in (page(make_run()), comparison_page(make_run(), make_run())):
-        assert MARK in text[:500]
+        assert GENERATOR_MARK in text[:500]
         assert Outline(text).scripts == ["application/octet-stream", None]
         script = re.search(r"<script>(.*?)</script>", text, re.DOTALL).group(1)
         digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
@@ -258,7 +258,9 @@ def test_the_library_has_its_licence():
 def hostile_run(make_run, make_sample, rules):
     finding = rules["clip"].at(Place(file=HOSTILE, line=2), HOSTILE, evidence={HOSTILE: HOSTILE}, fix=HOSTILE)
     return make_run(
-        findings=[Seen(finding=finding, excerpt={"first_line": 1, "lines": [HOSTILE, HOSTILE]}, diff=f"+{HOSTILE}")],
+        findings=[
+            CountedFinding(finding=finding, excerpt={"first_line": 1, "lines": [HOSTILE, HOSTILE]}, diff=f"+{HOSTILE}")
+        ],
         layers=[
             make_sample(
                 1, {HOSTILE: Census(zeros=1), f"{HOSTILE}2": Census(binades={-9: 4}, amax=2**-8.5, amin=2**-8.5)}
@@ -342,7 +344,9 @@ def test_a_week_long_run_is_a_small_page_with_its_extremes(make_run, make_sample
     """A hundred thousand points at night, three hundred layers; a spike of one step is still there."""
     last, spike = (100_000, 54_321) if NIGHTLY else (20_000, 4_321)
     steps = [
-        Bucket.of(StepRow(step=n, loss=1.0 + (n == spike) * 40, scale=2.0 ** (n % 24), norm=1.0, skipped=n % 9 == 0))
+        StepBucket.of(
+            StepRow(step=n, loss=1.0 + (n == spike) * 40, scale=2.0 ** (n % 24), norm=1.0, skipped=n % 9 == 0)
+        )
         for n in range(1, last + 1)
     ]
     census = Census(binades={e: abs(e) for e in range(-60, -1)}, amax=0.4, amin=2.0**-59.5)
@@ -385,7 +389,8 @@ def test_the_command_is_as_one_types_it(make_run, command, told):
 
 def test_places_are_told_from_where_the_script_ran(make_run, rules):
     inside, outside = (
-        Seen(finding=rules["clip"].at(Place(file=file, line=3), "m")) for file in ("/home/a/b/train.py", "/usr/x.py")
+        CountedFinding(finding=rules["clip"].at(Place(file=file, line=3), "m"))
+        for file in ("/home/a/b/train.py", "/usr/x.py")
     )
     text = page(make_run(findings=[inside, outside], manifest={"environment": {"folder": "/home/a"}}))
     assert '<code title="/home/a/b/train.py:3">b/train.py:3</code>' in text

@@ -6,11 +6,20 @@ from html.parser import HTMLParser
 
 import pytest
 
-from ampwise.evidence.speed import GpuClocks, LayerTime, LossCheck, Row, Speeds, Split, Spread, StepMemory
-from ampwise.report.page import MARK
-from ampwise.report.page.precisions import precisions_page
-from ampwise.report.page.writing import check_paper
-from ampwise.rules.judging import judged
+from ampwise.report.page import GENERATOR_MARK
+from ampwise.report.page.page_file import check_page_path
+from ampwise.report.page.precisions_page import precisions_page
+from ampwise.rules.dispatch import run_checks
+from ampwise.rules.evidence.speed import (
+    GpuClocks,
+    LayerTime,
+    LossCheck,
+    PrecisionRow,
+    SpeedComparison,
+    StepMemory,
+    TimeSplit,
+    TimeSpread,
+)
 
 from ...night import by_night
 
@@ -20,7 +29,7 @@ VOID = {"meta", "br", "img", "input", "hr", "link"}
 
 
 def spread(value, by=0.02):
-    return Spread(median=value, low=value * (1 - by), high=value * (1 + by))
+    return TimeSpread(median=value, low=value * (1 - by), high=value * (1 + by))
 
 
 def row(precision, ratio, *, compiled=False, **parts):
@@ -32,7 +41,7 @@ def row(precision, ratio, *, compiled=False, **parts):
         "loss": LossCheck(loss=10.97, reference=10.97, tolerance=0.7),
         "peak_flops": 989e12 if precision in ("fp16", "bf16") else 67e12,
         "memory": StepMemory(peak=int(20 * GIB / ratio**0.3), parameters=GIB // 2, gradients=GIB // 2, optimizer=GIB),
-        "split": Split(
+        "split": TimeSplit(
             seconds={
                 "matrix": 0.5 * step,
                 "attention": 0.1 * step,
@@ -45,7 +54,7 @@ def row(precision, ratio, *, compiled=False, **parts):
             on_device=True,
         ),
     }
-    return Row(precision=precision, compiled=compiled, **{**usual, **parts})
+    return PrecisionRow(precision=precision, compiled=compiled, **{**usual, **parts})
 
 
 @pytest.fixture
@@ -54,7 +63,7 @@ def speeds():
         LayerTime(name="blocks.#.expand", kind="Linear", times=12, seconds={"fp32": 0.1, "bf16": 0.01}),
         LayerTime(name="blocks.#.ln_1", kind="LayerNorm", times=12, seconds={"fp32": 0.004, "bf16": 0.005}),
     ]
-    return Speeds(
+    return SpeedComparison(
         subject="benchmarks.subjects:gpt2",
         command="ampwise compare benchmarks.subjects:gpt2",
         device="cuda",
@@ -65,8 +74,8 @@ def speeds():
             row("fp16", 5.8, skipped=2),
             row("bf16", 6.0),
             row("bf16", 9.1, compiled=True),
-            Row(precision="fp8", problem="not run: FP8 layers are torchao's, which is not installed."),
-            Row(precision="fp16", compiled=True, problem="out of memory"),
+            PrecisionRow(precision="fp8", problem="not run: FP8 layers are torchao's, which is not installed."),
+            PrecisionRow(precision="fp16", compiled=True, problem="out of memory"),
         ),
         noise=0.08,
         rounds=15,
@@ -75,12 +84,12 @@ def speeds():
         flops=1.4e13,
         layers=tuple(layers),
         clocks=GpuClocks(before=345, after=1900, lowest=1755, top=1980, held_back_by=("its power limit",)),
-        not_measured=("Waiting for data is not part of a step here: `ampwise run` measures it.",),
+        not_measured=("Time spent waiting for data is not part of a step here: `ampwise run` measures it.",),
     )
 
 
 def made(speeds):
-    return precisions_page(speeds, judged(speeds, "speed"))
+    return precisions_page(speeds, run_checks(speeds, "speed"))
 
 
 class Tags(HTMLParser):
@@ -115,7 +124,7 @@ class Tags(HTMLParser):
 def test_it_shows_bars_numbers_layers_and_reasons(speeds):
     page = made(speeds)
     tags = Tags(page)
-    assert MARK in page[:2000]
+    assert GENERATOR_MARK in page[:2000]
     assert not tags.open
     assert tags.links == [], "nothing is fetched"
     assert len(set(tags.ids)) == len(tags.ids)
@@ -129,7 +138,7 @@ def test_it_shows_bars_numbers_layers_and_reasons(speeds):
         "norms and elementwise",
         "20 GiB",
         "AMP521",
-        "GPU clock 1755 MHz at its lowest, 1980 at most, held back by its power limit.",
+        "GPU clock as low as 1755 MHz, 1980 MHz at most, throttled by its power limit.",
         "datasheet, dense",
         "ampwise compare benchmarks.subjects:gpt2 --precisions bf16",
     ):
@@ -165,7 +174,7 @@ def test_names_of_the_users_are_never_markup(speeds):
         layers=(layer,),
         kept=(EVIL,),
         not_measured=(EVIL,),
-        rows=(*speeds.rows[:4], Row(precision="fp8", problem=f"failed: {EVIL}")),
+        rows=(*speeds.rows[:4], PrecisionRow(precision="fp8", problem=f"failed: {EVIL}")),
     )
     page = made(hostile)
     tags = Tags(page)
@@ -181,7 +190,12 @@ def test_little_was_measured_and_it_is_still_a_page(speeds):
     from dataclasses import replace
 
     bare = replace(
-        speeds, rows=(Row(precision="fp32", problem="out of memory"),), layers=(), noise=None, clocks=None, flops=None
+        speeds,
+        rows=(PrecisionRow(precision="fp32", problem="out of memory"),),
+        layers=(),
+        noise=None,
+        clocks=None,
+        flops=None,
     )
     assert not Tags(made(bare)).open
 
@@ -190,15 +204,15 @@ def test_papers_that_are_not_ours(tmp_path, speeds):
     from ampwise.errors import BadInput
 
     page = tmp_path / "page.html"
-    check_paper(page, "--html", force=False)
+    check_page_path(page, "--html", force=False)
     page.write_text(made(speeds))
-    check_paper(page, "--html", force=False)
+    check_page_path(page, "--html", force=False)
     page.write_text("")
-    check_paper(page, "--html", force=False)
+    check_page_path(page, "--html", force=False)
     page.write_text("somebody's")
-    with pytest.raises(BadInput, match="exists and is no earlier page of ours"):
-        check_paper(page, "--html", force=False)
-    check_paper(page, "--html", force=True)
+    with pytest.raises(BadInput, match="exists and is not an ampwise page"):
+        check_page_path(page, "--html", force=False)
+    check_page_path(page, "--html", force=True)
 
 
 @pytest.mark.parametrize("scheme", ["light", *by_night("dark")])

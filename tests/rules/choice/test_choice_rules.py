@@ -6,19 +6,19 @@ import importlib
 
 import pytest
 
-from ampwise.evidence.choice.answers import refused
-from ampwise.evidence.choice.choice import Choice, parse_scaling
-from ampwise.evidence.choice.model import ModelFacts
-from ampwise.evidence.choice.target import of_capability, of_cpu, of_gpu, unknown
 from ampwise.hardware import Cpu, gpu_named
-from ampwise.rules import built_in, rules_about
+from ampwise.rules import built_in, rules_in
+from ampwise.rules.evidence.choice.advice import refused_precision
+from ampwise.rules.evidence.choice.choice import PrecisionChoice, parse_scaling
+from ampwise.rules.evidence.choice.model import ModelFacts
+from ampwise.rules.evidence.choice.target import target_for_capability, target_for_cpu, target_for_gpu, unknown_target
 
 V100, T4, P100, A100, H200, GAUDI3 = (
-    of_gpu(gpu_named(name)) for name in ("v100-sxm2-16", "t4", "p100-sxm2", "a100-40", "h200", "gaudi3")
+    target_for_gpu(gpu_named(name)) for name in ("v100-sxm2-16", "t4", "p100-sxm2", "a100-40", "h200", "gaudi3")
 )
-RTX3090, M5, B200 = (of_gpu(gpu_named(name)) for name in ("rtx3090", "apple-m5", "b200"))
-XEON = of_cpu(Cpu(model="a Xeon", features=("amx_bf16",)))
-NOBODY_KNOWS = unknown("nobody said")
+RTX3090, M5, B200 = (target_for_gpu(gpu_named(name)) for name in ("rtx3090", "apple-m5", "b200"))
+XEON = target_for_cpu(Cpu(model="a Xeon", features=("amx_bf16",)))
+NOBODY_KNOWS = unknown_target("nobody said")
 
 
 def size(parameters, kind=None):
@@ -27,7 +27,7 @@ def size(parameters, kind=None):
 
 def found(name, **parts):
     module = importlib.import_module(f"ampwise.rules.choice.{name}")
-    return list(module.check(Choice(**parts)))
+    return list(module.check(PrecisionChoice(**parts)))
 
 
 # The rule, the question, whether it is a no, and how the message begins.
@@ -66,25 +66,25 @@ ANSWERED = [
         "format_without_matrix_units",
         {"target": M5, "want": "fp16"},
         False,
-        "whether Apple M5 10-core GPU has matrix units",
+        "it is unknown whether Apple M5 10-core GPU has FP16 tensor cores",
     ),
     (
         "format_without_matrix_units",
         {"target": NOBODY_KNOWS, "want": "bf16"},
         False,
-        "whether a device that is not known has",
+        "it is unknown whether an unknown device has",
     ),
     (
         "format_no_faster",
         {"target": RTX3090, "want": "tf32"},
         True,
-        "GeForce RTX 3090 (compute capability 8.6) multiplies TF32",
+        "GeForce RTX 3090 (compute capability 8.6) runs TF32",
     ),
     (
         "format_no_faster",
         {"target": GAUDI3, "want": "fp16"},
         False,
-        "Gaudi 3 OAM multiplies FP16 at 459.0 TFLOP/s dense and",
+        "Gaudi 3 OAM runs FP16 at 459.0 TFLOP/s dense and",
     ),
     ("format_not_ready", {"target": B200, "want": "nvfp4"}, True, "training in NVFP4 on B200"),
     ("format_not_ready", {"target": GAUDI3, "want": "fp8"}, True, "training in FP8 on Gaudi 3 OAM"),
@@ -111,20 +111,20 @@ ANSWERED = [
         "matrix_units_left_idle",
         {"target": A100, "want": "fp32", "model": size(10**8)},
         False,
-        "FP32 leaves the BF16 matrix",
+        "FP32 leaves the BF16 tensor",
     ),
-    ("no_gain_measured", {"target": A100, "want": "fp16", "measured": 1.04}, True, "1.04 times the speed of FP32"),
+    ("no_gain_measured", {"target": A100, "want": "fp16", "measured": 1.04}, True, "the measured 1.04x over FP32"),
     (
         "no_gain_measured",
         {"target": A100, "want": "fp16", "measured": 1.0, "symptom": "memory"},
         False,
-        "1.00 times the speed",
+        "the measured 1.00x over",
     ),
     (
         "fp16_out_of_range",
         {"target": A100, "want": "fp16", "symptom": "nan"},
         False,
-        "inf and NaN in FP16 are first of all",
+        "inf and NaN in FP16 are usually",
     ),
     (
         "fp16_out_of_range",
@@ -132,7 +132,7 @@ ANSWERED = [
         False,
         "the activations of a mixture",
     ),
-    ("fp16_out_of_range", {"target": V100, "ideas": ("bf16-checkpoint",)}, False, "weights that were trained in BF16"),
+    ("fp16_out_of_range", {"target": V100, "ideas": ("bf16-checkpoint",)}, False, "weights trained in BF16"),
     (
         "bf16_cancels",
         {"target": A100, "model": size(None, "scorer")},
@@ -144,7 +144,7 @@ ANSWERED = [
         "manual_loss_scale",
         {"target": V100, "scaling": parse_scaling("manual:8")},
         True,
-        "a loss times 8 looks after nothing",
+        "a fixed factor of 8 does not adapt",
     ),
     (
         "manual_loss_scale",
@@ -156,13 +156,13 @@ ANSWERED = [
         "fp16_no_scaler",
         {"target": V100, "scaling": parse_scaling("none")},
         True,
-        "FP16 rounds what is at or below 2⁻²⁵",
+        "FP16 rounds values of 2⁻²⁵",
     ),
     (
         "scaler_with_bf16",
         {"target": A100, "want": "bf16", "scaling": parse_scaling("dynamic")},
         True,
-        "BF16 has the exponents",
+        "BF16 has the exponent range",
     ),
     (
         "scale_tuned_blind",
@@ -174,21 +174,21 @@ ANSWERED = [
         "precision_by_reputation",
         {"target": NOBODY_KNOWS, "ideas": ("bf16-is-newer",)},
         True,
-        "newer is no reason: the device",
+        "being newer is no reason: the device",
     ),
     (
         "precision_by_reputation",
         {"target": P100, "ideas": ("bf16-is-newer",)},
         True,
-        "newer is not better, whoever says it",
+        "newer is not better: Tesla",
     ),
     (
         "precision_by_reputation",
         {"target": GAUDI3, "ideas": ("senior-says",)},
         True,
-        "newer is no reason: Gaudi 3 OAM has BF16",
+        "being newer is no reason, but Gaudi 3 OAM has BF16",
     ),
-    ("unstable_op_autocast", {"target": XEON, "ideas": ("exp-in-loss",)}, False, "autocast on a CPU leaves exp, log"),
+    ("unstable_op_autocast", {"target": XEON, "ideas": ("exp-in-loss",)}, False, "CPU autocast leaves exp, log"),
 ]
 
 # Near misses: what looks alike, and is right.
@@ -234,7 +234,7 @@ def test_it_is_answered(name, parts, is_no, begins):
     (finding,) = found(name, **parts)
     assert finding.message.startswith(begins)
     assert finding.evidence["answer"] == ("no" if is_no else "careful")
-    assert refused(finding) in (None, parts.get("want"))
+    assert refused_precision(finding) in (None, parts.get("want"))
     assert finding.place.device == parts["target"].name
 
 
@@ -243,17 +243,17 @@ def test_it_is_silent(name, parts):
     assert found(name, **parts) == []
 
 
-@pytest.mark.parametrize("module", rules_about("choice"), ids=lambda module: module.RULE.code)
+@pytest.mark.parametrize("module", rules_in("choice"), ids=lambda module: module.RULE.code)
 def test_nothing_asked_nothing_said(module):
     for target in (V100, A100, H200, GAUDI3, XEON, NOBODY_KNOWS):
-        assert list(module.check(Choice(target=target, model=size(10**8, "transformer")))) == []
+        assert list(module.check(PrecisionChoice(target=target, model=size(10**8, "transformer")))) == []
 
 
 def test_rules_that_exist_elsewhere_are_the_same_ones():
-    ours = [entry for entry in built_in() if entry.room == "choice"]
+    ours = [entry for entry in built_in() if entry.category == "choice"]
     assert [entry.rule.code for entry in ours] == [f"AMP{number}" for number in range(705, 705 + len(ours))]
-    shared = [module.RULE for module in rules_about("choice") if module.RULE not in [entry.rule for entry in ours]]
-    homes = {entry.rule.code: entry.room for entry in built_in()}
+    shared = [module.RULE for module in rules_in("choice") if module.RULE not in [entry.rule for entry in ours]]
+    homes = {entry.rule.code: entry.category for entry in built_in()}
     assert {homes[rule.code] for rule in shared} == {"source", "hardware"}
 
 
@@ -266,11 +266,11 @@ def test_the_price_of_a_manual_scale_is_worked_out():
 
 
 def test_a_device_that_may_have_fp16_units_is_not_said_to_lack_them():
-    turing = of_capability("7.5")  # an RTX 20, or a GTX 16
+    turing = target_for_capability("7.5")  # an RTX 20, or a GTX 16
     (finding,) = found("bf16_without_matrix_units", target=turing, want="bf16")
-    assert "in FP32 if it has none (GTX 16)" in finding.fix
+    assert "otherwise in FP32 (GTX 16)" in finding.fix
     (other,) = found("precision_by_reputation", target=turing, ideas=("senior-says",))
-    assert other.message.endswith("an NVIDIA GPU (compute capability 7.5) has no matrix units for BF16")
+    assert other.message.endswith("an NVIDIA GPU (compute capability 7.5) has no BF16 tensor cores")
 
 
 def test_sharding_is_worked_out():

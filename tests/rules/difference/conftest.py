@@ -4,10 +4,10 @@ import math
 
 import pytest
 
-from ampwise.evidence.compared import Compared, Measured
-from ampwise.evidence.conduct import Site
-from ampwise.evidence.difference import Differing, ModuleRow, OpRow, ParameterRow, SideFacts, Spot
-from ampwise.rules.judging import judged
+from ampwise.rules.dispatch import run_checks
+from ampwise.rules.evidence.difference import ErrorLocation, ModuleRow, OpRow, ParameterRow, SideFacts, StepDifference
+from ampwise.rules.evidence.run_events import CallSite
+from ampwise.rules.evidence.tensor_difference import ComparedTensor, TensorDifference
 
 
 def measured(error=0.01, *, norm=1.0, cosine=None, shape=(10, 10), **counts):
@@ -15,20 +15,22 @@ def measured(error=0.01, *, norm=1.0, cosine=None, shape=(10, 10), **counts):
     norm_b = norm if cosine is None else norm * (cosine + math.sqrt(max(0.0, cosine**2 - 1 + error**2)))
     defaults = {"largest_error": error, "largest_at": (0, 0), "largest_a": norm, "largest_b": norm}
     zeros = {"zeros_a": 0, "zeros_b": 0, "bad_a": 0, "bad_b": 0}
-    return Measured(shape=shape, norm_a=norm, norm_b=norm_b, norm_error=error * norm, **defaults | zeros | counts)
+    return TensorDifference(
+        shape=shape, norm_a=norm, norm_b=norm_b, norm_error=error * norm, **defaults | zeros | counts
+    )
 
 
 def compared(error=0.01, *, given=0.0, own=0.01, floor=None, why_not="", **rest):
     found = None if why_not else measured(error, **rest)
-    return Compared(measured=found, given=given, own=own, floor=floor, why_not=why_not)
+    return ComparedTensor(measured=found, given=given, own=own, floor=floor, why_not=why_not)
 
 
 def spot(error=0.5, module="block", *, phase="forward", op=None, shrinks=None, flushed=False, before="", **rest):
     made = None
     if op is not None:
-        site = Site(file="model.py", line=12)
+        site = CallSite(file="model.py", line=12)
         made = OpRow(op=op, module=module, call=0, phase=phase, compared=compared(error, **rest), site=site)
-    return Spot(
+    return ErrorLocation(
         module=module,
         kind="Block",
         phase=phase,
@@ -60,6 +62,6 @@ def findings():
 
     def findings(b="bf16", **parts):
         facts = {"b": side(b) if isinstance(b, str) else b}
-        return judged(Differing(subject="fn", a=side("fp32"), **facts | parts), "difference")
+        return run_checks(StepDifference(subject="fn", a=side("fp32"), **facts | parts), "difference")
 
     return findings

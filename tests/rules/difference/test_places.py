@@ -17,12 +17,12 @@ def test_a_difference_of_nearly_equal_terms(findings):
     assert finding.rule.code == "AMP530"
     assert str(finding.place) == "model.py:12 block"
     assert finding.message == (
-        "the code of `block` before `block.out` is 50% off, 36 times what rounding explains: it was given 0.4%; the "
-        "error is BF16's rounding, of what has cancelled"
+        "the code of `block` before `block.out` is 50% off, 36 times what rounding explains: its input was 0.4% off; "
+        "the error is BF16 rounding of terms that cancel"
     )
     assert finding.fix == (
-        'Keep it in FP32: `Policy("bf16").keep("fp32", "block")`. '
-        '`ampwise.diff(fn, …, b=Policy("bf16").keep("fp32", "block"))` shows what is left.'
+        'Keep it in FP32: `Policy("bf16").keep("fp32", "block")`. `ampwise.diff(fn, …, b=Policy("bf16").keep("fp32", '
+        '"block"))` shows the remaining error.'
     )
     assert finding.evidence["op"] == "aten.sub.Tensor"
 
@@ -56,7 +56,9 @@ def test_which_rule_a_place_belongs_to(findings, parts, code):
 def test_values_that_are_flushed(findings):
     lost = spot(0.9, "act", flushed=True, zeros_b=40, norm=1e-7)
     finding = only(findings("fp16", spots=(lost,)))
-    assert finding.message == "`act` loses 40% of its values to zero in FP16: their typical magnitude is 1e-08"
+    assert finding.message == (
+        "`act` underflows to zero for 40% of its values in FP16: their typical magnitude is 1e-08"
+    )
     assert "or use BF16, which has FP32's range" in finding.fix
     gradient = spot(0.9, "act", phase="backward", flushed=True, zeros_b=40, norm=1e-7)
     unscaled, scaled = (only(findings(side("fp16", scale=scale), spots=(gradient,))) for scale in (None, 1024.0))
@@ -69,35 +71,35 @@ def test_values_that_overflow_on_either_side(findings):
     finding = only(findings("fp16", spots=(spot(bad_b=7, largest_a=1e6),)))
     assert finding.severity is Severity.ERROR
     assert finding.message == (
-        "`block` has 7 of 100 values that are not finite in FP16 and are in FP32, where the largest is 1,000,000"
+        "`block` has 7 of 100 values that are not finite in FP16 but finite in FP32, where the largest is 1,000,000"
     )
     assert "or train in BF16" in finding.fix
     other = only(findings("bf16", spots=(spot(bad_a=7),)))
-    assert "not finite in FP32 and are in BF16" in other.message
+    assert "not finite in FP32 but finite in BF16" in other.message
     assert "or train in BF16" not in other.fix
 
 
 def test_values_that_overflow_otherwise(findings):
     finding = only(findings("fp16", spots=(spot(bad_a=2, bad_b=2, bad_apart=3),)))
-    assert finding.message == "`block` has 3 of 100 values that are not finite in FP16, and others in FP32 or not there"
+    assert finding.message == "`block` has 3 of 100 values that are not finite in FP16 and different in FP32"
 
 
 def test_what_is_no_rounding(findings):
     finding = only(findings(spots=(spot(0.25, op="aten.mul.Tensor", own=0.005),)))
     assert finding.message == (
-        "`block` is 25% off, 50 times what rounding explains: it was given 0. The operation is `mul`, model.py:12"
+        "`block` is 25% off, 50 times what rounding explains: its input was 0 off. The operation is `mul`, model.py:12"
     )
 
 
 def test_what_is_to_be_kept_is_said_once(findings):
     for module in ("Block", "block"):
         for part in ({"op": "aten.exp.default"}, {"changed": 5}):
-            assert only(findings(spots=(spot(module=module, **part),))).fix.count("what makes ") == 1
+            assert only(findings(spots=(spot(module=module, **part),))).fix.count("the code that computes ") == 1
 
 
 def test_a_choice_that_flips(findings):
     assert only(findings(spots=(spot(changed=5),))).message == (
-        "`block` has 5 of 100 whole numbers that are others, as BF16 chooses otherwise than FP32"
+        "`block` has 5 of 100 integers that differ: BF16 chooses differently from FP32"
     )
 
 

@@ -4,14 +4,14 @@ import math
 
 import pytest
 
-from ampwise.evidence.narrow import NarrowLayers, NarrowOperand
-from ampwise.formats.catalog import find_scalar_format
+from ampwise.numbers.formats.catalog import find_scalar_format
+from ampwise.rules.evidence.float8_layers import Float8LayerStats, Float8OperandStats
 from ampwise.rules.float8 import fp8_saturates, fp8_underflows
 
 
 def layers(**known):
-    operand = NarrowOperand(**{"layer": "blocks.0.up", "operand": "gradient", "fmt": "e5m2", **known})
-    return NarrowLayers(step=100, operands=(operand,))
+    operand = Float8OperandStats(**{"layer": "blocks.0.up", "operand": "gradient", "fmt": "e5m2", **known})
+    return Float8LayerStats(step=100, operands=(operand,))
 
 
 @pytest.mark.parametrize(("cut_off", "found"), [(0, False), (4, False), (9, False), (10, True), (100, True)])
@@ -29,7 +29,7 @@ def test_what_is_said_of_values_cut_off():
     (found,) = fp8_saturates.check(layers(steps=20, cut_off_steps=5, cut_off_values=17, scale=2.0, amaxes=(3.0,)))
     assert (found.place.module, found.place.step) == ("blocks.0.up", 100)
     assert found.message == (
-        "values of its gradient were cut off in 5 of 20 steps, 17 in all: its scale in E5M2 comes too late"
+        "values of its gradient saturated in 5 of 20 steps, 17 values in total: its E5M2 scale lags behind"
     )
     assert found.evidence["amaxes"] == (3.0,)
 
@@ -41,21 +41,19 @@ def test_half_of_the_values_gone(share, found):
 
 def test_what_is_said_of_values_gone():
     (found,) = fp8_underflows.check(layers(flushed_share=0.62, scale=2.0))
-    assert found.message == "62% of the values of its gradient that are not zero become zero in E5M2 at its scale"
+    assert found.message == "62% of the nonzero values of its gradient become zero in E5M2 at its scale"
     assert "fp8='rowwise'" in found.fix
 
 
 def test_a_layer_that_has_a_scale_for_each_row_is_not_told_to_have_them():
     (found,) = fp8_underflows.check(layers(flushed_share=0.62, fmt="e4m3"))
-    assert found.message == (
-        "62% of the values of its gradient that are not zero become zero in E4M3 at the scales of its rows"
-    )
-    assert found.fix == "Keep the layer wide: `Policy('fp8').keep('bf16', name)`."
+    assert found.message == ("62% of the nonzero values of its gradient become zero in E4M3 at its per-row scales")
+    assert found.fix == "Keep the layer in BF16: `Policy('fp8').keep('bf16', name)`."
 
 
 def test_the_powers_of_two_that_are_told_are_those_of_the_formats():
     e4m3, e5m2 = (math.log2(fmt.max / 1.75 / fmt.smallest) + 1 for fmt in map(find_scalar_format, ("e4m3", "e5m2")))
-    assert f"E4M3 holds {e4m3:.0f} powers of two below that, and E5M2 {e5m2:.0f}:" in fp8_underflows.RULE.why
+    assert f"E4M3 covers {e4m3:.0f} powers of two below that, and E5M2 {e5m2:.0f}:" in fp8_underflows.RULE.why
 
 
 def test_the_table_says_what_is_not_known():

@@ -2,10 +2,10 @@
 
 import numpy as np
 
-from ampwise.census.algebra import Census
-from ampwise.evidence.health import Health
-from ampwise.record.rows import LayerSample, StepRow
-from ampwise.rules import rules_about
+from ampwise.numbers.census.algebra import Census
+from ampwise.rules import rules_in
+from ampwise.rules.evidence.gradient_health import GradientHealth
+from ampwise.rules.evidence.rows import LayerSample, StepRow
 from ampwise.watch.findings import Findings
 
 NAMES = [f"layers.{layer}.{kind}" for layer in range(8) for kind in ("weight", "bias")]
@@ -45,7 +45,7 @@ def gradients(rng, size=1e-3, n=400, names=NAMES):
 
 def sampled(gradients_at, samples=10, scale=65536.0, precision="fp16", every=10, names=NAMES, **settings):
     """A run whose samples hold ``gradients_at(number)``; scale may be a function of the number too."""
-    health = Health(precision=precision, names=names, **settings)
+    health = GradientHealth(precision=precision, names=names, **settings)
     for number in range(samples):
         at = scale(number) if callable(scale) else scale
         health.add_sample(sample_of((number + 1) * every, gradients_at(number), at, fp16=precision == "fp16"))
@@ -54,7 +54,7 @@ def sampled(gradients_at, samples=10, scale=65536.0, precision="fp16", every=10,
 
 def stepped(rows, precision="fp16", **settings):
     """A run of steps, each a dict for its row."""
-    health = Health(precision=precision, names=NAMES, **settings)
+    health = GradientHealth(precision=precision, names=NAMES, **settings)
     for step, row in enumerate(rows, start=1):
         health.add_step(StepRow(step=step, **{"loss": 1.0, "norm": 1.0, **row}))
     return health
@@ -84,7 +84,7 @@ def judged(health):
 def findings(health):
     """What all rules about gradients say, by code."""
     found = {}
-    for module in rules_about("gradient"):
+    for module in rules_in("gradient"):
         for finding in module.check(health):
             assert "\n" not in finding.message
             assert None not in finding.evidence.values()

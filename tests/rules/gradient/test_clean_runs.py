@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import nn
 
-from ampwise.census.measure import census
-from ampwise.evidence.health import Health
-from ampwise.evidence.settings import suggested_settings
-from ampwise.evidence.streaks import BadStep
-from ampwise.record.rows import LayerSample, StepRow
+from ampwise.numbers.census.measure import census
+from ampwise.rules.evidence.gradient_health import GradientHealth
+from ampwise.rules.evidence.rows import LayerSample, StepRow
+from ampwise.rules.evidence.scaler_settings import suggested_settings
+from ampwise.rules.evidence.streaks import BadStep
 
 from .runs import NAMES, findings, gradients, sampled, scaler_rows, stepped, through_fp16
 
@@ -33,7 +33,7 @@ def train(model, steps, init_scale, every=5, lr=1e-2):
     names = {parameter: name for name, parameter in model.named_parameters()}
     optimizer = torch.optim.SGD(model.parameters(), lr=lr)
     scaler = torch.amp.GradScaler("cpu", init_scale=init_scale)
-    health = Health(precision="fp16", names=list(names.values()), growth_interval=2000)
+    health = GradientHealth(precision="fp16", names=list(names.values()), growth_interval=2000)
     torch.manual_seed(0)
     for step in range(1, steps + 1):
         tokens = torch.randint(0, 500, (32, 6))
@@ -101,9 +101,9 @@ def test_one_skip_in_each_growth_interval_is_by_design(interval):
 
 
 def test_an_empty_run_is_clean():
-    assert findings(Health()) == {}
-    assert suggested_settings(Health()) is None
-    assert findings(Health(precision="fp16")) == {}
+    assert findings(GradientHealth()) == {}
+    assert suggested_settings(GradientHealth()) is None
+    assert findings(GradientHealth(precision="fp16")) == {}
 
 
 @pytest.mark.parametrize("precision", ["fp16", "bf16", "fp32"])
@@ -122,7 +122,7 @@ def test_made_up_gradients_of_ordinary_size_are_clean(precision):
 def test_memory_is_flat():
     rng, rand = np.random.default_rng(0), random.Random(0)
     samples = [sampled(lambda number: gradients(rng, 1e-3), 1).recent[0] for _ in range(4)]
-    health = Health(precision="fp16", names=NAMES)
+    health = GradientHealth(precision="fp16", names=NAMES)
 
     def go_on(steps):
         for _ in range(steps):

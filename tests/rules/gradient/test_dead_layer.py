@@ -1,7 +1,7 @@
 import numpy as np
 
-from ampwise.census.algebra import Census
-from ampwise.record.rows import LayerSample
+from ampwise.numbers.census.algebra import Census
+from ampwise.rules.evidence.rows import LayerSample
 from ampwise.rules.gradient.dead_layer import check
 
 from .runs import NAMES, gradients, sampled
@@ -16,14 +16,14 @@ def with_dead(*names, at=lambda number: True):
 def test_a_dead_layer_is_named():
     (finding,) = check(sampled(with_dead("layers.2.weight"), precision="bf16"))
     assert finding.place.parameter == "layers.2.weight"
-    assert finding.message == "the gradient is exactly zero in all 10 samples: it learns nothing"
+    assert finding.message == "the gradient is exactly zero in all 10 samples: the layer learns nothing"
 
 
 def test_in_fp16_it_may_have_been_flushed():
     (finding,) = check(sampled(with_dead("layers.2.weight"), precision="fp16"))
     assert finding.message == (
-        "the gradient is exactly zero in all 10 samples: it learns nothing, unless FP16 has flushed a gradient that "
-        "is there"
+        "the gradient is exactly zero in all 10 samples: the layer learns nothing, unless its gradient underflows in "
+        "FP16"
     )
 
 

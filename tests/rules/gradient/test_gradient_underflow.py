@@ -21,7 +21,7 @@ def test_what_is_lost_is_found_and_a_scale_is_named():
     # The median is at 2**-24 and the limit at 2**-25, half a standard deviation below: 31%.
     assert 0.15 < finding.evidence["lost_share_estimated"] < 0.5
     assert "of this gradient and keeps" in finding.message
-    assert finding.fix.startswith("`GradScaler(init_scale=")
+    assert finding.fix.startswith("Use `GradScaler(init_scale=")
     scale = eval(finding.fix.split("init_scale=")[1].split(")")[0])  # digits, or 2**k
     assert np.log2(scale) == int(np.log2(scale))
     assert scale >= 2.0**8
@@ -51,10 +51,10 @@ def test_all_parameters_hit_are_counted():
 def test_a_scaler_that_is_not_there_is_not_to_be_changed():
     """As in a model that is FP16 throughout, whose gradients torch would refuse to unscale."""
     (finding,) = check(sampled(small_first_layer(2.0**-24), scale=None))
-    assert finding.fix.startswith("Use a GradScaler with FP32 parameters, under autocast: `init_scale=")
+    assert finding.fix.startswith("Use a GradScaler with FP32 parameters under autocast (`init_scale=")
     wide = {**gradients(RNG), "layers.0.weight": np.exp2(RNG.normal(-24, 2, 4000)), "layers.7.weight": np.full(50, 6e4)}
     (finding,) = check(sampled(lambda number: wide, scale=None))
-    assert finding.fix == "Train in BF16: the largest gradients leave no room for a loss scale in FP16."
+    assert finding.fix == "Train in BF16: the largest gradients do not allow a loss scale in FP16."
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])

@@ -20,7 +20,7 @@ def test_vanishing_is_found_at_the_first_layer():
     assert finding.place.parameter == "layers.0.weight"
     # The median of three layers at either end: nine layers apart.
     assert finding.evidence["ratio"] == pytest.approx(4.0**-9, rel=0.2)
-    assert "from the output to the input over 12 weights" in finding.message
+    assert "from the output to the input across 12 weights" in finding.message
 
 
 def test_exploding_is_the_reverse():
@@ -79,14 +79,14 @@ def test_a_norm_that_grows_ten_thousandfold_is_found():
     (finding,) = exploding_gradients.check(norms(*STEADY, *(3.0**k for k in range(1, 11))))
     assert finding.place.step == 50
     assert finding.evidence == {"usual": pytest.approx(1.05, abs=0.1)}, "by how many times is no count"
-    assert "times what was usual" in finding.message
+    assert "times its usual value" in finding.message
 
 
 def test_a_thousandfold_is_enough_where_it_ended_badly():
     growing = [2.6**k for k in range(1, 9)]
     assert not list(exploding_gradients.check(norms(*STEADY, *growing)))
     (finding,) = exploding_gradients.check(norms(*STEADY, *growing, np.inf, np.nan))
-    assert finding.message.endswith("and were not finite at step 49")
+    assert finding.message.endswith("and gradients were not finite at step 49")
 
 
 def test_one_large_norm_or_warm_up_is_not_growth():

@@ -26,7 +26,7 @@ def test_the_worst_of_several_is_named():
     health = losses((100, 15.0), (200, 60.0), (250, 20.0))
     (finding,) = check(health)
     assert finding.place.step == 200
-    assert finding.message.endswith("; 3 such jumps in all")
+    assert finding.message.endswith("; 3 such jumps in total")
     assert judged(health)["AMP610"].count == 3
 
 

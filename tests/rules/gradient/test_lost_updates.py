@@ -1,13 +1,13 @@
 import pytest
 import torch
 
-from ampwise.evidence.health import Health, UpdateShare
-from ampwise.record.rows import StepRow
+from ampwise.rules.evidence.gradient_health import GradientHealth, UpdateCounts
+from ampwise.rules.evidence.rows import StepRow
 from ampwise.rules.gradient.lost_updates import check
 
 
 def updated(*reports):
-    health = Health(precision="bf16")
+    health = GradientHealth(precision="bf16")
     for step, report in enumerate(reports, start=1):
         health.add_step(StepRow(step=step, lr=1e-3))
         health.add_updates(step, report)
@@ -26,7 +26,7 @@ def bf16_training(lr, dtype, steps=4):
         tried = weight.grad != 0
         optimizer.step()
         moved = (weight.detach() != before) & tried
-        reports.append({"weight": UpdateShare(int(moved.sum()), int(tried.sum()))})
+        reports.append({"weight": UpdateCounts(int(moved.sum()), int(tried.sum()))})
         optimizer.zero_grad()
     return updated(*reports)
 
@@ -43,11 +43,11 @@ def test_fp32_weights_and_large_updates_are_fine(lr, dtype):
     assert not list(check(bf16_training(lr, dtype)))
 
 
-STUCK, FINE = UpdateShare(2, 1000), UpdateShare(990, 1000)
+STUCK, FINE = UpdateCounts(2, 1000), UpdateCounts(990, 1000)
 
 
 def test_the_worst_is_named_and_the_others_counted():
-    (finding,) = check(updated(*[{"a": FINE, "b": UpdateShare(300, 1000), "c": STUCK}] * 3))
+    (finding,) = check(updated(*[{"a": FINE, "b": UpdateCounts(300, 1000), "c": STUCK}] * 3))
     assert finding.place.parameter == "c"
     assert finding.evidence["parameters"] == 2
     assert "(and too few in 1 more parameters)" in finding.message
@@ -55,15 +55,15 @@ def test_the_worst_is_named_and_the_others_counted():
 
 def test_few_reports_or_few_weights_say_nothing():
     assert not list(check(updated({"a": STUCK})))
-    assert not list(check(updated(*[{"a": UpdateShare(0, 10)}] * 3)))
+    assert not list(check(updated(*[{"a": UpdateCounts(0, 10)}] * 3)))
     assert not list(check(updated()))
 
 
 def test_a_learning_rate_of_zero_moves_nothing_and_is_not_counted():
-    health = Health()
+    health = GradientHealth()
     for step in range(1, 6):
         health.add_step(StepRow(step=step, lr=0.0))
-        health.add_updates(step, {"a": UpdateShare(0, 1000)})
+        health.add_updates(step, {"a": UpdateCounts(0, 1000)})
     assert not list(check(health))
 
 

@@ -4,8 +4,8 @@ import math
 
 import pytest
 
-from ampwise.evidence.streaks import BadStep
-from ampwise.record.rows import StepRow
+from ampwise.rules.evidence.rows import StepRow
+from ampwise.rules.evidence.streaks import BadStep
 from ampwise.rules.gradient import non_finite_gradients, non_finite_loss
 
 from .runs import NAMES, findings, judged, scaler_rows, stepped
@@ -24,8 +24,8 @@ def test_the_first_module_is_named():
     (finding,) = non_finite_loss.check(health)
     assert (finding.place.module, finding.place.step) == ("model.decoder.norm", 30)
     assert finding.message == (
-        "the loss is nan: `model.decoder.norm` is the first module whose output is not finite, "
-        "and the weights were finite before; 2 steps in all"
+        "the loss is nan: `model.decoder.norm` is the first module whose output is not finite, and the weights were "
+        "finite before; 2 steps in total"
     )
     assert not list(non_finite_gradients.check(health)), "the loss was first"
 
@@ -33,9 +33,9 @@ def test_the_first_module_is_named():
 @pytest.mark.parametrize(
     ("healthy", "text"),
     [
-        (True, "the weights were finite before, so it arose in this forward pass, from the data or an operation"),
-        (False, "the weights were not finite before this step, so the cause lies further back"),
-        (None, "whether the weights were finite before is not known"),
+        (True, "the weights were finite before, so it originated in this forward pass, from the data or an operation"),
+        (False, "the weights were not finite before this step, so the cause is in an earlier step"),
+        (None, "it is unknown whether the weights were finite before"),
     ],
 )
 def test_without_a_module_it_says_what_is_known(healthy, text):
@@ -47,7 +47,7 @@ def test_without_a_module_it_says_what_is_known(healthy, text):
 
 def test_without_details_it_is_still_said():
     (finding,) = non_finite_loss.check(with_bad_losses(7, scale=65536.0))
-    assert finding.message == "the loss is nan: where it arose is not known"
+    assert finding.message == "the loss is nan: its origin is unknown"
 
 
 BAD = ("layers.1.weight", "layers.5.bias", "layers.3.weight")
@@ -59,8 +59,8 @@ def test_without_a_scaler_it_is_real_and_the_last_in_forward_order_is_named():
     (finding,) = non_finite_gradients.check(health)
     assert (finding.place.parameter, finding.place.step) == ("layers.5.bias", 21)
     assert finding.message == (
-        "3 gradients are not finite while the loss is; the backward pass reached this one first, "
-        "and no scaler skips the step"
+        "3 gradients are not finite, while the loss is; the backward pass reached this one first, and no scaler skips "
+        "the step"
     )
 
 
@@ -72,8 +72,8 @@ def test_what_persists_down_to_a_scale_of_one_is_real():
     (finding,) = non_finite_gradients.check(health)
     assert finding.place.parameter == "layers.2.weight"
     assert finding.message == (
-        "this gradient alone is not finite while the loss is, and a loss scale lowered from 65536 to 0.5 does not help"
-        "; 18 such steps in all"
+        "only this gradient is not finite, while the loss is, and lowering the loss scale from 65536 to 0.5 does not "
+        "help; 18 such steps in total"
     )
 
 
@@ -111,8 +111,8 @@ def test_spoiled_weights_are_not_blamed_on_the_loss():
     (finding,) = found["AMP613"]
     assert finding.place.step == 21
     assert finding.message == (
-        "this gradient alone is not finite while the loss is, and no scaler skipped the step: the weights are not "
-        "finite since step 21, and all later losses with them"
+        "only this gradient is not finite, while the loss is, and no scaler skipped the step: the weights have not "
+        "been finite since step 21, nor have any later losses"
     )
     assert judged(health)["AMP613"].count == 1, "one step had a loss that was finite"
     assert "loss scale does not help" not in finding.rule.summary, "there is none"
@@ -120,13 +120,13 @@ def test_spoiled_weights_are_not_blamed_on_the_loss():
 
 def test_weights_that_were_mended_end_what_is_said_of_losses():
     (finding,) = findings(spoiled([{"loss": math.nan}] * 4, then=[{"scale": None}] * 5))["AMP613"]
-    assert finding.message.endswith("not finite since step 21, and the losses up to step 25 with them")
+    assert finding.message.endswith("not been finite since step 21, nor were the losses up to step 25")
 
 
 def test_losses_that_nobody_knows_are_not_taken_for_finite():
     health = spoiled([{"loss": None}] * 4)
     (finding,) = findings(health)["AMP613"]
-    assert finding.message.endswith("no scaler skipped the step: the weights are not finite since step 21")
+    assert finding.message.endswith("no scaler skipped the step: the weights have not been finite since step 21")
     assert judged(health)["AMP613"].count == 1
 
 
@@ -134,7 +134,7 @@ def test_losses_that_stay_finite_count():
     """Of a branch that reaches no loss, or gradients that something has mended before the step."""
     health = spoiled([{"loss": 1.0}] * 4)
     (finding,) = findings(health)["AMP613"]
-    assert finding.message.endswith("and no scaler skips the step; 5 such steps in all")
+    assert finding.message.endswith("and no scaler skips the step; 5 such steps in total")
     assert judged(health)["AMP613"].count == 5
 
 
@@ -149,7 +149,7 @@ def test_losses_are_counted_by_step_and_not_by_streak():
     health = with_bad_losses(30, 31, 32, 40, scale=1024.0)
     assert judged(health)["AMP612"].count == 4
     (finding,) = non_finite_loss.check(health)
-    assert finding.message.endswith("; 4 steps in all")
+    assert finding.message.endswith("; 4 steps in total")
 
 
 def test_a_loss_that_breaks_while_the_scaler_searches_is_told_from_its_search():

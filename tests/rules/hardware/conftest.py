@@ -6,15 +6,15 @@ from collections.abc import Callable
 
 import pytest
 
-from ampwise.hardware import Cpu, Device, Fp32Switches, Machine, TorchFacts, find_gpu
+from ampwise.hardware import Cpu, CudaDevice, Fp32Switches, Machine, TorchInfo, find_gpu
 
 
 @pytest.fixture
-def make_device() -> Callable[..., Device]:
+def make_device() -> Callable[..., CudaDevice]:
     """A device by its torch name and capability; like torch, it claims BF16 whatever it has."""
 
-    def make(name: str, capability: str, index: int = 0) -> Device:
-        return Device(
+    def make(name: str, capability: str, index: int = 0) -> CudaDevice:
+        return CudaDevice(
             index=index,
             name=name,
             capability=capability,
@@ -31,7 +31,7 @@ def make_device() -> Callable[..., Device]:
 def make_machine() -> Callable[..., Machine]:
     """A machine with these devices; keywords are fields of its torch."""
 
-    def make(*devices: Device, driver: str | None = "570.86.15", **torch: object) -> Machine:
+    def make(*devices: CudaDevice, driver: str | None = "570.86.15", **torch: object) -> Machine:
         tf32 = Fp32Switches(matmul_tf32=True, convolution_tf32=True, matmul_precision="high")
         usual = {
             "version": "2.13.0",
@@ -46,7 +46,7 @@ def make_machine() -> Callable[..., Machine]:
             platform="Linux",
             cpu=Cpu(model="a CPU", features=()),
             driver=driver,
-            torch=TorchFacts(devices=devices, **{**usual, **torch}),  # type: ignore[arg-type]
+            torch=TorchInfo(devices=devices, **{**usual, **torch}),  # type: ignore[arg-type]
         )
 
     return make

@@ -4,35 +4,35 @@ from dataclasses import replace
 
 import pytest
 
-from ampwise.hardware import MachineUse
+from ampwise.hardware import MachineRequirements
 from ampwise.rules.hardware.format_without_matrix_units import RULE, check
 
 
 def test_fp8_on_an_a100_is_found(make_machine, make_device):
     machine = make_machine(make_device("NVIDIA A100-SXM4-80GB", "8.0"))
-    (finding,) = check(MachineUse(machine=machine, wanted=("bf16", "fp8")))
+    (finding,) = check(MachineRequirements(machine=machine, wanted=("bf16", "fp8")))
     assert finding.rule is RULE
-    assert finding.message == "NVIDIA A100-SXM4-80GB (8.0) has no fp8 matrix units"
-    assert finding.fix == "Ask for one it has: bf16, fp16, tf32."
+    assert finding.message == "NVIDIA A100-SXM4-80GB (8.0) has no fp8 tensor cores"
+    assert finding.fix == "Use one it supports: bf16, fp16, tf32."
     assert finding.evidence["format"] == "fp8"
 
 
 def test_a_gpu_outside_the_catalog_is_judged_by_its_capability(make_machine, make_device):
     machine = make_machine(make_device("NVIDIA GeForce RTX 3060", "8.6"))
-    (finding,) = check(MachineUse(machine=machine, wanted=("fp8",)))
-    assert finding.message == "NVIDIA GeForce RTX 3060 (8.6) has no fp8 matrix units"
+    (finding,) = check(MachineRequirements(machine=machine, wanted=("fp8",)))
+    assert finding.message == "NVIDIA GeForce RTX 3060 (8.6) has no fp8 tensor cores"
 
 
 def test_a_gpu_with_nothing_to_offer_gets_the_general_advice(make_machine, make_device):
     machine = make_machine(make_device("Tesla P100-SXM2-16GB", "6.0"))
-    (finding,) = check(MachineUse(machine=machine, wanted=("fp16",)))
+    (finding,) = check(MachineRequirements(machine=machine, wanted=("fp16",)))
     assert finding.fix == RULE.fix
 
 
 def test_no_gpu_cannot_have_it_either(make_machine):
     for machine in (make_machine(), replace(make_machine(), torch=None)):
-        (finding,) = check(MachineUse(machine=machine, wanted=("fp8",)))
-        assert finding.message == "fp8 asked for, and torch has no GPU here"
+        (finding,) = check(MachineRequirements(machine=machine, wanted=("fp8",)))
+        assert finding.message == "fp8 requested, but torch has no GPU here"
 
 
 @pytest.mark.parametrize(
@@ -46,12 +46,12 @@ def test_no_gpu_cannot_have_it_either(make_machine):
 )
 def test_silence(make_machine, make_device, name, capability, wanted):
     machine = make_machine(make_device(name, capability))
-    assert list(check(MachineUse(machine=machine, wanted=wanted))) == []
+    assert list(check(MachineRequirements(machine=machine, wanted=wanted))) == []
 
 
 def test_an_apple_gpu_is_not_known_to_lack_it(make_machine):
-    assert list(check(MachineUse(machine=make_machine(mps=True), wanted=("fp16",)))) == []
+    assert list(check(MachineRequirements(machine=make_machine(mps=True), wanted=("fp16",)))) == []
 
 
 def test_a_machine_of_which_nothing_is_wanted_is_silent(make_machine):
-    assert list(check(MachineUse(machine=make_machine()))) == []
+    assert list(check(MachineRequirements(machine=make_machine()))) == []

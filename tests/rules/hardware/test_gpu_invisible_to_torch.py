@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from ampwise.hardware import MachineUse
+from ampwise.hardware import MachineRequirements
 from ampwise.rules.hardware.gpu_invisible_to_torch import RULE, check
 
 
@@ -19,19 +19,19 @@ from ampwise.rules.hardware.gpu_invisible_to_torch import RULE, check
     ids=["cpu build", "rocm build", "old driver", "hidden"],
 )
 def test_a_driver_without_devices_is_found(make_machine, torch, message, fix):
-    (finding,) = check(MachineUse(machine=make_machine(**torch)))
+    (finding,) = check(MachineRequirements(machine=make_machine(**torch)))
     assert finding.rule is RULE
     assert finding.message == f"NVIDIA driver 570.86.15 is running, but {message}"
     assert fix in finding.fix
 
 
 def test_silence_when_torch_sees_a_device(make_machine, make_device):
-    assert list(check(MachineUse(machine=make_machine(make_device("NVIDIA H200", "9.0"))))) == []
+    assert list(check(MachineRequirements(machine=make_machine(make_device("NVIDIA H200", "9.0"))))) == []
 
 
 def test_silence_without_a_driver(make_machine):
-    assert list(check(MachineUse(machine=make_machine(driver=None, cuda=None)))) == []
+    assert list(check(MachineRequirements(machine=make_machine(driver=None, cuda=None)))) == []
 
 
 def test_silence_without_torch(make_machine):
-    assert list(check(MachineUse(machine=replace(make_machine(), torch=None)))) == []
+    assert list(check(MachineRequirements(machine=replace(make_machine(), torch=None)))) == []

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from ampwise.hardware import Fp32Switches, MachineUse
+from ampwise.hardware import Fp32Switches, MachineRequirements
 from ampwise.rules.hardware.tf32_disabled_on_device import RULE, check
 
 OFF = Fp32Switches(matmul_tf32=False, convolution_tf32=True, matmul_precision="highest")
@@ -12,10 +12,10 @@ OFF = Fp32Switches(matmul_tf32=False, convolution_tf32=True, matmul_precision="h
 
 def test_tf32_off_is_found_with_what_it_costs(make_machine, make_device):
     machine = make_machine(make_device("NVIDIA H200", "9.0"), fp32=OFF)
-    (finding,) = check(MachineUse(machine=machine))
+    (finding,) = check(MachineRequirements(machine=machine))
     assert finding.rule is RULE
     assert finding.message == (
-        "FP32 matrix products on NVIDIA H200 do not use its TF32 tensor cores: dense peak 67 instead of 495 TFLOP/s"
+        "FP32 matmuls on NVIDIA H200 do not use its TF32 tensor cores: dense peak 67 instead of 495 TFLOP/s"
     )
     assert 'torch.set_float32_matmul_precision("high")' in finding.fix
 
@@ -27,8 +27,8 @@ def test_tf32_off_is_found_with_what_it_costs(make_machine, make_device):
 )
 def test_no_number_is_given_where_none_is_known(make_machine, make_device, name, capability):
     machine = make_machine(make_device(name, capability), fp32=OFF)
-    (finding,) = check(MachineUse(machine=machine))
-    assert finding.message == f"FP32 matrix products on {name} do not use its TF32 tensor cores"
+    (finding,) = check(MachineRequirements(machine=machine))
+    assert finding.message == f"FP32 matmuls on {name} do not use its TF32 tensor cores"
 
 
 @pytest.mark.parametrize(
@@ -41,12 +41,12 @@ def test_no_number_is_given_where_none_is_known(make_machine, make_device, name,
 )
 def test_silence_where_the_switch_makes_no_difference(make_machine, make_device, name, capability):
     machine = make_machine(make_device(name, capability), fp32=OFF)
-    assert list(check(MachineUse(machine=machine))) == []
+    assert list(check(MachineRequirements(machine=machine))) == []
 
 
 def test_silence_when_it_is_on(make_machine, make_device):
-    assert list(check(MachineUse(machine=make_machine(make_device("NVIDIA H200", "9.0"))))) == []
+    assert list(check(MachineRequirements(machine=make_machine(make_device("NVIDIA H200", "9.0"))))) == []
 
 
 def test_silence_without_torch(make_machine):
-    assert list(check(MachineUse(machine=replace(make_machine(), torch=None)))) == []
+    assert list(check(MachineRequirements(machine=replace(make_machine(), torch=None)))) == []

@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from ampwise.evidence.products import Product, Products, Size, Timing
 from ampwise.finding import Place
-from ampwise.rules.judging import judged
+from ampwise.rules.dispatch import run_checks
+from ampwise.rules.evidence.matmuls import MatmulSize, PaddingTiming, StepMatmul, StepMatmuls
 from ampwise.rules.model import (
     fp8_misaligned,
     misaligned_activations,
@@ -31,15 +31,15 @@ RULES = {
 
 
 def product(kind="linear", sizes=(4096, 1001, 512), layer="head", flops=BIG, precision="bf16", **parts):
-    m, n, k = (Size(role=role, size=size, row=size) for role, size in zip(ROLES[kind], sizes, strict=True))
+    m, n, k = (MatmulSize(role=role, size=size, row=size) for role, size in zip(ROLES[kind], sizes, strict=True))
     m = replace(m, row=None)
-    return Product(
+    return StepMatmul(
         layer=layer, kind=kind, op="mm", backward=False, precision=precision, m=m, n=n, k=k, flops=flops, **parts
     )
 
 
 def made(*products, **parts):
-    return Products(**{"subject": "test", "precision": "bf16", "device": "cpu", "products": products} | parts)
+    return StepMatmuls(**{"subject": "test", "precision": "bf16", "device": "cpu", "products": products} | parts)
 
 
 REST = product(layer="rest", sizes=(4096, 1024, 512), flops=BIG)
@@ -48,10 +48,10 @@ REST = product(layer="rest", sizes=(4096, 1024, 512), flops=BIG)
 @pytest.mark.parametrize(
     ("kind", "sizes", "said"),
     [
-        ("linear", (4096, 50257, 768), "outputs 50257 → 50304: 50.0% of the matrix work, derived"),
-        ("convolution", (4096, 100, 60), "output channels 100 → 104, input channels 60 → 64: 50.0% of the matrix work"),
-        ("attention", (1024, 1024, 60), "head size 60 → 64: 50.0% of the matrix work, derived"),
-        ("product", (1023, 1023, 64), "mm of 1023×1023×64: size 1023 → 1024: 50.0% of the matrix work, derived"),
+        ("linear", (4096, 50257, 768), "outputs 50257 → 50304: 50.0% of the matmul work, derived"),
+        ("convolution", (4096, 100, 60), "output channels 100 → 104, input channels 60 → 64: 50.0% of the matmul work"),
+        ("attention", (1024, 1024, 60), "head size 60 → 64: 50.0% of the matmul work, derived"),
+        ("product", (1023, 1023, 64), "mm of 1023×1023×64: size 1023 → 1024: 50.0% of the matmul work, derived"),
     ],
 )
 def test_each_kind_has_its_rule(kind, sizes, said):
@@ -60,7 +60,7 @@ def test_each_kind_has_its_rule(kind, sizes, said):
     assert finding.place == Place(module="head")
     assert finding.message.startswith(said)
     assert finding.evidence["share"] == 0.5
-    assert judged(found, "model") == [finding]
+    assert run_checks(found, "model") == [finding]
 
 
 def test_the_rule_of_layers_is_the_linters():
@@ -75,21 +75,21 @@ def test_the_rule_of_layers_is_the_linters():
     [
         {"sizes": (4096, 1024, 512)},  # aligned
         {"flops": BIG / 100},  # too little of it
-        {"precision": "fp64"},  # nobody's matrix units
+        {"precision": "fp64"},  # no device has tensor cores for it
         {"precision": "tf32", "sizes": (4096, 1004, 500)},  # words of four
     ],
 )
 def test_silence(kind, change):
-    assert judged(made(product(kind, **{"sizes": (4095, 1004, 510)} | change), REST), "model") == []
+    assert run_checks(made(product(kind, **{"sizes": (4095, 1004, 510)} | change), REST), "model") == []
 
 
 def test_a_toy_is_silent():
-    assert judged(made(product(flops=1e6)), "model") == []
+    assert run_checks(made(product(flops=1e6)), "model") == []
 
 
 def test_layers_alike_count_together():
     blocks = [product(layer=f"blocks.{number}.expand", flops=BIG / 20) for number in range(4)]
-    (finding,) = judged(made(*blocks, REST), "model")
+    (finding,) = run_checks(made(*blocks, REST), "model")
     assert finding.place == Place(module="blocks.*.expand")
     assert finding.evidence["layers"] == 4
     assert finding.evidence["share"] == pytest.approx(1 / 6)
@@ -108,22 +108,22 @@ def test_layers_alike_count_together():
     ],
 )
 def test_time_decides_where_it_was_measured(ms, padded, spread, count, worth):
-    timing = Timing(ms=ms, padded_ms=padded, spread_ms=spread)
+    timing = PaddingTiming(ms=ms, padded_ms=padded, spread_ms=spread)
     found = made(product(timing=timing, count=count), REST, step_ms=100.0)
-    assert bool(judged(found, "model")) is worth
+    assert bool(run_checks(found, "model")) is worth
     if worth:
-        assert judged(found, "model")[0].message.endswith("ms of 100 ms a step, measured here")
+        assert run_checks(found, "model")[0].message.endswith("ms of 100 ms per step, measured here")
 
 
 def test_what_was_not_measured_is_judged_by_its_work():
-    (finding,) = judged(made(product("attention", (1024, 1024, 60)), REST, step_ms=100.0), "model")
-    assert finding.message.endswith("50.0% of the matrix work, derived")
+    (finding,) = run_checks(made(product("attention", (1024, 1024, 60)), REST, step_ms=100.0), "model")
+    assert finding.message.endswith("50.0% of the matmul work, derived")
 
 
 def test_fp8_is_a_requirement_however_little_it_is():
     found = made(product(sizes=(4096, 1000, 512), precision="fp8", flops=1.0), REST, precision="fp8")
     (finding,) = fp8_misaligned.check(found)
     assert finding.rule.code == "AMP510"
-    assert finding.message == "outputs 1000 → 1008: 0.0% of the matrix work cannot run in FP8"
-    assert judged(found, "model") == [finding]
+    assert finding.message == "outputs 1000 → 1008: 0.0% of the matmul work cannot run in FP8"
+    assert run_checks(found, "model") == [finding]
     assert not list(fp8_misaligned.check(made(product(), REST)))

@@ -2,13 +2,21 @@
 
 from dataclasses import replace
 
-from ampwise.census.algebra import Census
-from ampwise.evidence.conduct import Site
-from ampwise.evidence.incident import Birth, Incident, Literal, OptimizerFacts, Source, Trial, Values
-from ampwise.rules import rules_about
+from ampwise.numbers.census.algebra import Census
+from ampwise.rules import rules_in
+from ampwise.rules.evidence.failure import (
+    BadTensor,
+    Failure,
+    FixTrial,
+    OptimizerFacts,
+    Origin,
+    RoundedLiteral,
+    TensorSummary,
+)
+from ampwise.rules.evidence.run_events import CallSite
 
-HERE = Site(file="/home/me/train.py", line=12, function="forward", called_from="train.py:40")
-LATER = Site(file="/home/me/train.py", line=31)
+HERE = CallSite(file="/home/me/train.py", line=12, function="forward", called_from="train.py:40")
+LATER = CallSite(file="/home/me/train.py", line=31)
 NAN, INF = float("nan"), float("inf")
 
 
@@ -18,12 +26,12 @@ def values(name="self", dtype="fp16", shape=(8, 16), low=-3.25, high=250.0, **co
         total *= size
     others = sum(counts.values())
     census = Census(binades={0: total - others} if total > others else {}, amax=high, amin=0.5, **counts)
-    return Values(dtype=dtype, shape=shape, low=low, high=high, census=census, name=name)
+    return TensorSummary(dtype=dtype, shape=shape, low=low, high=high, census=census, name=name)
 
 
 def birth(op="aten.addmm.default", made="inf", dtype="fp16", **more):
     facts = {"site": HERE, "module": "blocks.3.fc", "module_class": "Linear"}
-    return Birth(op=op, made=made, dtype=dtype, **(facts | more))
+    return Origin(op=op, made=made, dtype=dtype, **(facts | more))
 
 
 ADDMM = birth(
@@ -33,12 +41,12 @@ ADDMM = birth(
     exact_largest=81920.0,
 )
 SOFTMAX = birth("aten._softmax.default", "nan", site=LATER, module="blocks.3.attention", module_class="Attention")
-HELPED = Trial(what="`blocks.3.fc` in FP32", code="engine = Engine(model, optimizer)", finite=True, loss=2.3125)
-NO_HELP = Trial(what="the step in BF16", code="engine = Engine()", finite=False, loss=NAN, bad_gradients=3)
+HELPED = FixTrial(what="`blocks.3.fc` in FP32", code="engine = Engine(model, optimizer)", finite=True, loss=2.3125)
+NO_HELP = FixTrial(what="the step in BF16", code="engine = Engine()", finite=False, loss=NAN, bad_gradients=3)
 GRADIENTS = tuple(f"blocks.{number}.weight" for number in range(12))
-FAILED = Incident(loss=NAN, bad_gradients=GRADIENTS, gradients=12, precision="fp16", scale=65536.0, step=40)
+FAILED = Failure(loss=NAN, bad_gradients=GRADIENTS, gradients=12, precision="fp16", scale=65536.0, step=40)
 IN_BACKWARD = FAILED.but(symptom="gradients", loss=1.5)
-BAD_WEIGHT = Source(
+BAD_WEIGHT = BadTensor(
     what="parameter", name="head.weight", values=values("", nans=5), module_class="Linear", first_use=ADDMM
 )
 
@@ -46,7 +54,7 @@ MASKED = replace(values(infs=48), negative_infs=48)
 
 EXAMPLES = {
     "bad-batch": FAILED.but(
-        source=Source(
+        source=BadTensor(
             what="batch",
             name="batch['pixels']",
             values=values("", dtype="fp32", nans=3, infs=1),
@@ -57,7 +65,9 @@ EXAMPLES = {
     ),
     "bad-weights": FAILED.but(source=BAD_WEIGHT),
     "poisoned-statistics": FAILED.but(
-        source=Source(what="buffer", name="stem.bn.running_var", values=values("", nans=1), module_class="BatchNorm2d")
+        source=BadTensor(
+            what="buffer", name="stem.bn.running_var", values=values("", nans=1), module_class="BatchNorm2d"
+        )
     ),
     "half-overflow": FAILED.but(birth=ADDMM, nan_birth=SOFTMAX, trials=(HELPED, NO_HELP)),
     "overflow": FAILED.but(
@@ -70,7 +80,7 @@ EXAMPLES = {
             "aten.log.default",
             outside_domain=3,
             inputs=(values(low=0.0, high=1.0, zeros=3),),
-            literals=(Literal(value=1e-8, becomes=0.0, dtype="fp16", site=HERE),),
+            literals=(RoundedLiteral(value=1e-8, becomes=0.0, dtype="fp16", site=HERE),),
         )
     ),
     "division-by-zero": FAILED.but(
@@ -119,7 +129,7 @@ EXAMPLES = {
 
 def findings(incident):
     """What the rules about operations say."""
-    return [finding for module in rules_about("op") for finding in module.check(incident)]
+    return [finding for module in rules_in("op") for finding in module.check(incident)]
 
 
 def finding(incident):

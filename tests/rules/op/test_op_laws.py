@@ -6,12 +6,21 @@ import json
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ampwise.census.algebra import Census
-from ampwise.evidence.conduct import Site
-from ampwise.evidence.incident import KINDS, Birth, Incident, Literal, OptimizerFacts, Source, Trial, Values
-from ampwise.evidence.op_families import FAMILIES
-from ampwise.evidence.remedy import CHANGES, remedies_for
-from ampwise.strict_json import dumps, plain
+from ampwise.finding.strict_json import dumps, to_json_types
+from ampwise.numbers.census.algebra import Census
+from ampwise.rules.evidence.failure import (
+    KINDS,
+    BadTensor,
+    Failure,
+    FixTrial,
+    OptimizerFacts,
+    Origin,
+    RoundedLiteral,
+    TensorSummary,
+)
+from ampwise.rules.evidence.op_families import FAMILIES
+from ampwise.rules.evidence.remedy import CHANGES, remedies_for
+from ampwise.rules.evidence.run_events import CallSite
 
 from .incidents import findings
 
@@ -24,12 +33,12 @@ ops = st.sampled_from(
     [f"aten.{name}.default" for names in FAMILIES.values() for name in sorted(names)]
     + ["aten.gelu.default", "mine.attention.default", "c10d.allreduce_.default", "aten._foreach_div_.ScalarList"]
 )
-sites = st.builds(Site, file=st.none() | names, line=st.none() | st.integers(-1, 500))
+sites = st.builds(CallSite, file=st.none() | names, line=st.none() | st.integers(-1, 500))
 censuses = st.builds(
     Census, binades=st.dictionaries(st.integers(-40, 40), counts, max_size=3), zeros=counts, infs=counts, nans=counts
 )
 tensors = st.builds(
-    Values,
+    TensorSummary,
     dtype=dtypes,
     shape=st.lists(counts, max_size=3).map(tuple),
     low=maybe,
@@ -39,7 +48,7 @@ tensors = st.builds(
     negative_infs=counts,
 )
 births = st.builds(
-    Birth,
+    Origin,
     op=ops,
     made=st.sampled_from(["inf", "nan"]),
     dtype=dtypes,
@@ -58,12 +67,12 @@ births = st.builds(
     zero_divisors=counts,
     outside_domain=counts,
     masked_rows=counts,
-    literals=st.lists(st.builds(Literal, value=floats, becomes=floats, dtype=dtypes, site=sites), max_size=2).map(
-        tuple
-    ),
+    literals=st.lists(
+        st.builds(RoundedLiteral, value=floats, becomes=floats, dtype=dtypes, site=sites), max_size=2
+    ).map(tuple),
 )
 sources = st.builds(
-    Source,
+    BadTensor,
     what=st.sampled_from(["parameter", "buffer", "batch", "other", "number"]),
     name=names,
     values=st.none() | tensors,
@@ -83,9 +92,11 @@ optimizers = st.builds(
     bad_weights=counts,
     lr=maybe,
 )
-trials = st.builds(Trial, what=names, code=st.just("y = f(x)"), finite=st.booleans(), loss=maybe, bad_gradients=counts)
+trials = st.builds(
+    FixTrial, what=names, code=st.just("y = f(x)"), finite=st.booleans(), loss=maybe, bad_gradients=counts
+)
 incidents = st.builds(
-    Incident,
+    Failure,
     symptom=st.sampled_from(["loss", "gradients", "result", "value"]),
     loss=maybe,
     bad_gradients=st.lists(names, max_size=12).map(tuple),
@@ -120,7 +131,7 @@ def test_exactly_one_rule_speaks(incident):
 @given(incidents)
 def test_the_evidence_is_plain_data(incident):
     (finding,) = findings(incident)
-    assert plain(finding.evidence) == finding.evidence
+    assert to_json_types(finding.evidence) == finding.evidence
     assert json.loads(dumps(finding.evidence)) == finding.evidence
     assert None not in finding.evidence.values()
 

@@ -8,48 +8,48 @@ from dataclasses import fields
 
 import pytest
 
-from ampwise.evidence import faults
-from ampwise.evidence.faults import (
+from ampwise.finding import Severity
+from ampwise.finding.strict_json import dumps
+from ampwise.rules import built_in, rules_in
+from ampwise.rules.dispatch import checks_for, run_checks
+from ampwise.rules.evidence import guard_events as faults
+from ampwise.rules.evidence.guard_events import (
     CheckpointDamaged,
     CheckpointFailed,
     CheckpointLate,
-    ClimbedBack,
-    Fault,
+    GuardEvent,
     LockTakenOver,
     LossSpike,
-    OutOfMemory,
     PrecisionChanged,
+    PrecisionRestored,
     Preempted,
     RankLost,
     RanksChanged,
     RolledBack,
     ScaleAtFloor,
+    StepOutOfMemory,
     StepSkipped,
     TrainingStopped,
     WeightsNotFinite,
 )
-from ampwise.finding import Severity
-from ampwise.rules import built_in, rules_about
-from ampwise.rules.judging import checks_of, judged
-from ampwise.strict_json import dumps
 
 CASES = [
     (
         StepSkipped(step=400, loss=math.nan, scale=None, streak=1, scaled=False),
-        "the step was skipped: its loss was NaN; the weights are as they were",
+        "the step was skipped: its loss was NaN; the weights are unchanged",
     ),
     (
         StepSkipped(step=400, loss=2.5, scale=1024.0, streak=3, scaled=True),
-        "the step was skipped: its gradients were not finite at a loss scale of 1024, with a loss of 2.5, "
-        "the 3rd bad step in a row; the weights are as they were",
+        "the step was skipped: its gradients were not finite at a loss scale of 1024, with a loss of 2.5, the 3rd bad "
+        "step in a row; the weights are unchanged",
     ),
     (
         StepSkipped(step=400, loss=None, scale=1.0, streak=1, scaled=False),
-        "the step was skipped: its gradients were not finite; the weights are as they were",
+        "the step was skipped: its gradients were not finite; the weights are unchanged",
     ),
     (
         ScaleAtFloor(step=9, scale=1.0, streak=5),
-        "5 steps in a row overflowed, and the loss scale is at its floor of 1: a lower scale will not help",
+        "5 steps in a row overflowed with the loss scale at its lower limit of 1: a lower scale will not help",
     ),
     (
         RolledBack(
@@ -61,14 +61,15 @@ CASES = [
             cause="5 steps in a row were not finite",
             passed_over=((0, 1508), (0, 1509), (1, 0)),
         ),
-        "went back 110 steps, to step 1,400, from memory in 4.2 ms, because 5 steps in a row were not finite; "
-        "the data went back too, and passes over batches 1508, 1509 of epoch 0, batch 0 of epoch 1, counted from 0",
+        "rolled back 110 steps, to step 1,400, from memory in 4.2 ms, because 5 steps in a row were not finite; the "
+        "data was rewound too, and batches 1508, 1509 of epoch 0, batch 0 of epoch 1, counted from 0, will be skipped",
     ),
     (
         RolledBack(
             step=3, to_step=2, source="disk", milliseconds=2500.0, streak=1, cause="the loss jumped", rewound=False
         ),
-        "went back 1 step, to step 2, from disk in 2.5 s, because the loss jumped; the data goes on from where it was",
+        "rolled back 1 step, to step 2, from disk in 2.5 s, because the loss jumped; the data continues from its "
+        "current position",
     ),
     (
         RolledBack(
@@ -80,8 +81,8 @@ CASES = [
             cause="bad",
             passed_over=tuple((2, batch) for batch in range(7)),
         ),
-        "went back 9 steps, to step 0, from memory in 1 ms, because bad; the data went back too, "
-        "and passes over batches 0, 1, 2, 3, 4 of epoch 2 and 2 more, counted from 0",
+        "rolled back 9 steps, to step 0, from memory in 1 ms, because bad; the data was rewound too, and batches 0, "
+        "1, 2, 3, 4 of epoch 2 and 2 more, counted from 0, will be skipped",
     ),
     (
         PrecisionChanged(step=7, before="fp16", after="bf16", cause="FP16 overflows at any loss scale"),
@@ -89,11 +90,11 @@ CASES = [
     ),
     (
         PrecisionChanged(step=7, before="fp16", after="fp32", modules=("head", "blocks.0", "blocks.1", "blocks.2")),
-        "the precision was changed from fp16 to fp32 for `head`, `blocks.0`, `blocks.1` and 1 more alone",
+        "the precision was changed from fp16 to fp32 for `head`, `blocks.0`, `blocks.1` and 1 more only",
     ),
     (
-        ClimbedBack(step=5000, before="fp32", after="fp16", healthy_steps=2000),
-        "back from fp32 to fp16, after 2,000 steps without trouble",
+        PrecisionRestored(step=5000, before="fp32", after="fp16", healthy_steps=2000),
+        "back from fp32 to fp16, after 2,000 steps without failures",
     ),
     (
         TrainingStopped(step=60, cause="the loss is NaN", tried=("skip", "roll back"), capsule="c", checkpoint="d"),
@@ -105,26 +106,26 @@ CASES = [
     ),
     (
         LossSpike(step=90, loss=31.25, usual=2.5, spreads=41.4),
-        "the loss jumped to 31.25 from a usual 2.5, 41 times its ordinary spread",
+        "the loss jumped to 31.25 from a usual 2.5, 41 times its usual spread",
     ),
     (
         LossSpike(step=90, loss=31.25, usual=2.5, spreads=41.4, action="rollback"),
-        "the loss jumped to 31.25 from a usual 2.5, 41 times its ordinary spread; "
-        "the run goes back to its last good state",
+        "the loss jumped to 31.25 from a usual 2.5, 41 times its usual spread; the run rolls back to its last good "
+        "state",
     ),
     (
         CheckpointFailed(step=5, directory="/data/run", error="OSError: no room", kind="full", last="/data/run/4"),
-        "no checkpoint could be written to /data/run: the disk is full (OSError: no room); "
-        "the last whole one is /data/run/4; training goes on",
+        "no checkpoint could be written to /data/run: the disk is full (OSError: no room); the last complete one is "
+        "/data/run/4; training continues",
     ),
     (
         CheckpointFailed(step=5, directory="d", error="OSError: odd", kind="other", failures_in_a_row=2),
-        "no checkpoint could be written to d: OSError: odd, the 2nd failure in a row; "
-        "there is no whole one yet; training goes on",
+        "no checkpoint could be written to d: OSError: odd, the 2nd failure in a row; there is no complete one yet; "
+        "training continues",
     ),
     (
         CheckpointLate(step=5, seconds=90.0, every=60.0),
-        "a checkpoint has been under way for 1.5 min, and one is due every 1.0 min",
+        "a checkpoint has been in progress for 1.5 min, but one is due every 1.0 min",
     ),
     (
         CheckpointDamaged(path="run/step-5", why="`model.bin` has another checksum", instead="run/step-4"),
@@ -132,28 +133,29 @@ CASES = [
     ),
     (
         CheckpointDamaged(path="run/step-5", why="no manifest"),
-        "the checkpoint is damaged: no manifest; no other was whole",
+        "the checkpoint is damaged: no manifest; there is no other complete one",
     ),
     (
         WeightsNotFinite(step=5, names=("head.weight",), count=1, where="checkpoint"),
-        "1 tensor is not finite, so the checkpoint was not kept: `head.weight`",
+        "1 tensor is not finite, so the checkpoint was discarded: `head.weight`",
     ),
     (
         WeightsNotFinite(step=5, names=("a", "b"), count=40, where="snapshot"),
-        "40 tensors are not finite, so the snapshot was not kept: `a`, `b` and 38 more",
+        "40 tensors are not finite, so the snapshot was discarded: `a`, `b` and 38 more",
     ),
     (
-        OutOfMemory(step=5, pieces=2, error="OutOfMemoryError: 2 GiB", splits=True),
-        "the step ran out of memory; it goes on with each batch in 2 pieces, and the same effective batch "
+        StepOutOfMemory(step=5, pieces=2, error="OutOfMemoryError: 2 GiB", splits=True),
+        "the step ran out of memory; training continues with each batch in 2 pieces and the same effective batch size "
         "(OutOfMemoryError: 2 GiB)",
     ),
     (
-        OutOfMemory(step=5, pieces=1, error="OutOfMemoryError: 2 GiB", splits=False),
-        "the step ran out of memory; its batch may not be split, so the step was not made (OutOfMemoryError: 2 GiB)",
+        StepOutOfMemory(step=5, pieces=1, error="OutOfMemoryError: 2 GiB", splits=False),
+        "the step ran out of memory; splitting the batch is not allowed, so the step was not taken (OutOfMemoryError: "
+        "2 GiB)",
     ),
     (
         Preempted(step=5, signal="SIGTERM", checkpoint="run/step-5", seconds=1.25),
-        "ended by SIGTERM after this step; run/step-5 was whole 1.2 s later",
+        "ended by SIGTERM after this step; run/step-5 was complete 1.2 s later",
     ),
     (
         Preempted(step=5, signal="SIGTERM"),
@@ -161,26 +163,25 @@ CASES = [
     ),
     (
         RankLost(step=5, waited=30.0, error="RuntimeError: Connection closed by peer", checkpoint="run/step-4"),
-        "a rank did not answer within 30.0 s, and this one stops (RuntimeError: Connection closed by peer); "
-        "the last whole checkpoint is run/step-4",
+        "a rank did not answer within 30.0 s, so this one stops (RuntimeError: Connection closed by peer); the last "
+        "complete checkpoint is run/step-4",
     ),
     (
         RankLost(step=5, waited=0.0, error="closed"),
-        "a rank is gone, and this one stops (closed); there is no whole checkpoint yet",
+        "a rank is gone, so this one stops (closed); there is no complete checkpoint yet",
     ),
     (
         RanksChanged(before=8, after=1),
-        "saved with 8 ranks, resumed with 1 rank: the effective batch is 0.125 times what it was, "
-        "unless the batch of a rank changed too; each rank draws other random numbers, and its data begins the epoch "
-        "anew",
+        "saved with 8 ranks, resumed with 1 rank: the effective batch size is 0.125 times the previous one, unless "
+        "the per-rank batch size changed too; each rank gets new random numbers and restarts the epoch's data",
     ),
     (
         LockTakenOver(pid=42, host="node7", since="2026-11-15 22:00"),
-        "the folder was locked since 2026-11-15 22:00 by process 42 on node7, which is no more; "
-        "this run has the lock now",
+        "the folder was locked since 2026-11-15 22:00 by process 42 on node7, which no longer exists; this run now "
+        "holds the lock",
     ),
 ]
-KINDS = typing.get_args(Fault)
+KINDS = typing.get_args(GuardEvent)
 ORDER = {  # from AMP802 up
     "step-skipped": Severity.INFO,
     "scale-at-floor": Severity.WARNING,
@@ -198,11 +199,11 @@ ORDER = {  # from AMP802 up
     "ranks-changed": Severity.INFO,
     "lock-taken-over": Severity.INFO,
 }
-OURS = [entry.rule for entry in built_in() if entry.room == "run" and entry.rule.code != "AMP801"]
+OURS = [entry.rule for entry in built_in() if entry.category == "run" and entry.rule.code != "AMP801"]
 
 
 def finding_of(fault):
-    (finding,) = judged(fault, "run")
+    (finding,) = run_checks(fault, "run")
     return finding
 
 
@@ -212,8 +213,8 @@ def test_codes_and_severities_are_in_their_order():
 
 
 def test_each_kind_of_event_is_told_by_one_rule():
-    assert {getattr(faults, name) for name in faults.__all__} - {Fault} == set(KINDS)
-    assert all(len(checks_of("run")[kind]) == 1 for kind in KINDS)
+    assert {getattr(faults, name) for name in faults.__all__} - {GuardEvent} == set(KINDS)
+    assert all(len(checks_for("run")[kind]) == 1 for kind in KINDS)
     assert {type(fault) for fault, _ in CASES} == set(KINDS), "each kind has a case here"
 
 
@@ -247,8 +248,8 @@ def test_examples_are_python_or_commands(rule):
 def test_a_spike_is_the_rule_that_the_watch_has():
     rule = finding_of(LossSpike(step=1, loss=9.0, usual=1.0, spreads=12.0)).rule
     assert rule.code == "AMP610"
-    assert any(module.RULE is rule for module in rules_about("gradient"))
-    assert next(entry.room for entry in built_in() if entry.rule is rule) == "gradient"
+    assert any(module.RULE is rule for module in rules_in("gradient"))
+    assert next(entry.category for entry in built_in() if entry.rule is rule) == "gradient"
 
 
 # The ways out
@@ -259,32 +260,38 @@ def test_a_stop_says_how_to_look_and_how_to_go_on():
     finding = finding_of(stopped)
     assert finding.evidence["exit_code"] == 70
     assert finding.fix == (
-        "See the bad step again: `ampwise replay 'my run/c' --build train.py:make`, with your own function that makes "
-        "the model for train.py:make. Mend the cause, then start the same command again: it goes on from run/step-5."
+        "Replay the bad step: `ampwise replay 'my run/c' --build train.py:make`, replacing train.py:make with your "
+        "function that builds the model. Fix the cause, then start the same command again: it continues from "
+        "run/step-5."
     )
     known = TrainingStopped(step=6, cause="NaN", tried=("skip",), capsule="c", build="my net.py:make")
-    assert "again: `ampwise replay c --build 'my net.py:make'`. Mend" in finding_of(known).fix
+    assert "step: `ampwise replay c --build 'my net.py:make'`. Fix" in finding_of(known).fix
     assert finding_of(TrainingStopped(step=6, cause="NaN", tried=())).fix == (
-        "Mend the cause, then start the same command again: it begins anew, as there is no good checkpoint."
+        "Fix the cause, then start the same command again: it starts over, because there is no good checkpoint."
     )
 
 
 @pytest.mark.parametrize(
     ("kind", "words"),
-    [("full", "Make room"), ("read-only", "Mount it"), ("permission", "the right to write"), ("other", "Mend what")],
+    [
+        ("full", "Free space"),
+        ("read-only", "Remount it"),
+        ("permission", "write permission"),
+        ("other", "Fix the reported"),
+    ],
 )
 def test_each_failure_to_write_has_its_way_out(kind, words):
     assert words in finding_of(CheckpointFailed(step=1, directory="d", error="e", kind=kind)).fix
 
 
 def test_after_a_preemption_without_a_checkpoint_an_older_one_is_used():
-    assert "an older one" in finding_of(Preempted(step=1, signal="SIGTERM")).fix
-    assert "an older one" not in finding_of(Preempted(step=1, signal="SIGTERM", checkpoint="c")).fix
+    assert "which is older" in finding_of(Preempted(step=1, signal="SIGTERM")).fix
+    assert "which is older" not in finding_of(Preempted(step=1, signal="SIGTERM", checkpoint="c")).fix
 
 
 def test_a_spike_that_leads_back_names_the_batches():
     spike = LossSpike(step=1, loss=9.0, usual=1.0, spreads=12.0, action="rollback")
-    assert "passed over" in finding_of(spike).fix
+    assert "now skipped" in finding_of(spike).fix
 
 
 # Texts from elsewhere

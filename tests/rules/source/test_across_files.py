@@ -4,9 +4,9 @@ import re
 
 import pytest
 
-from ampwise.lint.check import Choice, check_paths
-from ampwise.lint.config import Configs
-from ampwise.lint.select import Layer
+from ampwise.check.config import SettingsByFolder
+from ampwise.check.linter import RuleSelection, check_paths
+from ampwise.check.selectors import SelectorLayer
 
 TRAIN = """
 import torch
@@ -160,6 +160,6 @@ def test_finds_what_is_marked_and_nothing_else(files, tmp_path, monkeypatch):
         (tmp_path / name).write_text(text)
         for number, line in enumerate(text.split("\n"), 1):
             expected += [(name, number, code) for code in re.findall(r"# expect: (AMP\d+)", line)]
-    report, _ = check_paths(["."], Choice(Configs(), Layer(select=("ALL",))), jobs=1)
+    report, _ = check_paths(["."], RuleSelection(SettingsByFolder(), SelectorLayer(select=("ALL",))), jobs=1)
     found = [(finding.place.file, finding.place.line, finding.rule.code) for finding in report.findings]
     assert found == expected

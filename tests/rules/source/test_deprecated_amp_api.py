@@ -6,20 +6,20 @@ from pathlib import Path
 
 import pytest
 
-from ampwise.lint.fix import mend
+from ampwise.check.apply_edits import apply_fixes
+from ampwise.check.source.project import Project
+from ampwise.check.source.script import script_from_text
 from ampwise.rules.source.deprecated_amp_api import check
-from ampwise.source.project import Project
-from ampwise.source.script import script_from_text
 
-MENDED = Path(__file__).parent / "fixtures" / "mended" / "deprecated_amp_api.py"
+FIXED = Path(__file__).parent / "fixtures" / "fixed" / "deprecated_amp_api.py"
 
 
 def findings_in(text, path="train.py"):
     return list(check(Project([path], {path: text}).code(path)))
 
 
-def mended(text, findings, path="train.py"):
-    return mend(script_from_text(text, path), findings, unsafe=False).text
+def fixed(text, findings, path="train.py"):
+    return apply_fixes(script_from_text(text, path), findings, unsafe=False).text
 
 
 @pytest.mark.parametrize(
@@ -84,20 +84,20 @@ def test_reports_but_leaves_alone_what_cannot_be_rewritten_beyond_doubt(text):
     ],
 )
 def test_rewrites(before, after):
-    assert mended(before, findings_in(before)) == after
+    assert fixed(before, findings_in(before)) == after
     assert findings_in(after) == []
 
 
 @pytest.mark.parametrize("left", [*range(11), None])
 def test_works_however_the_findings_are_split(left, tmp_path):
     """With any one finding left out (as by a ``noqa``), or any one made alone, the script still runs."""
-    text = MENDED.read_text()
+    text = FIXED.read_text()
     findings = findings_in(text)
     assert len(findings) == 11
     ways = [findings] if left is None else [findings[:left] + findings[left + 1 :], [findings[left]]]
     for number, way in enumerate(ways):
-        script = tmp_path / f"mended{number}.py"
-        script.write_text(mended(text, way))
+        script = tmp_path / f"fixed{number}.py"
+        script.write_text(fixed(text, way))
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             runpy.run_path(str(script), run_name="__main__")

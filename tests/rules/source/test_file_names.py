@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from ampwise.rules import rules_about
-from ampwise.source.project import Project
+from ampwise.check.source.project import Project
+from ampwise.rules import rules_in
 
 FIXTURES = sorted((Path(__file__).parent / "fixtures").glob("*.py"))
 MISLEADING = "grad_scaler/upscale_bf16_fp16_half/train_epoch_step_iter_skip_accum.py"
@@ -13,7 +13,7 @@ MISLEADING = "grad_scaler/upscale_bf16_fp16_half/train_epoch_step_iter_skip_accu
 
 def lines_found(text, path):
     code = Project([path], {path: text}).code(path)
-    return {(found.rule.code, found.place.line) for module in rules_about("source") for found in module.check(code)}
+    return {(found.rule.code, found.place.line) for module in rules_in("source") for found in module.check(code)}
 
 
 @pytest.mark.few_by_day(4)

@@ -8,8 +8,8 @@ import textwrap
 import pytest
 import torch
 
-from ampwise.lint.check import Choice, check_text
-from ampwise.lint.config import Configs
+from ampwise.check.config import SettingsByFolder
+from ampwise.check.linter import RuleSelection, check_text
 
 from .running import fixed, outcome, without_scaler
 
@@ -54,7 +54,7 @@ def in_step(lines):
 
 
 def findings(data):
-    return check_text(data.decode(), "train.py", Choice(Configs(isolated=True)))[0].findings
+    return check_text(data.decode(), "train.py", RuleSelection(SettingsByFolder(isolated=True)))[0].findings
 
 
 SAFE = {
@@ -103,46 +103,46 @@ def test_what_is_fixed_trains_as_without_a_scaler(name, tmp_path):
 UNSAFE = {
     "skips": (
         in_step("norm = clip_grad_norm_(model.parameters(), 0.1)\nif i == 1:\n    continue"),
-        "the step may be left out after the clip, and the next `unscale_` would then raise",
+        "the step may be skipped after the clip, and the next `unscale_` would then raise an error",
     ),
     "catches": (
         "for i in range(3):\n    try:\n        optimizer.zero_grad()\n        scaler.scale(model(x).sum()).backward()\n"
         "        clip_grad_norm_(model.parameters(), 0.1)\n        if i == 1: int('x')\n"
         "        scaler.step(optimizer)\n        scaler.update()\n    except ValueError:\n        pass\n",
-        "an exception may be caught before the step, and the next `unscale_` would then raise",
+        "an exception may be caught before the step, and the next `unscale_` would then raise an error",
     ),
     "another scaler": (
         "def train(scaler):\n"
         + textwrap.indent(in_step("clip_grad_norm_(model.parameters(), 0.1)"), "    ")
         + "train(scaler)\ntrain(NoScaler())\n",
-        "whether the scaler is always a GradScaler cannot be seen",
+        "it is unclear whether the scaler is always a GradScaler",
     ),
     "handed on": (
         "def train(scaler):\n"
         + textwrap.indent(in_step("clip_grad_norm_(model.parameters(), 0.1)"), "    ")
         + "train(scaler)\nlist(map(train, [NoScaler()]))\n",
-        "whether the scaler is always a GradScaler cannot be seen",
+        "it is unclear whether the scaler is always a GradScaler",
     ),
     "updated by the caller": (
         "def step(scaler):\n    optimizer.zero_grad()\n    scaler.scale(model(x).sum()).backward()\n"
         "    scaler.step(optimizer)\n\n\nupdates = {'after': scaler.update}\n",
-        "whoever runs this step may update the scale after it",
+        "the caller of this step may update the scale after it",
     ),
     "updated by another name": (
         "for i in range(3):\n    optimizer.zero_grad()\n    scaler.scale(model(x).sum()).backward()\n"
         "    scaler.step(optimizer)\n    vars()['scaler'].update()\n",
-        "there is an `update()` that may be the scaler's",
+        "there is an `update()` call that may be the scaler's",
     ),
     "scaled by hand": (
         "scaler.scale(x)\nfor i in range(3):\n    optimizer.zero_grad()\n    model(x).sum().backward()\n"
         "    for p in model.parameters(): p.grad.mul_(65536.0)\n    scaler.step(optimizer)\n    scaler.update()\n",
-        "something may scale the gradients by hand",
+        "the gradients may be scaled manually elsewhere",
     ),
     "no scaler in FP32": (
         "AMP = False\nif AMP:\n    scaler = torch.amp.GradScaler('cpu')\nelse:\n    scaler = None\n"
         "for i in range(3):\n    model(x).sum().backward()\n    if AMP:\n        scaler.step(optimizer)\n"
         "        scaler.update()\n",
-        "there may be no scaler at the backward",
+        "the scaler may not exist yet at the backward",
     ),
 }
 
@@ -192,7 +192,7 @@ def test_what_would_break_is_never_made(name, tmp_path):
 
 def test_an_unscale_that_comes_late_is_to_be_moved():
     (finding,) = findings(script(LEFT["unscaled after the clip"]))
-    assert finding.fix == "Move the `unscale_` of line 25 to before the clip; a second one would raise."
+    assert finding.fix == "Move the `unscale_` of line 25 to before the clip; a second one would raise an error."
 
 
 def test_a_fix_that_needs_another_one_is_not_made_alone(tmp_path, capsys):
@@ -201,7 +201,7 @@ def test_a_fix_that_needs_another_one_is_not_made_alone(tmp_path, capsys):
         in_step("clip_grad_norm_(model.parameters(), 0.1)").replace("scaler.scale(model(x).sum())", "model(x).sum()")
     )
     assert fixed(before, tmp_path) == before
-    assert "train.py:23:5: AMP108 not fixed: it would bring AMP101 (clip-scaled-grads)" in capsys.readouterr().err
+    assert "train.py:23:5: AMP108 not fixed: the fix would cause AMP101 (clip-scaled-grads)" in capsys.readouterr().err
 
 
 # The other rules.

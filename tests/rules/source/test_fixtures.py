@@ -12,16 +12,17 @@ from pathlib import Path
 
 import pytest
 
-from ampwise.lint.fix import mend
-from ampwise.rules import listed, rules_about, with_words_in
-from ampwise.source.project import Project
-from ampwise.source.script import script_from_text
+from ampwise.check.apply_edits import apply_fixes
+from ampwise.check.rule_entry import matching_rules
+from ampwise.check.source.project import Project
+from ampwise.check.source.script import script_from_text
+from ampwise.rules import list_entries, rules_in
 
 HERE = Path(__file__).parent / "fixtures"
 FIXTURES = sorted(HERE.glob("*.py"))
-MENDED = sorted((HERE / "mended").glob("*.py"))
+FIXED = sorted((HERE / "fixed").glob("*.py"))
 EXPECT = re.compile(r"#\s*expect:\s*((?:[A-Z]+\d{3}[,\s]*)+)")
-RULES = {module.RULE.name: module for module in rules_about("source")}
+RULES = {module.RULE.name: module for module in rules_in("source")}
 
 
 def expectations(text):
@@ -31,7 +32,9 @@ def expectations(text):
 
 def findings_in(text, path="fixture.py"):
     code = Project([path], {path: text}).code(path)
-    possible = with_words_in(text.encode(), listed("source"))  # as the linter does: a missing word hides a finding
+    possible = matching_rules(
+        text.encode(), list_entries("source")
+    )  # as the linter does: a missing word hides a finding
     found = [finding for rule in possible for finding in rule.module.check(code)]
     return list(
         {(finding.rule.code, finding.place): finding for finding in found if finding.place.file == path}.values()
@@ -61,29 +64,29 @@ def test_the_bad_example_parses_and_differs_from_the_good_one(name):
     assert rule.bad != rule.good
 
 
-def mended(text, path="fixture.py"):
+def fixed(text, path="fixture.py"):
     for _ in range(10):
         script = script_from_text(text, path)
-        result = mend(script, findings_in(text, path), unsafe=True)
+        result = apply_fixes(script, findings_in(text, path), unsafe=True)
         if result.text == text:
             return text
         text = result.text
-    raise AssertionError("mending never comes to an end")
+    raise AssertionError("fixing never ends")
 
 
 @pytest.mark.parametrize("name", sorted(name for name, module in RULES.items() if module.RULE.fixable))
-def test_every_fixable_rule_has_a_script_that_is_mended_and_runs(name):
-    assert (HERE / "mended" / f"{name.replace('-', '_')}.py").is_file()
+def test_every_fixable_rule_has_a_script_that_is_fixed_and_runs(name):
+    assert (HERE / "fixed" / f"{name.replace('-', '_')}.py").is_file()
 
 
-@pytest.mark.parametrize("path", MENDED, ids=lambda path: path.stem)
-def test_a_mended_script_has_no_finding_and_runs(path, tmp_path):
+@pytest.mark.parametrize("path", FIXED, ids=lambda path: path.stem)
+def test_a_fixed_script_has_no_finding_and_runs(path, tmp_path):
     text = path.read_text()
     assert sorted((finding.place.line, finding.rule.code) for finding in findings_in(text)) == expectations(text)
     assert expectations(text)
-    result = re.sub(r"\s*# expect:.*", "", mended(text))
+    result = re.sub(r"\s*# expect:.*", "", fixed(text))
     assert findings_in(result) == []
-    script = tmp_path / "mended.py"
+    script = tmp_path / "fixed.py"
     script.write_text(result)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

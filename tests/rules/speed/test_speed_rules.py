@@ -4,9 +4,9 @@ import math
 
 import pytest
 
-from ampwise.evidence.speed import GpuClocks, LossCheck, Row, Speeds, Split, Spread
-from ampwise.evidence.timing import MatrixProduct
-from ampwise.rules.judging import judged
+from ampwise.rules.dispatch import run_checks
+from ampwise.rules.evidence.speed import GpuClocks, LossCheck, PrecisionRow, SpeedComparison, TimeSplit, TimeSpread
+from ampwise.rules.evidence.time_use import ProfiledMatmul
 from ampwise.rules.speed import (
     casts_take_time,
     clocks_held_back,
@@ -27,17 +27,17 @@ OK = LossCheck(loss=2.0, reference=2.0, tolerance=0.1)
 
 
 def spread(value):
-    return Spread(median=value, low=value, high=value)
+    return TimeSpread(median=value, low=value, high=value)
 
 
 def row(precision="bf16", ratio=1.2, **parts):
     """As fast as that, where FP32 takes 12 ms."""
     usual = {"step_s": spread(0.012 / ratio), "ratio": spread(ratio), "ratio_to_eager": spread(ratio), "loss": OK}
-    return Row(precision=precision, **{**usual, **parts})
+    return PrecisionRow(precision=precision, **{**usual, **parts})
 
 
 def split(busy=0.0095, launches=200, on_device=True, **seconds):
-    return Split(seconds=seconds or {"matrix": busy}, busy=busy, launches=launches, on_device=on_device)
+    return TimeSplit(seconds=seconds or {"matrix": busy}, busy=busy, launches=launches, on_device=on_device)
 
 
 def speeds(*rows, **parts):
@@ -50,11 +50,11 @@ def speeds(*rows, **parts):
         "rounds": 5,
         "batch": 16,
     }
-    return Speeds(rows=(row("fp32", 1.0), *rows), **{**usual, **parts})
+    return SpeedComparison(rows=(row("fp32", 1.0), *rows), **{**usual, **parts})
 
 
 def product(flops=1e12, precision="bf16", aligned=True, shape="4096×768 @ 768×3072"):
-    return MatrixProduct(op="mm", shape=shape, precision=precision, flops=flops, aligned=aligned)
+    return ProfiledMatmul(op="mm", shape=shape, precision=precision, flops=flops, aligned=aligned)
 
 
 def only(rule, made):
@@ -80,7 +80,7 @@ FAST = row(
         speeds(FAST),  # whatever it does with its time, it is fast
         speeds(row("tf32", 1.2)),
         speeds(),
-        speeds(Row(precision="bf16", problem="out of memory")),
+        speeds(PrecisionRow(precision="bf16", problem="out of memory")),
         speeds(row(split=None)),
         speeds(HEALTHY, clocks=WARM),
         speeds(HEALTHY, noise=0.05),
@@ -89,13 +89,13 @@ FAST = row(
     ],
 )
 def test_clean_evidence_is_met_with_silence(made):
-    silent = [finding for finding in judged(made, "speed") if finding.rule.name != "tf32-disabled-on-device"]
+    silent = [finding for finding in run_checks(made, "speed") if finding.rule.name != "tf32-disabled-on-device"]
     assert silent == []
 
 
 def test_small_kernels_are_found():
     finding = only(step_too_small, speeds(row(split=split(busy=0.004, launches=1000))))
-    assert finding.message == "bf16: a step is 1,000 kernels of 4.0 µs each, no more than a launch takes"
+    assert finding.message == "bf16: a step is 1,000 kernels of 4.0 µs each, no longer than a launch"
     assert finding.evidence["experiment"] == "ampwise compare train:make --batch 64"
     on_cpu = speeds(row(split=split(busy=0.004, launches=1000, on_device=False)), device="cpu")
     assert "1,000 operators of 4.0 µs" in only(step_too_small, on_cpu).message
@@ -105,7 +105,7 @@ def test_small_kernels_are_found():
 def test_a_gpu_that_waits_is_found():
     waiting = row(ratio=1.2, split=split(busy=0.005))
     finding = only(launch_bound, speeds(waiting))
-    assert finding.message == "bf16: the GPU has nothing to do for 50% of a step"
+    assert finding.message == "bf16: the GPU is idle for 50% of a step"
     assert finding.evidence["experiment"] == "ampwise compare train:make --compile"
     both = speeds(waiting, row(ratio=4.0, compiled=True))
     assert only(launch_bound, both).message.endswith("; compiled, it is 4.00× as fast as eager fp32")
@@ -119,7 +119,7 @@ def test_time_that_goes_into_moving_bytes_is_found():
     moving = row(split=split(matrix=0.002, elementwise=0.005, optimizer=0.002, casts=0.0005))
     finding = only(memory_bound, speeds(moving))
     assert finding.message == (
-        "bf16: 79% of the time goes into what moves bytes, most of it norms and elementwise (53%) and clip and "
+        "bf16: 79% of the time is limited by memory bandwidth, most of it norms and elementwise (53%) and clip and "
         "optimizer (21%)"
     )
     assert finding.evidence["experiment"] == "ampwise compare train:make --compile"
@@ -130,8 +130,8 @@ def test_time_that_goes_into_moving_bytes_is_found():
 def test_products_below_the_ridge_are_found():
     thin = row(split=split(), intensity=12.0, ridge=206.0)
     assert only(memory_bound, speeds(thin)).message == (
-        "bf16: matrix products compute 12 FLOPs for each byte that they move, and NVIDIA H200 needs 206 to be busy "
-        "(by its datasheet)"
+        "bf16: matmuls compute 12 FLOPs per byte that they move, but NVIDIA H200 needs 206 to be compute-bound (by "
+        "its datasheet)"
     )
     for known in ({"intensity": None}, {"ridge": None}):
         assert not list(memory_bound.check(speeds(row(split=split(), **{"intensity": 12.0, "ridge": 206.0, **known}))))
@@ -152,8 +152,7 @@ def test_misaligned_products_are_found():
     finding = only(misaligned_dims, speeds(row(products=(product(), odd))))
     assert finding.rule.code == "AMP503"
     assert finding.message == (
-        "bf16: 23% of the matrix work is in products with a row length that is no multiple of 8: "
-        "mm 4096×768 @ 768×50257"
+        "bf16: 23% of the matmul work has a row length that is not a multiple of 8: mm 4096×768 @ 768×50257"
     )
     assert finding.evidence["experiment"] == "ampwise align train:make"
     asked = speeds(row(products=(product(), odd)), command="ampwise compare train:make --batch 8 --compile --rounds 2")
@@ -164,29 +163,29 @@ def test_misaligned_products_are_found():
 def test_work_that_stays_in_fp32_is_found():
     finding = only(little_work_in_half, speeds(row(products=(product(3e12, "fp32"), product(1e12)))))
     assert finding.message == (
-        "bf16: 25% of the matrix work runs in 16 bits; the largest that does not: mm 4096×768 @ 768×3072 in FP32"
+        "bf16: 25% of the matmul work runs in 16-bit; the largest exceptions: mm 4096×768 @ 768×3072 in FP32"
     )
 
 
 def test_tf32_that_was_on_is_told_with_what_is_left_to_gain():
-    made = speeds(row("tf32", 3.0), row("bf16", 6.0), tf32_was_on=("matrix products", "convolutions"))
+    made = speeds(row("tf32", 3.0), row("bf16", 6.0), tf32_was_on=("matmuls", "convolutions"))
     assert only(tf32_already_on, made).message == (
-        "TF32 is on for matrix products and convolutions in this script, so that it runs as the row tf32 does; from "
-        "there, bf16 is 2.00× as fast"
+        "TF32 is on for matmuls and convolutions in this script, so it runs like the tf32 row; compared to that, bf16 "
+        "is 2.00× as fast"
     )
     alone = speeds(row("tf32", 3.0), tf32_was_on=("convolutions",))
-    assert only(tf32_already_on, alone).message.endswith("so that it runs as the row tf32 does")
+    assert only(tf32_already_on, alone).message.endswith("so it runs like the tf32 row")
     unmeasured = speeds(row("bf16", 6.0), tf32_was_on=("convolutions",))
     assert only(tf32_already_on, unmeasured).evidence["gain"] is None
 
 
 def test_tf32_that_is_off_and_the_best_there_is():
     made = speeds(row("tf32", 2.9), row("bf16", 2.0))
-    assert only(tf32_disabled_on_device, made).message.endswith("they make a step 2.90× as fast")
+    assert only(tf32_disabled_on_device, made).message.endswith("a step is 2.90× as fast")
     for quiet in (
         speeds(row("tf32", 2.9), row("bf16", 6.0)),
         speeds(row("tf32", 1.05)),
-        speeds(row("tf32", 2.9), tf32_was_on=("matrix products",)),
+        speeds(row("tf32", 2.9), tf32_was_on=("matmuls",)),
     ):
         assert not list(tf32_disabled_on_device.check(quiet))
 
@@ -194,11 +193,11 @@ def test_tf32_that_is_off_and_the_best_there_is():
 def test_a_cpu_without_instructions_for_bf16_is_named():
     slow = speeds(row(ratio=0.04), device="cpu", device_name="a CPU", bf16_instructions=False)
     assert only(no_bf16_instructions, slow).message == (
-        "a CPU has no instructions for BF16 (AMX, AVX512-BF16 or ARM's BF16), and bf16 is 0.04× as fast as fp32"
+        "a CPU has no instructions for BF16 (AMX, AVX512-BF16 or ARM's BF16); bf16 is 0.04× as fast as fp32"
     )
-    given_up = Row(precision="bf16", problem="given up after one pass", slower=351.0)
+    given_up = PrecisionRow(precision="bf16", problem="given up after one pass", slower=351.0)
     hopeless = speeds(given_up, device="cpu", device_name="a CPU", bf16_instructions=False)
-    assert only(no_bf16_instructions, hopeless).message.endswith("and bf16 takes 351 times as long as fp32")
+    assert only(no_bf16_instructions, hopeless).message.endswith("bf16 takes 351 times as long as fp32")
     off = LossCheck(loss=3.0, reference=2.0, tolerance=0.1)
     for quiet, noise in ((row(ratio=1.4), 0.01), (row(ratio=0.97), 0.04), (row(ratio=0.1, loss=off), 0.01)):
         made = speeds(quiet, noise=noise, device="cpu", bf16_instructions=False)
@@ -221,11 +220,11 @@ def test_another_loss_is_an_error_with_its_numbers():
     finding = only(not_the_same_loss, speeds(off))
     assert finding.severity == "error"
     assert finding.message == (
-        "not the same computation: the loss is 3 in bf16 and 2 in fp32, and rounding explains 0.12 at most"
+        "not the same computation: the loss is 3 in bf16 and 2 in fp32, but rounding explains at most 0.12"
     )
     vanished = LossCheck(loss=2.0, reference=2.0, tolerance=0.125, finite_gradients=False)
     assert only(not_the_same_loss, speeds(row(loss=vanished))).message == (
-        "not the same computation: gradients in bf16 are not finite, and those in fp32 are"
+        "not the same computation: gradients are not finite in bf16, but are in fp32"
     )
     infinite = row("fp16", loss=LossCheck(loss=math.inf, reference=2.0, tolerance=0.125))
     assert only(not_the_same_loss, speeds(infinite)).message == (
@@ -235,20 +234,20 @@ def test_another_loss_is_an_error_with_its_numbers():
 
 def test_skipped_steps_are_told():
     finding = only(skipped_while_measured, speeds(row("fp16", skipped=7)))
-    assert finding.message == "fp16: 7 of the steps that were timed had no update, as gradients overflowed"
+    assert finding.message == "fp16: 7 of the timed steps skipped the update because gradients overflowed"
 
 
 def test_a_hot_gpu_is_told():
     hot = GpuClocks(before=345, after=1200, lowest=1100, top=1980, held_back_by=("its power limit", "its temperature"))
     assert only(clocks_held_back, speeds(clocks=hot)).message == (
-        "held back by its temperature while it was measured: 1100 MHz at the lowest, of 1980"
+        "throttled by its temperature during the measurement: as low as 1100 MHz of 1980 MHz"
     )
 
 
 def test_a_noisy_machine_is_told():
     finding = only(too_noisy, speeds(noise=0.36))
     assert finding.message == (
-        "two runs of the same differ by 36% in 5 rounds: smaller differences are not told from noise"
+        "two runs of the same precision differ by 36% in 5 rounds: smaller differences are indistinguishable from noise"
     )
     assert finding.evidence["experiment"] == "ampwise compare train:make --rounds 20"
     assert not list(too_noisy.check(speeds(noise=None)))
@@ -260,7 +259,7 @@ def test_every_reason_has_an_experiment_that_can_be_typed():
         products=(product(2e12, "fp32"), product(1e12, aligned=False)),
         skipped=1,
     )
-    made = speeds(low, tf32_was_on=("matrix products",))
-    found = judged(made, "speed")
+    made = speeds(low, tf32_was_on=("matmuls",))
+    found = run_checks(made, "speed")
     assert len(found) >= 6
     assert all(finding.evidence["experiment"].startswith("ampwise ") for finding in found)

@@ -2,18 +2,18 @@
 
 import pytest
 
-from ampwise.evidence.conduct import Site
-from ampwise.evidence.timing import MatrixProduct, TimeUse
 from ampwise.finding import Place
+from ampwise.rules.evidence.run_events import CallSite
+from ampwise.rules.evidence.time_use import ProfiledMatmul, TimeUse
 from ampwise.rules.time import casts_take_time, data_stall, little_work_in_half, misaligned_dims, sync_every_step
 
-LINE = Site(file="train.py", line=31, function="main")
-OTHER = Site(file="train.py", line=35, function="main")
+LINE = CallSite(file="train.py", line=31, function="main")
+OTHER = CallSite(file="train.py", line=35, function="main")
 BIG = 1e12
 
 
 def product(precision="bf16", flops=BIG, aligned=True, shape="4096×768 @ 768×3072", count=12):
-    return MatrixProduct(op="mm", shape=shape, precision=precision, flops=flops, aligned=aligned, count=count)
+    return ProfiledMatmul(op="mm", shape=shape, precision=precision, flops=flops, aligned=aligned, count=count)
 
 
 def made(*products, **parts):
@@ -21,7 +21,7 @@ def made(*products, **parts):
     for one in products:
         flops[one.precision] = flops.get(one.precision, 0.0) + one.flops
     parts = {"device": "cuda", "profiled_steps": 1} | parts
-    return TimeUse(matrix_products=products, flops_by_precision=flops, **parts)
+    return TimeUse(matmuls=products, flops_by_precision=flops, **parts)
 
 
 def messages(rule, use):
@@ -33,7 +33,7 @@ def test_a_line_that_waits_for_each_parameter_is_named():
     (finding,) = sync_every_step.check(use)
     assert (finding.rule.code, finding.rule.name) == ("AMP502", "sync-every-step")
     assert finding.place == Place(file="train.py", line=31)
-    assert finding.message == "waits for the GPU 148 times in a step"
+    assert finding.message == "syncs with the GPU 148 times per step"
     assert finding.evidence == {"waits": 296, "steps": 2}
 
 
@@ -55,8 +55,7 @@ def test_misaligned_products_are_named_with_their_counts():
     (finding,) = misaligned_dims.check(made(product(flops=BIG), odd))
     assert finding.rule.code == "AMP503"
     assert finding.message == (
-        "20% of the matrix work is in products with a row length that is no multiple of 8: "
-        "mm 4096×768 @ 768×50257 (1 times)"
+        "20% of the matmul work has a row length that is not a multiple of 8: mm 4096×768 @ 768×50257 (1 times)"
     )
     many = [product(flops=BIG, aligned=False, shape=str(number)) for number in range(5)]
     assert messages(misaligned_dims, made(*many))[0].endswith("mm 2 (12 times) and 2 more")
@@ -82,8 +81,8 @@ def test_work_left_in_fp32_is_named():
     wide = product("fp32", 3 * BIG, shape="8×3×224×224 * 64×3×7×7")
     (finding,) = little_work_in_half.check(made(wide, product("bf16", BIG), autocast="bf16"))
     assert finding.message == (
-        "autocast to BF16 is on, and 25% of the matrix work runs in half precision; "
-        "the largest that does not: mm 8×3×224×224 * 64×3×7×7 in FP32"
+        "autocast to BF16 is on, but 25% of the matmul work runs in half precision; the largest exceptions: mm "
+        "8×3×224×224 * 64×3×7×7 in FP32"
     )
     assert finding.evidence["half_share"] == 0.25
 
@@ -106,7 +105,7 @@ def test_work_in_half_stays_silent(use):
 
 def test_casts_that_take_time_are_told_in_milliseconds_a_step():
     use = made(cast_share=0.31, time_by_kind={"casts": 0.0124, "matrix": 0.0276}, profiled_steps=2)
-    assert messages(casts_take_time, use) == ["31% of the device's time goes into casts: 6.2 ms a step"]
+    assert messages(casts_take_time, use) == ["31% of the device time goes into casts: 6.2 ms per step"]
 
 
 @pytest.mark.parametrize("use", [made(cast_share=0.15), made(cast_share=None), made(cast_share=0.5, device="cpu")])
@@ -120,7 +119,7 @@ def test_a_data_stall_is_at_the_line_that_waited_longest(device):
     use = made(device=device, steps=10, seconds=10.0, data_wait_seconds=4.0, data_waits=waits)
     (finding,) = data_stall.check(use)
     assert finding.place == LINE.place
-    assert finding.message == "40% of the time is spent waiting for data: 400 ms a step"
+    assert finding.message == "40% of the time is spent waiting for data: 400 ms per step"
 
 
 @pytest.mark.parametrize(

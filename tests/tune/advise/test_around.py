@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from ampwise.evidence.choice.answers import is_no
-from ampwise.evidence.choice.choice import Choice
-from ampwise.evidence.choice.target import of_cpu
 from ampwise.hardware import Cpu
+from ampwise.rules.evidence.choice.advice import advises_against
+from ampwise.rules.evidence.choice.choice import PrecisionChoice
+from ampwise.rules.evidence.choice.target import target_for_cpu
 from ampwise.tune.advise import advise
 from ampwise.tune.advise.deciding import decide
 
@@ -18,16 +18,16 @@ from ampwise.tune.advise.deciding import decide
         (
             {"gpu": "a100-40"},
             1,
-            "off by default for matrix products, on for cuDNN's convolutions; up to 8.0× the FP32 peak",
+            "off by default for matmuls, on for cuDNN's convolutions; up to 8.0× the FP32 peak",
         ),
         ({"gpu": "8.6"}, 1, "for what stays in FP32: off by default"),
-        ({"gpu": "a100-40", "want": "tf32"}, 1, "all of it: off by default"),
+        ({"gpu": "a100-40", "want": "tf32"}, 1, "for everything: off by default"),
         ({"gpu": "rtx3090"}, 0, "TF32 is no faster than FP32 here, 35.6 TFLOP/s"),
-        ({"gpu": "v100-sxm2-16"}, 0, "there are no TF32 units"),
-        ({"gpu": "tpu-v4"}, 0, "there are no TF32 units"),
-        ({"gpu": "a100-40", "want": "fp32"}, 2, "full FP32 was asked for"),
-        ({"gpu": "a100-40", "ideas": "exact-numbers"}, 2, "full FP32 was asked for"),
-        ({"gpu": "v100-sxm2-16", "want": "fp32"}, 0, "there are no TF32 units"),
+        ({"gpu": "v100-sxm2-16"}, 0, "this device has no TF32 tensor cores"),
+        ({"gpu": "tpu-v4"}, 0, "this device has no TF32 tensor cores"),
+        ({"gpu": "a100-40", "want": "fp32"}, 2, "full FP32 was requested"),
+        ({"gpu": "a100-40", "ideas": "exact-numbers"}, 2, "full FP32 was requested"),
+        ({"gpu": "v100-sxm2-16", "want": "fp32"}, 0, "this device has no TF32 tensor cores"),
     ],
 )
 def test_switches(told, lines, why):
@@ -39,13 +39,13 @@ def test_switches(told, lines, why):
 @pytest.mark.parametrize(
     ("told", "yes", "why"),
     [
-        ({"gpu": "h200"}, True, "1.5 times as fast again on one H200"),
-        ({"gpu": "h200", "params": "1M"}, True, "launches are what a small model waits for"),
+        ({"gpu": "h200"}, True, "another 1.5x faster on one H200"),
+        ({"gpu": "h200", "params": "1M"}, True, "a small model is bound by kernel launches"),
         ({"gpu": "v100-sxm2-16"}, True, "the compiled backward pass inherits autocast"),
-        ({"gpu": "p100-sxm2"}, False, "begin with compute capability 7.0, and this has 6.0"),
+        ({"gpu": "p100-sxm2"}, False, "needs compute capability 7.0, and this device has 6.0"),
         ({"gpu": "h200", "symptom": "nan"}, False, "not while something is wrong"),
         ({"gpu": "h200", "symptom": "slow"}, True, "after a clean start"),
-        ({"gpu": "apple-m2-max"}, None, "nothing is known here"),
+        ({"gpu": "apple-m2-max"}, None, "is unknown"),
         ({"gpu": "cpu"}, None, "depends on the model"),
     ],
 )
@@ -60,7 +60,7 @@ def test_compile(told, yes, why):
     [
         (
             {"gpu": "v100-sxm2-16"},
-            "A device with BF16 matrix units (NVIDIA since Ampere, 8.0): BF16, without a loss scale.",
+            "A device with BF16 tensor cores (NVIDIA since Ampere, 8.0): BF16, without a loss scale.",
         ),
         ({"gpu": "a100-40"}, "Results worse than in FP32: FP16 has three more bits, and a GradScaler."),
         ({"gpu": "a100-40"}, "`ampwise compare train:make` below 1.1: stay in TF32."),
@@ -68,9 +68,9 @@ def test_compile(told, yes, why):
             {"gpu": "a100-40", "params": "1M"},
             "`ampwise compare train:make` above 1.1, or activations that do not fit: BF16.",
         ),
-        ({"gpu": "h200", "params": "7B"}, "FP8 measured faster than compiled BF16 on this very model: FP8."),
-        ({"gpu": "p100-sxm2"}, "A device with matrix units for 16 bits: name it with --gpu."),
-        ({"gpu": "h200"}, "Size and kind of the model: --params 7B --arch transformer, or module:callable."),
+        ({"gpu": "h200", "params": "7B"}, "FP8 measured faster than compiled BF16 on this model: FP8."),
+        ({"gpu": "p100-sxm2"}, "A device with 16-bit tensor cores: name it with --gpu."),
+        ({"gpu": "h200"}, "Size and kind of the model: give --params 7B --arch transformer, or module:callable."),
     ],
 )
 def test_what_would_change_it(told, change):
@@ -93,7 +93,7 @@ def test_no_comes_before_careful_and_the_device_before_all():
         symptom="memory",
         ideas=("clip-after-backward", "just-works", "odd-sizes"),
     )
-    answers = [is_no(finding) for finding in advice.findings]
+    answers = [advises_against(finding) for finding in advice.findings]
     assert answers == sorted(answers, reverse=True)
     assert [finding.rule.code for finding in advice.findings[:3]] == ["AMP702", "AMP101", "AMP714"]
     assert answers.count(False) == 3  # sizes, memory, and what does not fit
@@ -143,7 +143,7 @@ def test_a_scale_by_hand_is_answered_for_the_precision_that_was_decided():
     assert "gradients above 65.5 become inf" in by_hand.message
     assert by_hand.fix == "In FP16 use torch.amp.GradScaler or ampwise.GradScaler; FP32 needs no scale."
     nothing = advise(gpu="p100-sxm2", want="bf16", scaling="manual:1000")
-    assert nothing.findings[1].fix == "Leave the scale out: FP32 needs none."
+    assert nothing.findings[1].fix == "Drop the scale: FP32 needs none."
 
 
 def test_a_scaler_is_right_where_fp16_is_what_was_decided():
@@ -170,18 +170,18 @@ def test_exact_numbers_are_not_sent_to_16_bits(gpu):
 
 def test_what_was_measured_to_gain_nothing_is_left_for_memory_alone():
     advice = advise(gpu="h200", want="bf16", measured=1.05)
-    assert "Activations that do not fit: 16 bits, for their memory alone." in advice.changes
+    assert "Activations that do not fit: 16 bits, only to save memory." in advice.changes
     assert advise(gpu="h200", want="bf16", measured=1.05, symptom="memory").precision == "bf16"
 
 
 def test_what_the_user_measured_is_not_said_to_be_measured_here():
     bases = {reason.text: reason.basis for reason in advise(gpu="h200", measured=1.8).reasons}
-    assert bases["1.80 times as fast as FP32: use it: between 1.5 and 2.5"] == "measured by you"
+    assert bases["1.80x as fast as FP32: use it: between 1.5 and 2.5"] == "measured by you"
 
 
 def test_what_flags_say_and_what_a_rule_says_are_kept_apart():
-    reasons = decide(Choice(target=of_cpu(Cpu(model=None, features=())))).reasons
+    reasons = decide(PrecisionChoice(target=target_for_cpu(Cpu(model=None, features=())))).reasons
     assert [(reason.text, reason.basis) for reason in reasons[:2]] == [
-        ("this CPU: no instructions for BF16", "read here"),
-        ("without instructions for them 16 bits are slower on a CPU", "rule"),
+        ("this CPU: no BF16 instructions", "read here"),
+        ("a CPU without 16-bit instructions is slower in 16 bits", "rule"),
     ]

@@ -13,15 +13,22 @@ from hypothesis import strategies as st
 import ampwise
 from ampwise.cli import build_parser
 from ampwise.errors import BadInput, UnknownName
-from ampwise.evidence.choice.answers import is_no, refused
-from ampwise.evidence.choice.choice import WANTED, Choice, parse_scaling
-from ampwise.evidence.choice.gain import MEASURED, expected
-from ampwise.evidence.choice.ideas import IDEAS, SYMPTOMS
-from ampwise.evidence.choice.model import KINDS, ModelFacts, parse_count
-from ampwise.evidence.choice.target import Target, of_capability, of_cpu, of_gpu, of_machine, unknown
-from ampwise.hardware import Cpu, Device, Fp32Switches, Machine, TorchFacts, gpu_named, gpus
-from ampwise.rules import rules_about
-from ampwise.strict_json import dumps, loads
+from ampwise.finding.strict_json import dumps, loads
+from ampwise.hardware import Cpu, CudaDevice, Fp32Switches, Machine, TorchInfo, gpu_named, gpus
+from ampwise.rules import rules_in
+from ampwise.rules.evidence.choice.advice import advises_against, refused_precision
+from ampwise.rules.evidence.choice.choice import WANTED, PrecisionChoice, parse_scaling
+from ampwise.rules.evidence.choice.gain import MEASURED, expected_gain
+from ampwise.rules.evidence.choice.ideas import IDEAS, SYMPTOMS
+from ampwise.rules.evidence.choice.model import KINDS, ModelFacts, parse_count
+from ampwise.rules.evidence.choice.target import (
+    Target,
+    target_for_capability,
+    target_for_cpu,
+    target_for_gpu,
+    target_for_machine,
+    unknown_target,
+)
 from ampwise.tune.advise import advise
 from ampwise.tune.advise.deciding import decide
 
@@ -29,17 +36,17 @@ BASES = {"read here", "measured by you", "measured on one H200", "derived", "dat
 PRECISIONS = {"fp32", "tf32", "fp16", "bf16", "fp8", "auto"}
 XEON = Cpu(model="a Xeon", features=("amx_bf16", "avx512_bf16"))
 TARGETS = (
-    *(of_gpu(gpu) for gpu in gpus()),
-    *(target for text in ("6.1", "7.5", "8.6", "9.0", "12.0") if (target := of_capability(text))),
-    of_cpu(XEON),
-    of_cpu(Cpu(model=None, features=())),
-    of_cpu(Cpu(model=None, features=None)),
+    *(target_for_gpu(gpu) for gpu in gpus()),
+    *(target for text in ("6.1", "7.5", "8.6", "9.0", "12.0") if (target := target_for_capability(text))),
+    target_for_cpu(XEON),
+    target_for_cpu(Cpu(model=None, features=())),
+    target_for_cpu(Cpu(model=None, features=None)),
     Target(name="Apple's GPU", kind="mps", here=True),
-    unknown("nobody said which"),
+    unknown_target("nobody said which"),
 )
 
 choices = st.builds(
-    Choice,
+    PrecisionChoice,
     target=st.sampled_from(TARGETS),
     model=st.builds(
         ModelFacts,
@@ -73,9 +80,9 @@ def test_what_is_wanted_is_given_or_refused(choice):
     if choice.want is not None and advice.precision != choice.want:
         assert advice.refused
         exact = any(finding.rule.code == "AMP718" for finding in advice.findings)
-        assert exact or choice.want in {refused(finding) for finding in advice.findings}
+        assert exact or choice.want in {refused_precision(finding) for finding in advice.findings}
     if choice.want is not None and advice.precision == choice.want:
-        assert choice.want not in {refused(finding) for finding in advice.findings}
+        assert choice.want not in {refused_precision(finding) for finding in advice.findings}
 
 
 def recommended(advice):
@@ -99,7 +106,7 @@ def names_for_use(precision):
 def test_what_is_refused_is_not_recommended(choice):
     """The answer does not contradict itself: what gets a no is nowhere in what to do instead."""
     advice = decide(choice)
-    for precision in filter(None, map(refused, advice.findings)):
+    for precision in filter(None, map(refused_precision, advice.findings)):
         pattern = names_for_use(precision)
         assert not [text for text in recommended(advice) if pattern.search(text)]
 
@@ -131,7 +138,7 @@ def test_it_is_json(choice):
     data = loads(dumps(advice.as_dict()))
     assert data == json.loads(json.dumps(data, allow_nan=False))
     assert data["precision"] == advice.precision
-    assert data["refused"] == advice.refused == any(map(is_no, advice.findings))
+    assert data["refused"] == advice.refused == any(map(advises_against, advice.findings))
 
 
 @given(choices)
@@ -145,10 +152,10 @@ def test_a_speed_up_lies_below_its_ceiling(choice):
 
 
 def all_advice():
-    asked = [Choice(target=target, ideas=(idea,)) for target in TARGETS for idea in IDEAS]
-    asked += [Choice(target=target, symptom=symptom) for target in TARGETS for symptom in SYMPTOMS]
-    asked += [Choice(target=target, want=want) for target in TARGETS for want in WANTED]
-    asked += [Choice(target=TARGETS[0], model=ModelFacts(parameters=7 * 10**9), ideas=("halves-memory",))]
+    asked = [PrecisionChoice(target=target, ideas=(idea,)) for target in TARGETS for idea in IDEAS]
+    asked += [PrecisionChoice(target=target, symptom=symptom) for target in TARGETS for symptom in SYMPTOMS]
+    asked += [PrecisionChoice(target=target, want=want) for target in TARGETS for want in WANTED]
+    asked += [PrecisionChoice(target=TARGETS[0], model=ModelFacts(parameters=7 * 10**9), ideas=("halves-memory",))]
     return [decide(choice) for choice in asked]
 
 
@@ -157,7 +164,7 @@ def test_every_command_is_one():
     advised = all_advice()
     commands = {finding.evidence["to_know"]["command"] for advice in advised for finding in advice.findings}
     commands |= {step.command for advice in advised for step in advice.triage if step.command}
-    shown = [f"{rule.RULE.bad}\n{rule.RULE.good}" for rule in rules_about("choice")]
+    shown = [f"{rule.RULE.bad}\n{rule.RULE.good}" for rule in rules_in("choice")]
     commands |= {line[2:].partition("#")[0] for text in shown for line in text.splitlines() if line.startswith("$ ")}
     for command in (part for each in commands for part in each.split(", then ")):
         first, *words = shlex.split(command)
@@ -169,9 +176,11 @@ def test_every_command_is_one():
 @pytest.mark.few_by_day(4)
 @pytest.mark.parametrize("gpu", gpus(), ids=lambda gpu: gpu.id)
 def test_larger_models_are_not_expected_to_gain_less(gpu):
-    target = of_gpu(gpu)
+    target = target_for_gpu(gpu)
     half = target.half
-    gains = [expected(target, ModelFacts(parameters=size), half) for size in (10**6, 3 * 10**7, 10**8, 10**10) if half]
+    gains = [
+        expected_gain(target, ModelFacts(parameters=size), half) for size in (10**6, 3 * 10**7, 10**8, 10**10) if half
+    ]
     known = [gain for gain in gains if gain is not None]
     assert [gain.low for gain in known] == sorted(gain.low for gain in known)
     assert [gain.high for gain in known] == sorted(gain.high for gain in known)
@@ -180,7 +189,7 @@ def test_larger_models_are_not_expected_to_gain_less(gpu):
 @pytest.mark.parametrize("precision", ["tf32", "fp16", "bf16"])
 def test_what_was_measured_lies_within_what_is_expected(precision):
     model = ModelFacts(parameters=124_000_000, kind="transformer")
-    gain = expected(of_gpu(gpu_named("h200")), model, precision)
+    gain = expected_gain(target_for_gpu(gpu_named("h200")), model, precision)
     assert gain.low <= MEASURED[precision] / MEASURED["fp32"] <= gain.high
 
 
@@ -188,22 +197,22 @@ def test_approximate_peaks_are_marked_and_unknown_ones_give_no_range():
     assert advise(gpu="a10g", params="124M").speedup.text.startswith("~")
     nothing = advise(gpu="8.6", params="124M")
     assert nothing.speedup is None
-    assert "are not known" in nothing.speedup_why
+    assert "are unknown" in nothing.speedup_why
 
 
 def test_it_is_what_the_engine_chooses_for_a_model_that_is_not_small():
     """The two decide by the same facts, so they may not differ on a device of the catalog."""
-    precision = pytest.importorskip("ampwise.engine.precision.precision")
+    precision = pytest.importorskip("ampwise.train.precision.precision")
     for gpu in gpus():
         if gpu.compute_capability is not None:
-            assert advise(gpu=gpu, params="7B").precision == precision.gpu_facts(_device(gpu)).best
+            assert advise(gpu=gpu, params="7B").precision == precision.gpu_precisions(_device(gpu)).best
     for features in (("amx_bf16",), ("bf16", "sve"), ("asimdhp",), (), None):
         cpu = Cpu(model="a CPU", features=features)
-        assert decide(Choice(target=of_cpu(cpu))).precision == precision.cpu_facts(cpu).best
+        assert decide(PrecisionChoice(target=target_for_cpu(cpu))).precision == precision.cpu_precisions(cpu).best
 
 
 def _device(gpu, index=0):
-    return Device(
+    return CudaDevice(
         index=index,
         name=gpu.name,
         capability=gpu.capability,
@@ -216,39 +225,39 @@ def _device(gpu, index=0):
 
 def machine(*devices, torch=True, mps=False, problem=None):
     switches = Fp32Switches(matmul_tf32=False, convolution_tf32=True, matmul_precision="highest")
-    facts = TorchFacts(version="2.13.0", cuda="12.8", hip=None, devices=devices, mps=mps, fp32=switches, problem=None)
+    facts = TorchInfo(version="2.13.0", cuda="12.8", hip=None, devices=devices, mps=mps, fp32=switches, problem=None)
     return Machine(
         python="3.12.1", platform="Linux", cpu=XEON, driver=None, torch=facts if torch else None, torch_problem=problem
     )
 
 
 def test_this_machine():
-    target = of_machine(machine(_device(gpu_named("h200")), _device(gpu_named("t4"), 1)))
-    assert (target.name, target.half, target.remark) == ("H200 SXM 141GB", "bf16", "of 2 kinds of GPU here, the first")
+    target = target_for_machine(machine(_device(gpu_named("h200")), _device(gpu_named("t4"), 1)))
+    assert (target.name, target.half, target.remark) == ("H200 SXM 141GB", "bf16", "the first of 2 kinds of GPU here")
     assert target.memory.value == gpu_named("h200").memory_bytes
-    assert of_machine(machine()).kind == "cpu"
-    assert "torch sees no GPU here" in of_machine(machine()).remark
-    assert of_machine(machine(mps=True)).kind == "mps"
-    without = of_machine(machine(torch=False))
+    assert target_for_machine(machine()).kind == "cpu"
+    assert "torch sees no GPU here" in target_for_machine(machine()).remark
+    assert target_for_machine(machine(mps=True)).kind == "mps"
+    without = target_for_machine(machine(torch=False))
     assert (without.known, without.half) == (False, None)
-    assert without.remark.startswith("torch is not here, so what this machine has is not known")
-    assert "OSError: libcuda" in of_machine(machine(torch=False, problem="OSError: libcuda")).remark
+    assert without.remark.startswith("torch is not installed, so this machine's devices are unknown")
+    assert "OSError: libcuda" in target_for_machine(machine(torch=False, problem="OSError: libcuda")).remark
 
 
 def test_a_cpu():
-    advice = decide(Choice(target=of_cpu(XEON), model=ModelFacts(parameters=10**8)))
+    advice = decide(PrecisionChoice(target=target_for_cpu(XEON), model=ModelFacts(parameters=10**8)))
     assert advice.precision == "bf16"
     assert 'device = "cpu"' in advice.by_hand
     assert "is_bf16_supported" not in advice.by_hand
-    assert "LayerNorm, softmax, exp, log and sum it leaves in BF16" in advice.kept[0].why
-    plain = decide(Choice(target=of_cpu(Cpu(model="old", features=())), want="bf16"))
+    assert "but LayerNorm, softmax, exp, log and sum in BF16" in advice.kept[0].why
+    plain = decide(PrecisionChoice(target=target_for_cpu(Cpu(model="old", features=())), want="bf16"))
     assert (plain.precision, plain.refused) == ("fp32", True)
     assert plain.findings[0].message == "this CPU (old) has no instructions that multiply BF16 matrices"
 
 
 def test_what_is_not_proposed_is_not_answered():
     for target in TARGETS:
-        assert decide(Choice(target=target)).findings == ()
+        assert decide(PrecisionChoice(target=target)).findings == ()
 
 
 def test_an_idea_that_nothing_speaks_against_is_said_to_be_fine():
@@ -274,7 +283,7 @@ def test_sizes(text, count):
 
 @pytest.mark.parametrize("text", ["", "-3", "0", "7 apples", "nan", "inf", "1e99", "0.5", "1e-3", "7BB", "900T"])
 def test_sizes_that_make_no_sense(text):
-    with pytest.raises(BadInput, match=r"a number of parameters is expected, such as 124M, 7B or 1\.3e9\."):
+    with pytest.raises(BadInput, match=r"expected a number of parameters, such as 124M, 7B or 1\.3e9\."):
         advise(gpu="h200", params=text)
 
 
@@ -283,7 +292,7 @@ def test_sizes_that_make_no_sense(text):
     [
         ({"gpu": "v101"}, UnknownName, r"unknown device 'v101'\."),
         *(
-            ({"gpu": text}, BadInput, rf"compute capability '{text}': there are 3\.x to 12\.x; `ampwise gpu --list`")
+            ({"gpu": text}, BadInput, rf"compute capability '{text}': expected 3\.x to 12\.x; `ampwise gpu --list`")
             for text in ("99.9", "0.0", "2.1", "8.60", "sm_990", "sm_20")
         ),
         ({"gpu": "580"}, UnknownName, r"unknown device '580'\."),
@@ -296,13 +305,17 @@ def test_sizes_that_make_no_sense(text):
             UnknownName,
             r"unknown idea 'autocastoff'\. Did you mean autocast-off",
         ),
-        ({"gpu": "h200", "scaling": "static"}, BadInput, r"scaling 'static': none, dynamic, manual or manual:1000"),
-        ({"gpu": "h200", "scaling": "dynamic:3"}, BadInput, r"scaling 'dynamic:3': none, dynamic"),
-        ({"gpu": "h200", "scaling": "manual:-1"}, BadInput, r"the factor is to be a number above zero"),
-        ({"gpu": "h200", "scaling": "manual:x"}, BadInput, r"the factor is to be a number above zero"),
-        ({"gpu": "h200", "measured": float("nan")}, BadInput, r"a measured speed-up of nan: a number such as 1\.8"),
-        ({"gpu": "h200", "measured": -1.0}, BadInput, r"a measured speed-up of -1"),
-        ({"gpu": "h200", "params": True}, BadInput, r"params 'True': a number of parameters"),
+        (
+            {"gpu": "h200", "scaling": "static"},
+            BadInput,
+            r"scaling 'static': expected none, dynamic, manual or manual:1000",
+        ),
+        ({"gpu": "h200", "scaling": "dynamic:3"}, BadInput, r"scaling 'dynamic:3': expected none, dynamic"),
+        ({"gpu": "h200", "scaling": "manual:-1"}, BadInput, r"expected a factor above zero"),
+        ({"gpu": "h200", "scaling": "manual:x"}, BadInput, r"expected a factor above zero"),
+        ({"gpu": "h200", "measured": float("nan")}, BadInput, r"measured speedup nan: expected a number such as 1\.8"),
+        ({"gpu": "h200", "measured": -1.0}, BadInput, r"measured speedup -1"),
+        ({"gpu": "h200", "params": True}, BadInput, r"params 'True': expected a number of parameters"),
     ],
 )
 def test_questions_that_make_no_sense(told, error, message):

@@ -7,7 +7,7 @@ import shlex
 from pathlib import Path
 
 from ampwise.cli import build_parser, main
-from ampwise.evidence.choice.gain import SHARES
+from ampwise.rules.evidence.choice.gain import SHARES
 from ampwise.tune.advise import advise
 
 PAGE = (Path(__file__).parents[3] / "docs" / "advise.md").read_text(encoding="utf-8")

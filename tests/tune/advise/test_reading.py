@@ -8,9 +8,9 @@ from torch import nn
 
 import ampwise
 from ampwise.errors import BadInput
-from ampwise.evidence.choice.choice import Choice
-from ampwise.evidence.choice.target import of_cpu
 from ampwise.hardware import Cpu
+from ampwise.rules.evidence.choice.choice import PrecisionChoice
+from ampwise.rules.evidence.choice.target import target_for_cpu
 from ampwise.tune.advise import advise
 from ampwise.tune.advise.deciding import decide
 from ampwise.tune.advise.reading import read_module
@@ -174,13 +174,13 @@ def test_a_function_by_name_is_what_commands_are_given(tmp_path, monkeypatch):
 
 
 def test_a_model_and_its_size_are_one_too_many():
-    with pytest.raises(BadInput, match="a model and params: give one of them"):
+    with pytest.raises(BadInput, match="give either a model or params"):
         advise(nn.Linear(2, 2), params="7B", gpu="h200")
 
 
 @pytest.mark.parametrize("wrong", [3, {"model": 1}])
 def test_what_is_no_model(wrong):
-    with pytest.raises(BadInput, match="expected is a function that returns the model"):
+    with pytest.raises(BadInput, match="expected a function that returns the model"):
         advise(wrong, gpu="h200")
 
 
@@ -193,9 +193,9 @@ def test_what_stays_in_fp32_is_named():
     assert "here 2 × LayerNorm, 1 × Softmax, 1 × CrossEntropyLoss" in advice.kept[0].why
     assert "not the head: lm_head" in [kept.what for kept in advice.kept]
     (norms,) = [kept for kept in _on_a_cpu(model).kept if kept.what == "norms: 0, 1"]
-    assert 'if need be: Policy(…).keep("fp32", "0")' in norms.how
+    assert 'if necessary: Policy(…).keep("fp32", "0")' in norms.how
 
 
 def _on_a_cpu(model):
-    cpu = of_cpu(Cpu(model="a Xeon", features=("amx_bf16",)))
-    return decide(Choice(target=cpu, model=read_module(model, "model"), want="bf16"))
+    cpu = target_for_cpu(Cpu(model="a Xeon", features=("amx_bf16",)))
+    return decide(PrecisionChoice(target=cpu, model=read_module(model, "model"), want="bf16"))

@@ -11,19 +11,19 @@ import torch
 from torch import nn
 
 from ampwise.cli import main
-from ampwise.evidence.choice.choice import Choice
-from ampwise.evidence.choice.model import ModelFacts, Part
-from ampwise.evidence.choice.target import of_cpu, unknown
 from ampwise.hardware import Cpu, gpus
+from ampwise.rules.evidence.choice.choice import PrecisionChoice
+from ampwise.rules.evidence.choice.model import ModelFacts, ModelPart
+from ampwise.rules.evidence.choice.target import target_for_cpu, unknown_target
 from ampwise.tune.advise import advise
 from ampwise.tune.advise.deciding import decide
 
-XEON = of_cpu(Cpu(model="a Xeon", features=("amx_bf16",)))
+XEON = target_for_cpu(Cpu(model="a Xeon", features=("amx_bf16",)))
 ROUTED = ModelFacts(
     parameters=10**8,
     kind="moe",
     name="train:make",
-    parts=(Part(kind="router", modules=("body.router",), patterns=("body.router",)),),
+    parts=(ModelPart(kind="router", modules=("body.router",), patterns=("body.router",)),),
 )
 
 
@@ -36,8 +36,8 @@ def all_code():
         )
     ]
     advised += [
-        decide(Choice(target=target, model=model))
-        for target in (XEON, unknown("x"))
+        decide(PrecisionChoice(target=target, model=model))
+        for target in (XEON, unknown_target("x"))
         for model in (ROUTED, ModelFacts())
     ]
     return list(dict.fromkeys(code for advice in advised for code in (advice.by_hand, advice.with_engine)))
@@ -100,12 +100,12 @@ def test_a_nan_does_not_reach_the_weights(names):
     """BF16 has no scaler to skip a bad step, so the loop has to."""
     names["loader"] = [(torch.full((8, 4), float("nan")), torch.zeros(8, dtype=torch.long))]
     before = [parameter.clone() for parameter in names["model"].parameters()]
-    exec(decide(Choice(target=XEON)).by_hand, names)
+    exec(decide(PrecisionChoice(target=XEON)).by_hand, names)
     assert all(map(torch.equal, before, names["model"].parameters()))
 
 
 def test_what_is_found_in_the_model_is_kept(names):
-    advice = decide(Choice(target=XEON, model=ROUTED))
+    advice = decide(PrecisionChoice(target=XEON, model=ROUTED))
     seen = []
     names["model"].body.router.register_forward_hook(lambda module, args, output: seen.append(output.dtype))
     for code in (advice.by_hand, advice.with_engine):

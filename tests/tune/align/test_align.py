@@ -6,10 +6,10 @@ import torch.nn.functional as F
 from torch import nn
 
 from ampwise.errors import BadInput, PrecisionUnavailable, UnknownName
-from ampwise.evidence.products import Product, Size
 from ampwise.hardware import gpu_named
+from ampwise.rules.evidence.matmuls import MatmulSize, StepMatmul
 from ampwise.tune.align import align as module
-from ampwise.tune.align import measuring
+from ampwise.tune.align import timing as measuring
 from ampwise.tune.align.align import align
 from ampwise.tune.align.pad import pad_
 
@@ -44,7 +44,7 @@ def test_after_padding_nothing_is_left_to_say():
 
     result = found(padded)
     assert (result.off, result.findings, result.remarks) == ((), (), ())
-    assert result.verdict == "every product lies well (layers looked at: 2)"
+    assert result.verdict == "every matmul is aligned (layers checked: 2)"
 
 
 def test_what_is_aligned_stays_unmentioned():
@@ -56,7 +56,7 @@ def test_a_small_head_is_not_worth_it():
     result = found(subjects.small_head)
     assert told(result) == {"2": "leave it: there is little to save"}
     assert result.findings == ()
-    assert result.verdict == "off: 1 of 2 layers; worth mending: none"
+    assert result.verdict == "misaligned: 1 of 2 layers; worth fixing: none"
 
 
 def test_a_toy_is_not_worth_it():
@@ -89,7 +89,7 @@ def test_the_advice_does_what_it_says():
 def test_fp8_requires_sixteen_of_everything_and_says_so():
     result = found(subjects.odd_mlp, precision="fp8", batch=4095, to=64)
     assert {finding.rule.code for finding in result.findings} == {"AMP510"}
-    wanted = "ampwise.pad_(model, to=64, precision='fp8'); have 4096 rows, by batch and length"
+    wanted = "ampwise.pad_(model, to=64, precision='fp8'); use 4096 rows, by batch and length"
     assert set(told(result).values()) == {wanted}
 
 
@@ -128,9 +128,9 @@ def test_lengths_heads_and_channels_are_by_hand():
         "misaligned-channels",
     }
     advice = " ".join(result.to_do())
-    assert "choose the number of heads such that each has a size of 64" in advice
-    assert "pad or cut these tensors: length and batch are yours" in advice
-    assert "give it 1024 and 504 channels: pad_ leaves convolutions" in advice
+    assert "choose the number of heads so that the head size is 64" in advice
+    assert "pad or crop these tensors: your code sets length and batch" in advice
+    assert "give it 1024 and 504 channels: pad_ does not pad convolutions" in advice
 
 
 def test_a_compiled_model_is_run_as_it_was_written():
@@ -144,9 +144,9 @@ def test_a_compiled_model_is_run_as_it_was_written():
 
 def test_code_that_looks_at_values_is_run_on_the_cpu():
     said = []
-    result = found(subjects.looks_at_values, tell=said.append)
+    result = found(subjects.looks_at_values, progress=said.append)
     assert said == ["running a step without memory", "running a step on the CPU"]
-    assert result.notes[0].startswith("The step was run on the CPU, since it does not run without values: ")
+    assert result.notes[0].startswith("The step ran on the CPU, as it does not run on tensors without values: ")
     assert result.off[0].off == (("outputs", 21, 24), ("inputs", 13, 16))
 
 
@@ -158,7 +158,7 @@ def test_tiles_that_are_mostly_empty_are_remarked_upon():
     result = found(make)
     assert result.findings == ()
     assert result.remarks == (
-        "(the model): results of 130×4096 fill 51% of tiles of 128×128; whole ones cost about the same (derived)",
+        "(the model): results of 130×4096 fill 51% of their 128×128 tiles; full tiles cost about the same (derived)",
     )
     assert found(make, batch=128).remarks == ()
 
@@ -172,7 +172,7 @@ def test_what_is_shown():
     )
     assert lines[1].split() == ["layer", "product", "M×N×K", "off", "→", "better", "cost"]
     assert lines[2].startswith("wte  ")
-    assert lines[-1] == "worth mending: 1 of 3 layers (ampwise explain AMP503)"
+    assert lines[-1] == "worth fixing: 1 of 3 layers (ampwise explain AMP503)"
     assert "<pre>tied_by_code" in result._repr_html_()
     plain = result.as_dict()
     assert plain["layers"][0] | {"share": 0, "off_share": 0} == {
@@ -185,7 +185,7 @@ def test_what_is_shown():
         "share": 0,
         "off_share": 0,
         "saved_ms": None,
-        "worth_mending": True,
+        "worth_fixing": True,
         "advice": "ampwise.pad_(model, head='wte')",
     }
     assert plain["basis"].endswith("is not here")
@@ -197,7 +197,7 @@ def test_what_is_shown():
 
 @no_gpu
 def test_a_gpu_that_is_not_there():
-    with pytest.raises(BadInput, match=r"device 'cuda': torch sees no CUDA device here\. Leave it out"):
+    with pytest.raises(BadInput, match=r"device 'cuda': torch sees no CUDA device\. Omit it"):
         align(subjects.odd_mlp, device="cuda")
     assert align(subjects.odd_mlp).basis == "derived, not measured: no GPU here"
 
@@ -212,23 +212,23 @@ def test_a_gpu_that_is_not_the_one_asked_for(monkeypatch):
 
 
 def test_arguments_that_make_no_sense():
-    with pytest.raises(BadInput, match=r"device 'tpu': expected is cuda, such as cuda:1, or cpu\."):
+    with pytest.raises(BadInput, match=r"device 'tpu': expected cpu or cuda, such as cuda:1\."):
         found(subjects.odd_mlp, device="tpu")
-    with pytest.raises(BadInput, match=r"device 'mps': expected is cuda"):
+    with pytest.raises(BadInput, match=r"device 'mps': expected cpu or cuda"):
         found(subjects.odd_mlp, device="mps")
     with pytest.raises(UnknownName, match="unknown device 'h20000'"):
         found(subjects.odd_mlp, gpu="h20000")
     with pytest.raises(UnknownName, match="unknown precision 'fp4'"):
         found(subjects.odd_mlp, precision="fp4")
-    with pytest.raises(BadInput, match=r"to=12: bf16 wants multiples of 8"):
+    with pytest.raises(BadInput, match=r"to=12 is not a multiple of 8, which bf16 needs"):
         found(subjects.odd_mlp, to=12)
     said = []
-    with pytest.raises(BadInput, match="a batch of 0 rows makes no sense"):
-        found(subjects.odd_mlp, batch=0, tell=said.append)
+    with pytest.raises(BadInput, match="expected a batch of at least 1 row, got 0"):
+        found(subjects.odd_mlp, batch=0, progress=said.append)
     assert said == ["running a step without memory"]  # and not once more
     with pytest.raises(
         PrecisionUnavailable,
-        match=r"has no BF16 matrix units, so there is nothing to align for\. Its matrix units take: fp16\.",
+        match=r"has no BF16 tensor cores, so there is nothing to align for\. Its tensor cores take: fp16\.",
     ):
         found(subjects.odd_mlp, gpu="v100-sxm2-16")
 
@@ -238,7 +238,7 @@ def test_a_step_that_fails_says_where():
         model = nn.Linear(13, 21)
         return model, torch.ones(2, 12), lambda x: model(x).sum()
 
-    with pytest.raises(BadInput, match=r"make: its step failed: RuntimeError: .*cannot be multiplied"):
+    with pytest.raises(BadInput, match=r"make: the training step failed: RuntimeError: .*cannot be multiplied"):
         found(make)
 
 
@@ -297,7 +297,7 @@ def test_what_is_measured_decides(on_device):
     assert layers["0"].saved_ms == pytest.approx(2.0 * sum(p.n.size == 21 for p in layers["0"].products))
     assert result.products.time_share(layers["0"]) == pytest.approx(layers["0"].saved_ms / 10)
     assert {finding.place.module for finding in result.findings} == {"0", "2"}
-    assert "ms of 10 ms a step, measured here" in result.findings[0].message
+    assert "ms of 10 ms per step, measured here" in result.findings[0].message
     assert next(row[3] for row in result.rows()).endswith("%")
 
 
@@ -311,8 +311,8 @@ def test_noise_is_no_gain(on_device):
 
 @pytest.mark.parametrize("stored", [("k", "k", "n"), ("m", "n", "n"), ("k", "n", "n")])
 def test_what_is_timed_lies_in_memory_as_it_did(stored):
-    sizes = {letter: Size(role=letter, size=size) for letter, size in {"m": 5, "n": 6, "k": 7}.items()}
-    product = Product(
+    sizes = {letter: MatmulSize(role=letter, size=size) for letter, size in {"m": 5, "n": 6, "k": 7}.items()}
+    product = StepMatmul(
         layer="", kind="linear", op="mm", backward=False, precision="fp32", stored=stored, batches=3, **sizes
     )
     left, right = measuring._matrices(product, torch.device("cpu"))
@@ -376,4 +376,4 @@ def test_a_loss_without_a_graph_is_told():
         return model, torch.randn(4, 64), lambda x: model(x).detach().mean()
 
     found = align(make, device="cpu")
-    assert found.remarks == ("Only the forward pass was looked at: the loss has no graph to go back through.",)
+    assert found.remarks == ("Only the forward pass was checked: the loss has no graph for a backward pass.",)

@@ -8,15 +8,15 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from ampwise.tune.align.flow import chains, taken_apart
-from ampwise.tune.align.raw import readers
+from ampwise.tune.align.data_flow import find_chains, modules_taken_apart
+from ampwise.tune.align.weight_readers import find_weight_readers
 
 from .models import Block, CodeTied, Gated, Statements, mlp
 
 
 def names(module):
     known = {id(child): name for name, child in module.named_modules()}
-    return [([known[id(each)] for each in chain.sources], known[id(chain.into)]) for chain in chains(module)]
+    return [([known[id(each)] for each in chain.sources], known[id(chain.into)]) for chain in find_chains(module)]
 
 
 class Two(nn.Module):
@@ -189,11 +189,11 @@ def test_where_it_is_not(kind):
 
 def test_a_forward_put_in_by_somebody_else_proves_nothing(monkeypatch):
     monkeypatch.setattr(Nested, "forward", lambda self, x: self.up(x))
-    from ampwise.tune.align.reading import forward_of
+    from ampwise.tune.align.module_source import read_forward
 
-    forward_of.cache_clear()
+    read_forward.cache_clear()
     assert names(Nested()) == []
-    forward_of.cache_clear()
+    read_forward.cache_clear()
     model = Methods()
     model.forward = lambda x: model.up(x)
     assert names(model) == []
@@ -263,8 +263,8 @@ def test_code_that_cannot_be_read_proves_nothing():
     model = space["Made"]()
     model.up, model.down = nn.Linear(5, 9), nn.Linear(9, 5)
     assert names(model) == []
-    found = readers(model.modules())
-    assert found[id(model.up)].doubt == "cannot be read, and may ask"
+    found = find_weight_readers(model.modules())
+    assert found[id(model.up)].doubt == "cannot be parsed, and may read"
 
 
 class Apart(nn.Module):
@@ -278,8 +278,8 @@ class Apart(nn.Module):
 
 def test_what_is_taken_apart_and_whose_weights_are_read():
     model = Apart()
-    assert list(taken_apart(model)) == [model.net]
+    assert list(modules_taken_apart(model)) == [model.net]
     model = CodeTied()
-    assert set(readers(model.modules())) == {id(model.wte)}
+    assert set(find_weight_readers(model.modules())) == {id(model.wte)}
     layer = nn.TransformerEncoderLayer(8, 2)
-    assert {id(layer.linear1), id(layer.linear2)} <= set(readers(layer.modules()))
+    assert {id(layer.linear1), id(layer.linear2)} <= set(find_weight_readers(layer.modules()))

@@ -5,17 +5,17 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ampwise.engine.precision.policy import Policy
 from ampwise.errors import BadInput
+from ampwise.train.precision.policy import Policy
 from ampwise.tune.align.pad import pad_
-from ampwise.tune.align.plan import Wish
-from ampwise.tune.align.planner import planned
+from ampwise.tune.align.padding_plan import PaddingRequest
+from ampwise.tune.align.padding_planner import plan_padding
 
 from .models import Block, LanguageModel, mlp
 
 
 def plan(model, **wish):
-    return planned(model, Wish(**wish))
+    return plan_padding(model, PaddingRequest(**wish))
 
 
 def sizes(padding):
@@ -30,7 +30,7 @@ def test_sizes_that_lie_well_are_left_in_silence():
     model = nn.Sequential(nn.Embedding(50257, 64), nn.Linear(64, 1000), nn.ReLU(), nn.Linear(1000, 512))
     padding = plan(model)
     assert (padding.padded, padding.left) == ((), ())
-    assert str(padding) == "nothing to pad: every size lies well"
+    assert str(padding) == "nothing to pad: every size is aligned"
 
 
 def test_a_vocabulary_is_padded_to_whole_lines_and_others_to_words():
@@ -50,7 +50,7 @@ def test_what_is_too_small_or_too_thin_is_left_unless_it_is_named():
     assert sizes(plan(nn.Linear(128, 1001), only=("*",))) == {"": (1008, 128)}
 
 
-THIN = "too thin: {} outputs by {} inputs gain less than the copies would cost"
+THIN = "too thin: padding {} outputs by {} inputs gains less than the copies cost"
 
 
 def test_a_chain_is_padded_however_thin_it_is():
@@ -95,7 +95,7 @@ def test_layers_that_share_a_weight_are_padded_together():
     pad_(model)
     assert model.one.weight is model.other.weight
     assert torch.allclose(model(torch.ones(1, 512)), plain, atol=1e-5)
-    assert reasons(plan(SharedTwice(), only=("one",))) == {"one": "it shares its weight with others"}
+    assert reasons(plan(SharedTwice(), only=("one",))) == {"one": "a layer tied to it is not in only="}
 
 
 def test_a_layer_in_two_places_gives_its_own_size_in_both():
@@ -169,14 +169,14 @@ def whole_numbers():
 @pytest.mark.parametrize(
     ("make", "why"),
     [
-        (lambda: Low(512, 1001), "a Low, which may use its weight otherwise than nn.Linear does"),
-        (spectral, "a ParametrizedLinear, which may use its weight otherwise than nn.Linear does"),
-        (pruned, "its weight is computed"),
-        (kept, "its forward has been replaced, as a policy does: pad first"),
+        (lambda: Low(512, 1001), "a Low, which may use its weight differently from nn.Linear"),
+        (spectral, "a ParametrizedLinear, which may use its weight differently from nn.Linear"),
+        (pruned, "its weight is not a parameter (it is computed)"),
+        (kept, "its forward has been replaced, for example by a policy: pad first"),
         (whole_numbers, "its weight is a Tensor of torch.int8"),
         (SharedOddly, "it shares its weight with kept"),
-        (Reads, "the code of Reads asks for its weight"),
-        (lambda: nn.Conv2d(60, 100, 3), "a convolution; linear layers and embeddings are padded"),
+        (Reads, "the code of Reads reads its weight directly"),
+        (lambda: nn.Conv2d(60, 100, 3), "a convolution; only linear layers and embeddings are padded"),
     ],
 )
 def test_why_a_layer_is_left(make, why):
@@ -204,7 +204,7 @@ def test_layers_that_torch_uses_by_their_weights_are_left():
 
 def test_a_tied_embedding_that_is_not_among_those_named():
     assert reasons(plan(LanguageModel(50257, 256), only=("lm_head",))) == {
-        "lm_head": "it shares its weight with others"
+        "lm_head": "a layer tied to it is not in only="
     }
 
 
@@ -235,7 +235,7 @@ def test_a_wrapped_model_is_refused():
     try:
         model = mlp((512, 1001, 512))
         with pytest.raises(
-            BadInput, match=r"pad_\(\): the model is wrapped in DistributedDataParallel, which has laid"
+            BadInput, match=r"pad_\(\): the model is wrapped in DistributedDataParallel, which has sized"
         ):
             pad_(DistributedDataParallel(model))
         pad_(model)

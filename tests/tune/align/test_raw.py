@@ -109,15 +109,15 @@ def test_a_layer_whose_weight_is_taken_is_left(make):
     plain = model(x)
     padding = pad_(model)
     assert padding.padded == ()
-    assert "for its weight" in padding.left[0].why
+    assert "its weight" in padding.left[0].why
     assert torch.equal(model(x), plain)
 
 
 def test_what_is_only_likely_gives_way_to_who_names_it():
     model = Looped()
     assert pad_(model).left[0].why == (
-        "the code of Looped asks for weights of things without their names, so perhaps it asks for its weight: if it "
-        "does not, name it in only="
+        "the code of Looped reads weights of layers it does not name, and may read its weight: if it does not, name "
+        "the layer in only="
     )
     assert pad_(model, only="h").padded[0].after == (1008, 256)
     assert pad_(OtherName(), only="h").padded == ()
@@ -241,9 +241,7 @@ def test_weights_that_are_one_in_memory_alone_are_left():
     model["d"].weight.data = model["e"].weight.data.t()
     padding = pad_(model)
     assert padding.padded == ()
-    assert padding.left[0].why == (
-        "its weight shares its memory with another tensor of the model: make them one parameter"
-    )
+    assert padding.left[0].why == ("its weight shares memory with another tensor of the model: make them one parameter")
 
 
 def test_what_is_written_to_the_weight_of_a_tied_embedding_is_written_to_the_parameter():

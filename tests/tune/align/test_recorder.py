@@ -9,20 +9,20 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
-from ampwise.evidence.products import Products
-from ampwise.tune.align import shapes
+from ampwise.rules.evidence.matmuls import StepMatmuls
+from ampwise.tune.align import matmul_shapes as shapes
+from ampwise.tune.align.matmul_recorder import MatmulRecorder
+from ampwise.tune.align.matmul_shapes import shape_reader
 from ampwise.tune.align.pad import pad_
-from ampwise.tune.align.recorder import Recorder
-from ampwise.tune.align.shapes import reader_of
 
 from .models import Block, CodeTied, LanguageModel, mlp
 
 
 def seen(model, step, precision="fp32"):
-    recorder = Recorder(model, precision)
+    recorder = MatmulRecorder(model, precision)
     with recorder.recording():
         step()
-    return Products(subject="test", precision=precision, device="cpu", products=recorder.products)
+    return StepMatmuls(subject="test", precision=precision, device="cpu", products=recorder.products)
 
 
 def layers(products):
@@ -93,10 +93,10 @@ def test_the_work_of_attention_is_what_torch_counts():
     shape = (2, 3, 40, 16)
     query = torch.empty(shape, device="meta")
     name = "aten::_scaled_dot_product_flash_attention"
-    assert reader_of(name)((query, query, query), None).flops == sdpa_flop_count(shape, shape, shape)
-    backward = reader_of(f"{name}_backward")((query, query, query, query), None)
+    assert shape_reader(name)((query, query, query), None).flops == sdpa_flop_count(shape, shape, shape)
+    backward = shape_reader(f"{name}_backward")((query, query, query, query), None)
     assert backward.flops == sdpa_backward_flop_count(shape, shape, shape, shape)
-    assert reader_of("aten::_scaled_dot_product_attention_math") is None
+    assert shape_reader("aten::_scaled_dot_product_attention_math") is None
 
 
 @pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")  # a CPU without BF16

@@ -6,11 +6,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ampwise.evidence.speed import LossCheck, Row, Speeds, Split, Spread
-from ampwise.tune.compare.contender import Contender, contenders
-from ampwise.tune.compare.planning import Entry
-from ampwise.tune.step import make_optimizer
-from ampwise.tune.subject import maker_of
+from ampwise.rules.evidence.speed import LossCheck, PrecisionRow, SpeedComparison, TimeSplit, TimeSpread
+from ampwise.tune.compare.contender import Contender, make_contenders
+from ampwise.tune.compare.plan import PlannedRow
+from ampwise.tune.train_case import make_factory
+from ampwise.tune.training_step import make_optimizer
 
 WIDTH = 16
 
@@ -83,10 +83,10 @@ class Clock:
 
 def fielded(make, *entries, clip_norm=1.0, kept=()):
     """Contenders of a subject that is made."""
-    subject = maker_of(make).make()
+    subject = make_factory(make).make()
     optimizer = make_optimizer("sgd", subject.parameters, fused=False)
-    made = [Entry(*entry) if isinstance(entry, tuple) else Entry(entry, False) for entry in entries]
-    return subject, contenders(made, subject, optimizer, clip_norm=clip_norm, kept=kept)
+    made = [PlannedRow(*entry) if isinstance(entry, tuple) else PlannedRow(entry, False) for entry in entries]
+    return subject, make_contenders(made, subject, optimizer, clip_norm=clip_norm, kept=kept)
 
 
 def contender(make=mlp, precision="fp32"):
@@ -94,12 +94,12 @@ def contender(make=mlp, precision="fp32"):
 
 
 def same(value):
-    return Spread(median=value, low=value, high=value)
+    return TimeSpread(median=value, low=value, high=value)
 
 
 def row(precision="bf16", ratio=None, *, step_s=None, compiled=False, loss=None, **parts):
     """A row that was measured, ``ratio`` times as fast as an FP32 of one second."""
-    return Row(
+    return PrecisionRow(
         precision=precision,
         compiled=compiled,
         ratio=None if ratio is None else same(ratio),
@@ -111,7 +111,7 @@ def row(precision="bf16", ratio=None, *, step_s=None, compiled=False, loss=None,
 
 
 def split(on_device=True, busy=1.0, launches=100, **seconds):
-    return Split(seconds=seconds or {"matrix": busy}, busy=busy, launches=launches, on_device=on_device)
+    return TimeSplit(seconds=seconds or {"matrix": busy}, busy=busy, launches=launches, on_device=on_device)
 
 
 def speeds(*rows, **parts):
@@ -125,7 +125,7 @@ def speeds(*rows, **parts):
         "rounds": 5,
         "batch": 16,
     }
-    return Speeds(rows=(base, *rows), **{**usual, **parts})
+    return SpeedComparison(rows=(base, *rows), **{**usual, **parts})
 
 
 __all__ = ["Clock", "Contender", "contender", "fielded", "mlp", "row", "same", "speeds", "split"]

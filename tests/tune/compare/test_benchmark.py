@@ -7,8 +7,8 @@ import pytest
 from benchmarks import compare, harness, subjects
 from benchmarks.gpt import GPT_ONE_LAYER
 
-from ampwise.evidence.speed import Row
-from ampwise.tune.compare import measuring
+from ampwise.rules.evidence.speed import PrecisionRow
+from ampwise.tune.compare import measurement as measuring
 
 pytestmark = pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")  # a CPU without BF16
 
@@ -31,6 +31,6 @@ def test_a_tiny_one_is_published(monkeypatch, tmp_path, capsys):
 
 
 def test_a_row_without_numbers_has_its_reason():
-    row = compare._row(Row(precision="fp8", problem="not run: no units"), None)
+    row = compare._row(PrecisionRow(precision="fp8", problem="not run: no units"), None)
     assert row == ["fp8", *["-"] * 9, "not run: no units"]
     assert len(row) == len(compare.COLUMNS)

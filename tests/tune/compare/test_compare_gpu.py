@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ampwise.tune.compare.comparing import compare
+from ampwise.tune.compare.compare import compare
 
 from .compare_toys import fielded, mlp
 
@@ -100,7 +100,7 @@ def test_fp32_runs_without_tf32_whatever_the_script_has_set():
 
         found = compare(make, ["tf32"], rounds=2, steps=1)
         assert set(seen) == {"highest", "high"}
-        assert found.speeds.tf32_was_on == ("matrix products",)
+        assert found.speeds.tf32_was_on == ("matmuls",)
         assert "tf32-already-on" in [finding.rule.name for finding in found.findings]
         assert torch.get_float32_matmul_precision() == "high"
     finally:

@@ -10,11 +10,12 @@ import torch
 from torch import nn
 
 from ampwise.errors import BadInput, PrecisionUnavailable, UnknownName
-from ampwise.strict_json import dumps
-from ampwise.tune.compare import comparing, measuring
-from ampwise.tune.compare.comparing import compare
+from ampwise.finding.strict_json import dumps
+from ampwise.tune.compare import compare as comparing
+from ampwise.tune.compare import measurement as measuring
+from ampwise.tune.compare.compare import compare
 from ampwise.tune.compare.result import PrecisionComparison
-from ampwise.tune.subject import maker_of
+from ampwise.tune.train_case import make_factory
 
 from .compare_toys import Clock, mlp, other_under_autocast, runs_out_of_memory
 
@@ -104,7 +105,7 @@ def test_fp32_out_of_memory_leaves_nothing_to_compare_with():
     assert [row.ratio for row in result.rows] == [None, None, None]
     assert result.rows[2].loss.same is None
     assert result.speeds.noise is not None, "another one ran twice"
-    assert result.verdict == "nothing to compare with: fp32 out of memory; the fastest of the others is bf16"
+    assert result.verdict == "nothing to compare with: fp32 out of memory; the fastest alternative is bf16"
 
 
 def test_one_that_is_hopelessly_slow_is_given_up():
@@ -159,9 +160,7 @@ def test_what_torch_gives_up_compiling_is_not_called_compiled(monkeypatch):
 
     result = compared(make, ["fp32"], compiled=True, steps=6)
     assert [row.step_s is None for row in result.rows] == [False, True]
-    assert result.rows[1].problem.startswith(
-        "failed: torch.compile has compiled it anew too often (its recompile limit)"
-    )
+    assert result.rows[1].problem.startswith("failed: torch.compile reached its recompile limit")
     assert result.verdict.startswith("stay with fp32: fp32 compiled: failed: torch.compile")
 
 
@@ -230,7 +229,7 @@ class NoGradient(torch.autograd.Function):
     [
         (lambda y: y.sum() * torch.nan, "not finite: the loss is nan", "the loss is nan in bf16"),
         (lambda y: y.sum() / 0, "not finite: the loss is", "inf in bf16"),
-        (NoGradient.apply, "not finite: the gradients are not finite", "gradients in bf16 are not finite, and those"),
+        (NoGradient.apply, "not finite: the gradients are not finite", "gradients are not finite in bf16, but"),
     ],
 )
 def test_what_is_not_finite_does_not_train_the_weights_of_the_others(loss_of, problem, message):
@@ -249,7 +248,7 @@ def test_one_that_spoils_the_weights_in_its_steps_is_out_and_they_are_put_back()
     make, models = spoilt_by(lambda y: y.square().mean() * (torch.nan if calls.append(1) or len(calls) > 1 else 1))
     calls = []  # the loss is asked for once; then there are steps
     result = compared(make)
-    assert result.rows[2].problem == "not finite: the weights, after a few of its steps"
+    assert result.rows[2].problem == "not finite: the weights, after a few steps"
     assert [row.step_s is not None for row in result.rows] == [True, True, False]
     assert result.rows[1].skipped == 0
     assert models[0].weight.isfinite().all()
@@ -327,17 +326,17 @@ def test_the_command_has_every_option_and_an_experiment_replaces_them():
 def test_tf32_that_is_on_is_noted_where_it_has_an_effect(monkeypatch):
     assert compared(precisions=["bf16"]).speeds.tf32_was_on == ()
     on = type("Switches", (), {"matmul_tf32": True, "convolution_tf32": True})
-    ampere = type("Ampere", (), {"has_matrix_units": lambda self, fmt: True})()
+    ampere = type("Ampere", (), {"has_tensor_cores": lambda self, fmt: True})()
     monkeypatch.setattr(comparing, "read_device", lambda *_: ampere)
     monkeypatch.setattr(comparing, "read_fp32_switches", lambda _: on)
 
     def asked(model):
-        found = maker_of(lambda: (model, (torch.zeros(1),), lambda x: x)).make()
+        found = make_factory(lambda: (model, (torch.zeros(1),), lambda x: x)).make()
         pretended = dataclasses.make_dataclass("Subject", ["model", "device"])(found.model, torch.device("cuda", 0))
         return comparing._tf32_was_on(pretended)
 
-    assert asked(nn.Linear(2, 2)) == ("matrix products",)
-    assert asked(nn.Conv1d(2, 2, 1)) == ("matrix products", "convolutions")
+    assert asked(nn.Linear(2, 2)) == ("matmuls",)
+    assert asked(nn.Conv1d(2, 2, 1)) == ("matmuls", "convolutions")
 
 
 # Forms
@@ -439,7 +438,7 @@ def test_fp32_has_to_have_a_loss(factor, said):
         model = nn.Linear(4, 4)
         return model, (torch.randn(2, 4),), lambda x: model(x).exp().mean() * factor
 
-    with pytest.raises(BadInput, match=f"make: FP32's loss is {said} before any precision is compared: first see that"):
+    with pytest.raises(BadInput, match=f"make: FP32's loss is {said} before any comparison: first make sure that"):
         compared(make)
 
 
@@ -449,7 +448,7 @@ def test_weights_that_fp32_itself_spoils_are_refused():
         optimizer = torch.optim.SGD(model.parameters(), lr=1e30)
         return model, (torch.randn(4, 8),), lambda x: model(x).float().pow(4).mean(), optimizer
 
-    with pytest.raises(BadInput, match="the weights are not finite after a few steps in FP32: a lower learning rate"):
+    with pytest.raises(BadInput, match="the weights are not finite after a few steps in FP32: lower the learning rate"):
         compared(make, ["fp16"])
 
 
@@ -458,19 +457,19 @@ def test_a_model_of_which_nothing_is_trained():
         model = nn.Linear(4, 4).requires_grad_(False)
         return model, (torch.randn(2, 4),), lambda x: model(x).sum()
 
-    with pytest.raises(BadInput, match="make: the model has no parameter that is trained, so there is no step"):
+    with pytest.raises(BadInput, match="make: no parameter has requires_grad=True, so there is no step"):
         compared(make)
 
 
 @pytest.mark.parametrize(
     ("options", "error", "text"),
     [
-        ({"rounds": 0}, BadInput, "compare: rounds=0 makes no sense: one is the least."),
-        ({"steps": -1}, BadInput, "compare: steps=-1 makes no sense: one is the least."),
-        ({"batch": 0}, BadInput, "a batch of 0 rows makes no sense"),
+        ({"rounds": 0}, BadInput, "compare: expected rounds of at least 1, got 0."),
+        ({"steps": -1}, BadInput, "compare: expected steps of at least 1, got -1."),
+        ({"batch": 0}, BadInput, "expected a batch of at least 1 row, got 0"),
         ({"optimizer": "adamm"}, UnknownName, "Did you mean adam"),
-        ({"device": "gpu"}, BadInput, "--device gpu: torch has no such device here"),
-        ({"precisions": ["fp8"]}, PrecisionUnavailable, "there is nothing left to compare with fp32: there are no FP8"),
+        ({"device": "gpu"}, BadInput, "--device gpu: not available here"),
+        ({"precisions": ["fp8"]}, PrecisionUnavailable, "so fp32 has no counterpart: cpu has no FP8"),
         ({"keep_fp32": ["*.router"]}, UnknownName, "unknown module '*.router'"),
     ],
 )
@@ -482,7 +481,7 @@ def test_bad_input_is_one_clear_line(options, error, text):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is one")
 def test_no_gpu_when_one_was_asked_for():
-    with pytest.raises(BadInput, match="torch has no such device here"):
+    with pytest.raises(BadInput, match="not available here"):
         compared(device="cuda")
 
 
@@ -491,7 +490,7 @@ def test_a_loss_that_is_no_number():
         model = nn.Linear(4, 2)
         return model, (torch.randn(8, 4),), lambda x: model(x)
 
-    with pytest.raises(BadInput, match=r"the loss is a tensor of shape \(8, 2\), not a tensor of one number"):
+    with pytest.raises(BadInput, match=r"the loss is a tensor of shape \(8, 2\), not a tensor with one element"):
         compared(make)
 
 

@@ -8,7 +8,7 @@ import torch
 
 from ampwise.errors import BadInput
 from ampwise.tune.compare.lineup import Lineup
-from ampwise.tune.compare.rounds import Pace, take_rounds
+from ampwise.tune.compare.rounds import RoundPlan, run_rounds
 
 from .compare_toys import Clock, fails_in_half, fielded, mlp, runs_out_of_memory
 
@@ -29,7 +29,7 @@ def lineup_of(make, *entries):
 @pytest.mark.parametrize("error", [None, MemoryError(), CPU_ALLOCATOR])
 def test_out_of_memory_is_caught_and_the_others_go_on(error):
     lineup = lineup_of(runs_out_of_memory(error=error), "fp32", "bf16", "fp16")
-    times = take_rounds(lineup, Clock(), Pace(2, dict.fromkeys(("fp32", "bf16", "fp16"), 1)), nothing, nothing)
+    times = run_rounds(lineup, Clock(), RoundPlan(2, dict.fromkeys(("fp32", "bf16", "fp16"), 1)), nothing, nothing)
     assert lineup.problems == {"bf16": "out of memory"}
     assert set(times) == {"fp32", "fp16"}
     assert [contender.label for contender in lineup] == ["fp32", "fp16"]
@@ -97,4 +97,4 @@ def test_gradients_of_a_failed_step_do_not_reach_the_next():
         raise torch.OutOfMemoryError
 
     lineup.attempt(bf16, half_a_step)
-    assert all(parameter.grad is None for parameter in bf16.step.subject.parameters)
+    assert all(parameter.grad is None for parameter in bf16.step.case.parameters)

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from ampwise.tune.compare.lineup import Lineup
-from ampwise.tune.compare.losses import LossCheckup, tolerance
+from ampwise.tune.compare.loss_check import LossChecker, tolerance
 
 from .compare_toys import Clock, fielded, mlp, other_under_autocast, overflows_in_half
 
@@ -19,7 +19,7 @@ PRECISIONS = ("fp32", "fp16", "bf16")
 
 def checked(make, *entries):
     subject, made = fielded(make, *(entries or PRECISIONS))
-    checkup, found = LossCheckup(subject, Clock()), {}
+    checkup, found = LossChecker(subject, Clock()), {}
     for contender in made:
         with contender.turn():
             found[contender.label] = checkup.check(contender).loss
@@ -172,7 +172,7 @@ def test_one_that_fails_in_the_middle_does_not_move_the_next():
         return model, batch, loss
 
     subject, made = fielded(make, *PRECISIONS)
-    checkup, lineup = LossCheckup(subject, Clock()), Lineup(made, torch.device("cpu"))
+    checkup, lineup = LossChecker(subject, Clock()), Lineup(made, torch.device("cpu"))
     for contender in lineup:
         lineup.attempt(contender, partial(checkup.check, contender))
     assert lineup.problems == {"fp16": "out of memory"}

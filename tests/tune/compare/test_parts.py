@@ -4,20 +4,20 @@ import pytest
 import torch
 from torch import nn
 
-from ampwise.engine.precision.precision import cpu_facts, gpu_facts
 from ampwise.errors import BadInput, PrecisionUnavailable, UnknownName
-from ampwise.evidence.timing import MatrixProduct
-from ampwise.float8.layer import is_fitted
-from ampwise.hardware import Cpu, Device, find_gpu
+from ampwise.hardware import Cpu, CudaDevice, find_gpu
+from ampwise.rules.evidence.time_use import ProfiledMatmul
+from ampwise.train.float8.layer_forward import has_fp8_forward
+from ampwise.train.precision.precision import cpu_precisions, gpu_precisions
 from ampwise.tune.compare import float8, gpu_clocks
-from ampwise.tune.compare.contender import kept_patterns
+from ampwise.tune.compare.contender import parse_keep
 from ampwise.tune.compare.float8 import Float8Layers, why_no_float8
+from ampwise.tune.compare.flops import count_flops
 from ampwise.tune.compare.gpu_clocks import ClockWatch
 from ampwise.tune.compare.intensity import intensity_of
-from ampwise.tune.compare.layers import layer_times
-from ampwise.tune.compare.memory import peak_of
-from ampwise.tune.compare.planning import checked_names, plan
-from ampwise.tune.compare.work import count_flops
+from ampwise.tune.compare.layer_times import layer_times
+from ampwise.tune.compare.peak_memory import measure_peak
+from ampwise.tune.compare.plan import checked_names, make_plan
 
 from .compare_toys import contender, fielded, mlp
 
@@ -25,7 +25,7 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 
 
 def device(name, capability):
-    return Device(
+    return CudaDevice(
         index=0,
         name=name,
         capability=capability,
@@ -36,9 +36,9 @@ def device(name, capability):
     )
 
 
-V100 = gpu_facts(device("Tesla V100-SXM2-16GB", "7.0"))
-H200 = gpu_facts(device("NVIDIA H200", "9.0"))
-A_CPU = cpu_facts(Cpu(model="a CPU", features=()))
+V100 = gpu_precisions(device("Tesla V100-SXM2-16GB", "7.0"))
+H200 = gpu_precisions(device("NVIDIA H200", "9.0"))
+A_CPU = cpu_precisions(Cpu(model="a CPU", features=()))
 
 
 # What is planned
@@ -49,39 +49,39 @@ def labels(made):
 
 
 def test_by_default_what_the_device_runs():
-    assert [name for name, _ in labels(plan(None, H200, CUDA, compiled=False))] == ["fp32", "tf32", "fp16", "bf16"]
-    assert [name for name, _ in labels(plan(None, V100, CUDA, compiled=False))] == ["fp32", "fp16"]
-    assert [name for name, _ in labels(plan(None, A_CPU, CPU, compiled=False))] == ["fp32", "fp16", "bf16"]
+    assert [name for name, _ in labels(make_plan(None, H200, CUDA, compiled=False))] == ["fp32", "tf32", "fp16", "bf16"]
+    assert [name for name, _ in labels(make_plan(None, V100, CUDA, compiled=False))] == ["fp32", "fp16"]
+    assert [name for name, _ in labels(make_plan(None, A_CPU, CPU, compiled=False))] == ["fp32", "fp16", "bf16"]
 
 
 def test_compiled_rows_come_beside_the_others():
-    made = plan(["bf16"], H200, CUDA, compiled=True)
+    made = make_plan(["bf16"], H200, CUDA, compiled=True)
     assert labels(made) == [("fp32", False), ("bf16", False), ("fp32", True), ("bf16", True)]
 
 
 def test_what_the_device_lacks_is_a_row_that_says_so():
-    made = plan(["bf16", "fp16"], V100, CUDA, compiled=False)
+    made = make_plan(["bf16", "fp16"], V100, CUDA, compiled=False)
     assert [name for name, _ in labels(made)] == ["fp32", "fp16"]
     (row,) = made.left_out
     assert (row.precision, row.step_s) == ("bf16", None)
-    assert row.problem == ("not run: Tesla V100-SXM2-16GB (compute capability 7.0) has no BF16 matrix units.")
+    assert row.problem == ("not run: Tesla V100-SXM2-16GB (compute capability 7.0) has no BF16 tensor cores.")
 
 
 def test_with_nothing_left_to_compare_there_is_an_error():
     with pytest.raises(PrecisionUnavailable) as caught:
-        plan(["bf16", "tf32"], V100, CUDA, compiled=False)
-    assert str(caught.value).startswith("compare: of bf16, tf32 there is nothing left to compare with fp32: Tesla V100")
-    assert labels(plan(["fp32"], V100, CUDA, compiled=True)) == [("fp32", False), ("fp32", True)]
+        make_plan(["bf16", "tf32"], V100, CUDA, compiled=False)
+    assert str(caught.value).startswith("compare: none of bf16, tf32 runs here, so fp32 has no counterpart: Tesla V100")
+    assert labels(make_plan(["fp32"], V100, CUDA, compiled=True)) == [("fp32", False), ("fp32", True)]
 
 
 @pytest.mark.parametrize(
     ("asked", "error", "text"),
     [
-        (["float16"], UnknownName, "Here that is called 'fp16'"),
+        (["float16"], UnknownName, "Did you mean 'fp16'"),
         (["bf61"], UnknownName, "Did you mean bf16"),
         (["auto"], UnknownName, "The precisions are fp32, tf32, fp16, bf16, fp8"),
-        ("bf16", BadInput, "a list of names is expected, such as ['fp32', 'bf16']"),
-        ([], BadInput, "no precisions were named"),
+        ("bf16", BadInput, "expected a list of names, such as ['fp32', 'bf16']"),
+        ([], BadInput, "no precisions given"),
         ([""], UnknownName, "unknown precision ''"),
     ],
 )
@@ -95,9 +95,9 @@ def test_names_that_make_no_sense(asked, error, text):
 
 
 def test_why_there_is_no_fp8(monkeypatch):
-    assert why_no_float8(CPU) == "there are no FP8 matrix units on cpu."
+    assert why_no_float8(CPU) == "cpu has no FP8 tensor cores."
     monkeypatch.setattr(float8, "read_device", lambda *_: device("NVIDIA A100-SXM4-80GB", "8.0"))
-    assert why_no_float8(CUDA) == "NVIDIA A100-SXM4-80GB has no FP8 matrix units."
+    assert why_no_float8(CUDA) == "NVIDIA A100-SXM4-80GB has no FP8 tensor cores."
     monkeypatch.setattr(float8, "read_device", lambda *_: device("NVIDIA H200", "9.0"))
     assert why_no_float8(CUDA) is None
 
@@ -108,7 +108,7 @@ def wide_mlp(batch=8):
 
 
 def narrow(model):
-    return [name for name, module in model.named_modules() if is_fitted(module)]
+    return [name for name, module in model.named_modules() if has_fp8_forward(module)]
 
 
 def test_fp8_layers_are_there_for_a_while_in_the_modules_that_are_there():
@@ -138,16 +138,18 @@ def test_fp8_layers_are_taken_off_after_a_failure():
 
 
 def test_a_model_without_fp8_layers_is_told_so():
-    with pytest.raises(BadInput, match="no linear layer of this model becomes FP8: 0: first layer: it sees the data"):
+    with pytest.raises(
+        BadInput, match="no linear layer of this model can run in FP8: 0: first layer: it reads the data"
+    ):
         Float8Layers(nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16)))
 
 
 def test_an_fp8_contender_runs_with_them():
     _, (fp8,) = fielded(wide_mlp, "fp8")
     with fp8.turn():
-        assert narrow(fp8.step.subject.model) == ["1"]
+        assert narrow(fp8.step.case.model) == ["1"]
         assert torch.isfinite(fp8())
-    assert not narrow(fp8.step.subject.model)
+    assert not narrow(fp8.step.case.model)
 
 
 # What is kept in FP32
@@ -171,10 +173,10 @@ def test_kept_modules_run_in_fp32_in_their_turn_only():
 def test_patterns_that_match_nothing_or_are_no_patterns():
     with pytest.raises(UnknownName, match=r"unknown module '\*.router'"):
         fielded(mlp, "bf16", kept=("*.router",))
-    assert kept_patterns(["fp32=a.*", "fp32=b=c"]) == ("a.*", "b=c")
+    assert parse_keep(["fp32=a.*", "fp32=b=c"]) == ("a.*", "b=c")
     for text in ("*.head", "bf16=*.head", "fp32=", "fp32"):
-        with pytest.raises(BadInput, match="expected is fp32=PATTERN, such as"):
-            kept_patterns([text])
+        with pytest.raises(BadInput, match="expected fp32=PATTERN, such as"):
+            parse_keep([text])
 
 
 # Work
@@ -186,7 +188,7 @@ def test_flops_are_those_of_the_products():
     forward = sum(2 * rows * i * o for i, o in sizes)
     # Backward, each product twice; but nobody wants the gradient of the first layer's input.
     assert count_flops(one) == forward + 2 * forward - 2 * rows * 16 * 32
-    assert all(parameter.grad is None for parameter in one.step.subject.parameters)
+    assert all(parameter.grad is None for parameter in one.step.case.parameters)
 
 
 def test_attention_on_a_cpu_is_counted():
@@ -214,7 +216,7 @@ def test_a_model_without_products_has_no_work_to_count():
 
 
 def product(shape, flops, precision="bf16", count=1):
-    return MatrixProduct(op="mm", shape=shape, precision=precision, flops=flops, count=count)
+    return ProfiledMatmul(op="mm", shape=shape, precision=precision, flops=flops, count=count)
 
 
 def test_intensity_is_work_for_each_byte():
@@ -312,4 +314,4 @@ def test_a_driver_that_does_not_answer_is_no_trouble(monkeypatch):
 
 
 def test_memory_is_not_made_up_on_a_cpu():
-    assert peak_of(contender(mlp)) is None
+    assert measure_peak(contender(mlp)) is None

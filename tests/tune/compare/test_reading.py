@@ -7,10 +7,17 @@ import torch
 from torch import nn
 from torch._C._autograd import DeviceType
 
-from ampwise.tune.compare.kinds import kind_of_kernel, kind_of_op
+from ampwise.tune.compare.profile_summary import (
+    OUTSIDE,
+    ProfiledKernel,
+    ProfiledOp,
+    median_summary,
+    profile_events,
+    summarize,
+)
+from ampwise.tune.compare.profiler_ranges import SCOPE, UPDATE
 from ampwise.tune.compare.profiling import profiled_step
-from ampwise.tune.compare.reading import OUTSIDE, Kernel, Op, read, recorded, typical
-from ampwise.tune.compare.scopes import SCOPE, UPDATE
+from ampwise.tune.compare.work_kinds import kind_of_kernel, kind_of_op
 
 from .compare_toys import fielded, mlp
 
@@ -20,11 +27,11 @@ MS = 1_000_000  # nanoseconds
 
 
 def op(name, start, end, *, id=0, thread=1, number=-1, backward=False, formats=()):
-    return Op(name, start * MS, end * MS, thread, id, number, backward, formats)
+    return ProfiledOp(name, start * MS, end * MS, thread, id, number, backward, formats)
 
 
 def kernel(name, start, duration, launched_by=0):
-    return Kernel(name, start * MS, duration * MS, launched_by)
+    return ProfiledKernel(name, start * MS, duration * MS, launched_by)
 
 
 def test_kernels_are_of_the_kind_of_the_operator_that_launched_them():
@@ -44,7 +51,7 @@ def test_kernels_are_of_the_kind_of_the_operator_that_launched_them():
         op("aten::_fused_adamw_", 46, 54, id=7),
     ]
     kernels = [kernel("k", 10 * number, number, number) for number in range(1, 8)]
-    found = read(ops, kernels).split
+    found = summarize(ops, kernels).split
     assert {kind: round(1e3 * seconds) for kind, seconds in found.seconds.items()} == {
         "matrix": 1,
         "attention": 2,
@@ -83,13 +90,13 @@ def test_what_happens_inside_a_product_or_attention_is_part_of_it():
         op("aten::_scaled_dot_product_efficient_attention", 20, 30),
         op("aten::softmax", 21, 22, id=2),
     ]
-    found = read(ops, [kernel("k", 0, 1, 1), kernel("k", 5, 1, 2)]).split.seconds
+    found = summarize(ops, [kernel("k", 0, 1, 1), kernel("k", 5, 1, 2)]).split.seconds
     assert found == {"matrix": 0.001, "attention": 0.001}
 
 
 def test_busy_is_time_in_which_at_least_one_kernel_ran():
     overlapping = [kernel("a", 0, 10), kernel("b", 5, 10), kernel("c", 20, 5), kernel("d", 21, 1)]
-    found = read([], overlapping).split
+    found = summarize([], overlapping).split
     assert found.busy == pytest.approx(0.020)
     assert sum(found.seconds.values()) == pytest.approx(0.026)
 
@@ -113,7 +120,7 @@ def test_backward_work_belongs_to_the_module_whose_forward_made_it():
         op("aten::mm", 22, 28, thread=2, id=6),
     ]
     kernels = [kernel("k", 10 * number, 10**number, number) for number in range(1, 7)]
-    modules = read(ops, kernels).modules
+    modules = summarize(ops, kernels).modules
     assert {name: round(1e3 * seconds) for name, seconds in modules.items()} == {
         "body": 10 + 10**6,
         "head": 10**2 + 10**5,
@@ -123,12 +130,12 @@ def test_backward_work_belongs_to_the_module_whose_forward_made_it():
 
 def test_the_optimizer_is_no_layers_work():
     ops = [op(UPDATE, 0, 10), op("aten::_foreach_add_", 1, 5, id=1)]
-    assert read(ops, [kernel("k", 0, 1, 1)]).modules == {}
+    assert summarize(ops, [kernel("k", 0, 1, 1)]).modules == {}
 
 
 def test_on_a_cpu_operators_count_with_what_is_not_in_others():
     ops = [op("aten::linear", 0, 10), op("aten::addmm", 1, 9), op("aten::gelu", 20, 23)]
-    found = read(ops, []).split
+    found = summarize(ops, []).split
     assert found.seconds == {"matrix": pytest.approx(0.008), "elementwise": pytest.approx(0.005)}
     assert not found.on_device
     assert found.busy == pytest.approx(0.013)
@@ -170,7 +177,7 @@ def test_a_real_step_is_read(precision):
     subject, (contender,) = fielded(make, precision)
     with contender.turn():
         contender()
-        reading = read(*recorded(profiled_step(contender)))
+        reading = summarize(*profile_events(profiled_step(contender)))
     assert {"matrix", "attention", "elementwise", "optimizer"} <= set(reading.split.seconds)
     assert ("casts" in reading.split.seconds) == (precision == "bf16")
     # Attention is in no module's own forward but the model's, and each layer has its work.
@@ -182,9 +189,9 @@ def test_a_real_step_is_read(precision):
 def test_backward_is_counted_to_layers_in_a_real_step():
     _, (contender,) = fielded(mlp, "fp32")
     with contender.turn():
-        ops, kernels = recorded(profiled_step(contender))
+        ops, kernels = profile_events(profiled_step(contender))
     forward = [each for each in ops if not each.backward and not _inside_backward(each, ops)]
-    whole, half = read(ops, kernels).modules, read(forward, kernels).modules
+    whole, half = summarize(ops, kernels).modules, summarize(forward, kernels).modules
     assert all(whole[name] > half[name] for name in ("0", "2", "4"))
 
 
@@ -226,18 +233,18 @@ def test_calls_of_the_driver_are_not_taken_for_operators_of_the_same_number():
         Event("another", cpu=False, launched_by=8),
         Event("of nobody", cpu=False),
     ]
-    ops, kernels = recorded(SimpleNamespace(events=lambda: events))
+    ops, kernels = profile_events(SimpleNamespace(events=lambda: events))
     assert [each.name for each in ops] == ["aten::mm", "aten::gelu"]
-    assert read(ops, kernels).split.seconds == {"matrix": 0.001, "elementwise": 0.001, "other": 0.001}
+    assert summarize(ops, kernels).split.seconds == {"matrix": 0.001, "elementwise": 0.001, "other": 0.001}
 
 
 def test_of_several_steps_the_median_counts():
     times = [(10, 1), (100, 1), (12, 3)]  # the second was held up
     ops = [op(f"{SCOPE}head", 0, 500), op("aten::mm", 1, 400, id=1), op("aten::gelu", 401, 402, id=2)]
-    each = [read(ops, [kernel("k", 0, mm, 1), kernel("k", 200, gelu, 2)]) for mm, gelu in times]
-    found = typical(each)
+    each = [summarize(ops, [kernel("k", 0, mm, 1), kernel("k", 200, gelu, 2)]) for mm, gelu in times]
+    found = median_summary(each)
     assert found.split.seconds == {"matrix": pytest.approx(0.012), "elementwise": pytest.approx(0.001)}
     assert found.split.busy == pytest.approx(0.015)
     assert (found.split.launches, found.split.on_device) == (2, True)
     assert found.modules == {"head": pytest.approx(0.015)}
-    assert typical(each[:1]) == each[0]
+    assert median_summary(each[:1]) == each[0]

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ampwise.tune.compare.lineup import Lineup
-from ampwise.tune.compare.rounds import Pace, noise_of, pace_for, ratios, take_rounds, warm_up
+from ampwise.tune.compare.rounds import RoundPlan, noise_between, plan_rounds, ratios, run_rounds, warm_up
 
 from .compare_toys import Clock, fielded, mlp
 
@@ -30,7 +30,7 @@ def test_turns_alternate_and_begin_with_a_step_that_is_not_timed():
     for contender in lineup:
         plain = contender.step
         contender.step = Counted(plain, steps, contender.label)
-    times = take_rounds(lineup, clock, Pace(3, {"fp32": 2, "bf16": 1}), nothing, nothing)
+    times = run_rounds(lineup, clock, RoundPlan(3, {"fp32": 2, "bf16": 1}), nothing, nothing)
     assert [label for label, _ in clock.turns] == ["fp32", "bf16", "bf16", "fp32", "fp32", "bf16"]
     assert steps.count("fp32") == 3 * (2 + 1)
     assert steps.count("bf16") == 3 * (1 + 1)
@@ -69,14 +69,14 @@ def test_a_machine_that_is_slower_as_a_whole_changes_nothing(times, factor):
 
 @given(TIMES)
 def test_two_equal_runs_have_no_noise(times):
-    assert noise_of({"a": times, "b": times}, "a", "b") == pytest.approx(0.0, abs=1e-12)
+    assert noise_between({"a": times, "b": times}, "a", "b") == pytest.approx(0.0, abs=1e-12)
 
 
 @given(st.lists(st.tuples(st.floats(0.5, 2), st.floats(0.5, 2)), min_size=1, max_size=12))
 def test_noise_does_not_mind_which_of_the_two_came_first(pairs):
     one, other = zip(*pairs, strict=True)
-    noise = noise_of({"a": list(one), "b": list(other)}, "a", "b")
-    assert noise == pytest.approx(noise_of({"a": list(other), "b": list(one)}, "a", "b"), rel=1e-9)
+    noise = noise_between({"a": list(one), "b": list(other)}, "a", "b")
+    assert noise == pytest.approx(noise_between({"a": list(other), "b": list(one)}, "a", "b"), rel=1e-9)
     assert noise >= abs(math.exp(abs(_median([math.log(b / a) for a, b in pairs]))) - 1) - 1e-12
 
 
@@ -88,27 +88,27 @@ def _median(values):
 
 def test_one_held_up_round_is_not_noise():
     steady = [1.0, 1.01, 0.99, 1.0, 1.0]
-    assert noise_of({"a": [1.0] * 5, "b": [*steady[:4], 9.0]}, "a", "b") < 0.05
-    assert noise_of({"a": [1.0] * 5, "b": [1.0, 1.5, 0.7, 1.4, 0.8]}, "a", "b") > 0.3
-    assert noise_of({"a": [1.0]}, "a", "b") is None
+    assert noise_between({"a": [1.0] * 5, "b": [*steady[:4], 9.0]}, "a", "b") < 0.05
+    assert noise_between({"a": [1.0] * 5, "b": [1.0, 1.5, 0.7, 1.4, 0.8]}, "a", "b") > 0.3
+    assert noise_between({"a": [1.0]}, "a", "b") is None
 
 
 @pytest.mark.parametrize(
     ("seconds", "expected"),
     [
-        ({"a": 1e-5}, Pace(15, {"a": 50})),  # no more than so many
-        ({"a": 0.05, "b": 0.01}, Pace(15, {"a": 2, "b": 10})),
-        ({"a": 1.6, "b": 0.4}, Pace(7, {"a": 1, "b": 1})),  # of 4 s each
-        ({"a": 30.0}, Pace(5, {"a": 1})),  # no fewer than so many
-        ({"a": 0.0}, Pace(15, {"a": 50})),
+        ({"a": 1e-5}, RoundPlan(15, {"a": 50})),  # no more than so many
+        ({"a": 0.05, "b": 0.01}, RoundPlan(15, {"a": 2, "b": 10})),
+        ({"a": 1.6, "b": 0.4}, RoundPlan(7, {"a": 1, "b": 1})),  # of 4 s each
+        ({"a": 30.0}, RoundPlan(5, {"a": 1})),  # no fewer than so many
+        ({"a": 0.0}, RoundPlan(15, {"a": 50})),
     ],
 )
 def test_the_pace_follows_the_time_of_a_step(seconds, expected):
-    assert pace_for(seconds) == expected
+    assert plan_rounds(seconds) == expected
 
 
 def test_what_is_asked_for_is_done():
-    assert pace_for({"a": 30.0}, rounds=40, steps=7) == Pace(40, {"a": 7})
+    assert plan_rounds({"a": 30.0}, rounds=40, steps=7) == RoundPlan(40, {"a": 7})
 
 
 def test_warming_up_says_how_long_a_step_takes():

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ampwise.evidence.speed import LossCheck, Row, Spread, StepMemory, quantile
-from ampwise.evidence.speed_verdict import DEFINITELY, OPTIONAL, USE, Verdict, verdict_of
-from ampwise.evidence.speed_words import columns_of, headline, problems, split_of, times
+from ampwise.rules.evidence.speed import LossCheck, PrecisionRow, StepMemory, TimeSpread, quantile
+from ampwise.rules.evidence.speed_text import columns_of, problems, ratio_text, speed_headline, split_of
+from ampwise.rules.evidence.speed_verdict import DEFINITELY, OPTIONAL, USE, SpeedVerdict, verdict_of
 
 from .compare_toys import row, speeds, split
 
@@ -37,12 +37,14 @@ def test_the_thresholds_people_use(ratio, expected):
 @given(RATIOS, st.floats(0, 3))
 def test_a_difference_no_larger_than_noise_is_noise_in_both_directions(ratio, noise):
     verdict = verdict_of(ratio, noise)
-    assert (verdict is Verdict.NOISE) == (1 / (1 + noise) <= ratio <= 1 + noise or math.isclose(ratio * (1 + noise), 1))
+    assert (verdict is SpeedVerdict.NOISE) == (
+        1 / (1 + noise) <= ratio <= 1 + noise or math.isclose(ratio * (1 + noise), 1)
+    )
 
 
 @given(RATIOS, RATIOS)
 def test_faster_is_never_judged_worse(one, other):
-    order = list(Verdict)[1:]
+    order = list(SpeedVerdict)[1:]
     slow, fast = sorted((one, other))
     assert order.index(verdict_of(slow)) <= order.index(verdict_of(fast))
 
@@ -56,9 +58,9 @@ def test_quantiles_agree_with_torch(values, share):
 
 @given(VALUES)
 def test_a_spread_is_in_order_and_does_not_mind_the_order_of_rounds(values):
-    spread = Spread.of(values)
+    spread = TimeSpread.of(values)
     assert min(values) <= spread.low <= spread.median <= spread.high <= max(values)
-    assert spread == Spread.of(values[::-1])
+    assert spread == TimeSpread.of(values[::-1])
 
 
 def test_the_fastest_is_the_best_and_of_equals_the_one_that_is_less_trouble():
@@ -75,9 +77,9 @@ def test_another_loss_is_never_called_faster():
     wrong = speeds(row("fp16", 9.0, loss=off), row("bf16", 2.0))
     assert wrong.best.precision == "bf16"
     assert wrong.verdict(wrong.rows[1]) is None
-    assert problems(wrong) == ["fp16: not the same computation: loss 3, in fp32 2"]
-    assert headline(speeds(row("fp16", 9.0, loss=off))) == (
-        "stay with fp32: fp16: not the same computation: loss 3, in fp32 2"
+    assert problems(wrong) == ["fp16: not the same computation: loss 3, but 2 in fp32"]
+    assert speed_headline(speeds(row("fp16", 9.0, loss=off))) == (
+        "stay with fp32: fp16: not the same computation: loss 3, but 2 in fp32"
     )
 
 
@@ -93,24 +95,24 @@ def test_a_loss_that_is_off_or_not_finite_is_another(loss):
         (6.02, "definitely bf16: 6.02× as fast as fp32 (noise ±1.0%)"),
         (1.8, "use bf16: 1.80× as fast as fp32 (noise ±1.0%)"),
         (1.2, "optional: bf16 is 1.20× as fast as fp32 (noise ±1.0%)"),
-        (1.05, "stay with fp32: bf16, the fastest of the others, is 1.05× as fast (noise ±1.0%)"),
+        (1.05, "stay with fp32: bf16, the fastest alternative, is 1.05× as fast (noise ±1.0%)"),
         (1.005, "stay with fp32: the difference to bf16 (1.00× as fast) is within the noise of ±1.0%"),
     ],
 )
 def test_the_headline(ratio, expected):
-    assert headline(speeds(row("bf16", ratio))) == expected
+    assert speed_headline(speeds(row("bf16", ratio))) == expected
 
 
 def test_the_headline_names_what_compiling_brings():
-    told = headline(speeds(row("bf16", 6.0), row("bf16", 9.1, compiled=True)))
+    told = speed_headline(speeds(row("bf16", 6.0), row("bf16", 9.1, compiled=True)))
     assert told == "definitely bf16: 6.00× as fast as fp32 (noise ±1.0%); bf16 compiled, 9.10× as fast as eager fp32"
 
 
 def test_without_fp32_there_is_no_verdict():
-    out = Row(precision="fp32", problem="out of memory")
+    out = PrecisionRow(precision="fp32", problem="out of memory")
     fast = row("bf16", step_s=0.5)
-    told = headline(speeds(fast, noise=None).__class__(**{**_parts(speeds(fast)), "rows": (out, fast)}))
-    assert told == "nothing to compare with: fp32 out of memory; the fastest of the others is bf16"
+    told = speed_headline(speeds(fast, noise=None).__class__(**{**_parts(speeds(fast)), "rows": (out, fast)}))
+    assert told == "nothing to compare with: fp32 out of memory; the fastest alternative is bf16"
 
 
 def _parts(made):
@@ -118,8 +120,10 @@ def _parts(made):
 
 
 def test_one_given_up_says_how_slow_it_was():
-    slow = Row(precision="bf16", problem="given up after one pass", slower=351.2)
-    assert headline(speeds(slow)) == ("stay with fp32: bf16: takes 351 times as long as fp32: given up after one pass")
+    slow = PrecisionRow(precision="bf16", problem="given up after one pass", slower=351.2)
+    assert speed_headline(speeds(slow)) == (
+        "stay with fp32: bf16: takes 351 times as long as fp32: given up after one pass"
+    )
 
 
 def test_shares_of_a_step_sum_to_one():
@@ -148,7 +152,7 @@ def test_columns_without_anything_are_left_out():
 
 
 def test_ratios_keep_their_digits():
-    assert [times(ratio) for ratio in (0.031, 1.0, 9.994, 9.996, 123.4)] == [
+    assert [ratio_text(ratio) for ratio in (0.031, 1.0, 9.994, 9.996, 123.4)] == [
         "0.03×",
         "1.00×",
         "9.99×",
@@ -159,7 +163,7 @@ def test_ratios_keep_their_digits():
 
 def test_rows_whose_rounds_overlap_are_as_fast_as_each_other():
     waits = row("fp16", 3.0)
-    straying = replace(waits, ratio=Spread(median=3.0, low=2.5, high=3.2))
+    straying = replace(waits, ratio=TimeSpread(median=3.0, low=2.5, high=3.2))
     assert speeds(straying, row("bf16", 2.6)).best.precision == "bf16"
     assert speeds(waits, row("bf16", 2.6)).best.precision == "fp16"
 
@@ -170,13 +174,16 @@ def test_the_table_fits_into_a_log_and_cuts_no_verdict(monkeypatch):
     from ampwise.tune.compare.result import PrecisionComparison
 
     full = {"memory": StepMemory(peak=19 * 2**30, parameters=1, gradients=1, optimizer=1), "peak_flops": 1e3}
-    strays = Spread(median=0.2916, low=0.2912, high=0.2919)
+    strays = TimeSpread(median=0.2916, low=0.2912, high=0.2919)
     rows = [replace(row("bf16", 12.3, compiled=each, **full), step_s=strays) for each in (False, True)]
     off = LossCheck(loss=3.0, reference=2.0, tolerance=0.1)
-    rows += [row("fp16", 9.0, loss=off), Row(precision="fp8", problem="not run: there are no FP8 matrix units on cpu.")]
+    rows += [
+        row("fp16", 9.0, loss=off),
+        PrecisionRow(precision="fp8", problem="not run: there are no FP8 tensor cores on cpu."),
+    ]
     shown = str(PrecisionComparison(speeds(*rows, flops=100.0, tokens=16384))).splitlines()
     table = shown[3:9]
     assert max(map(len, table)) <= 110
     ends = ("definitely", "definitely", "not the same", "not run")
     assert [line for line, end in zip(table[2:], ends, strict=True) if not line.endswith(end)] == []
-    assert "fp8: not run: there are no FP8 matrix units on cpu." in shown
+    assert "fp8: not run: there are no FP8 tensor cores on cpu." in shown

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from ampwise.tune.diff.diffing import diff
+from ampwise.tune.diff.diff import diff
 
 
 def is_narrow():
@@ -26,7 +26,7 @@ def test_a_function_that_is_not_repeatable_is_told_before_all_else(factors):
     model, numbers = nn.Linear(8, 1), iter(factors)
     result = diff(lambda x: (model(x) * next(numbers)).square().mean(), torch.randn(4, 8))
     assert result.first is None
-    assert result.verdict.startswith("bf16 against fp32: the function does not do the same twice: two runs of a are ")
+    assert result.verdict.startswith("bf16 against fp32: the function is not repeatable: two runs of a differ by ")
     assert result.findings[0].rule.code == "AMP534"
     assert {finding.rule.code for finding in result.findings} <= {"AMP534", "AMP533"}
 
@@ -47,7 +47,7 @@ def test_a_choice_by_chance_is_no_choice_of_the_precision():
     model, numbers = Tossed(), iter((0, 1, 1, 0, 1, 1))
     result = diff(lambda x: model(x, next(numbers)), torch.randn(4, 8))
     assert result.first is None
-    assert result.verdict.startswith("bf16 against fp32: the function does not do the same twice: ")
+    assert result.verdict.startswith("bf16 against fp32: the function is not repeatable: ")
     assert result.findings[0].rule.code == "AMP534"
 
 
@@ -99,7 +99,7 @@ def test_infinities_that_are_not_the_same_are_found(change):
     torch.manual_seed(0)
     result = diff(Beside(Passing(change)), torch.randn(4, 8), floor=False)
     assert (result.first.where, result.first.cause) == ("`beside`", "overflow")
-    assert "and others in FP32 or not there" in result.findings[0].message
+    assert "and different in FP32" in result.findings[0].message
 
 
 def test_a_mask_on_both_sides_is_explained():
@@ -142,7 +142,7 @@ def test_predictions_that_are_only_returned_do_no_harm():
 
     result = diff(loss_fn, torch.randn(512, 32), torch.randint(100, (512,)), floor=False)
     assert result.explained, result.verdict
-    assert "of 512 whole numbers that `the function` returns are others" in result.evidence.notes[0]
+    assert "of 512 integers that `the function` returns differ" in result.evidence.notes[0]
 
 
 @pytest.mark.parametrize("predicts", [False, True])
@@ -154,9 +154,9 @@ def test_a_wrong_derivative_is_found_beside_predictions(predicts):
         return {"loss": model(x)} | ({"preds": other(x).argmax(-1)} if predicts else {})
 
     result = diff(loss_fn, torch.randn(512, 32), floor=False)
-    assert result.first.where == "the gradient by what `model.one` returns, from the derivative of the code after it"
+    assert result.first.where == "the gradient of what `model.one` returns, from the derivative of the code after it"
     assert "its direction is the same, its length is 1.3 times a's" in result.findings[0].message
-    assert result.findings[0].fix.count("what makes its inputs") == 1
+    assert result.findings[0].fix.count("the code that computes its inputs") == 1
 
 
 # Modules that have others in them
@@ -179,7 +179,7 @@ def test_modules_with_others_in_them_count():
         (weighted, torch.randn(4, 8), ""),
     ):
         result = diff(lambda *given, model=model: model(*given).square().mean(), batch, floor=False)
-        assert "all of it is explained by rounding; modules are up to 0." in result.verdict
+        assert "rounding explains everything; modules are up to 0." in result.verdict
         assert name in result.verdict
         assert result.evidence.growth().largest > 0
 
@@ -201,7 +201,7 @@ def test_what_is_too_small_for_a_format_has_not_cancelled():
     model = nn.Sequential(nn.Linear(32, 32), Times(2e-6), nn.Linear(32, 1))
     result = diff(lambda x: model(x).float().square().mean(), torch.randn(16, 32), b="fp16", floor=False)
     assert (result.first.where, result.findings[0].rule.code) == ("`1`", "AMP531")
-    assert "as its values have fewer bits in FP16: their typical magnitude is" in result.findings[0].message
+    assert "because its values have fewer bits in FP16: their typical magnitude is" in result.findings[0].message
 
 
 def test_what_no_rounding_does_is_not_called_rounding():
@@ -249,7 +249,7 @@ def test_what_piles_up_is_not_called_explained():
     result = diff(lambda x: model(x).square().mean(), torch.randn(16, 16), b="nvfp4", floor=False)
     assert result.first is None
     assert [finding.rule.code for finding in result.findings if finding.rule.code == "AMP537"]
-    assert "rounding explains each place, and piles up; " in result.verdict
+    assert "rounding explains every location, but accumulates; " in result.verdict
 
 
 # Kernels
@@ -259,7 +259,7 @@ def test_products_inside_a_kernel_are_told():
     model = nn.Sequential(nn.LSTM(8, 8, batch_first=True))
     result = diff(lambda x: model(x)[0].square().mean(), torch.randn(2, 3, 8), b="e4m3", floor=False)
     emulated = result.rows[0].error > 1e-3
-    told = "The products of `0` are inside one kernel, which computes as torch does: they are not emulated."
+    told = "The matmuls of `0` run inside one fused kernel, so they are not emulated."
     assert (told in result.evidence.notes) != emulated
 
 

@@ -4,18 +4,18 @@ import pytest
 import torch
 from torch import nn
 
-from ampwise.tune.diff.calls import Calls
-from ampwise.tune.diff.draws import Draws
-from ampwise.tune.diff.mode import Watching
-from ampwise.tune.diff.names import Names
+from ampwise.tune.diff.dispatch_mode import DiffMode
+from ampwise.tune.diff.module_calls import ModuleCalls
+from ampwise.tune.diff.names import ModuleNames
+from ampwise.tune.diff.shared_random import SharedRandom
 
 NARROW = [torch.bfloat16, torch.float16, torch.float64]
 
 
 def drawn(work):
-    draws = Draws()
+    draws = SharedRandom()
     torch.manual_seed(0)
-    with Watching(Calls(Names({})), draws):
+    with DiffMode(ModuleCalls(ModuleNames({})), draws):
         result = work()
     return result, draws
 
@@ -67,14 +67,14 @@ def test_a_kernel_with_masks_of_its_own_is_noticed():
     _, without = drawn(lambda: nn.functional.scaled_dot_product_attention(query, query, query))
     assert not without.any
     func = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
-    draws = Draws()
+    draws = SharedRandom()
     with pytest.raises(RuntimeError):  # the CPU's has none, and says so
         draws(func, (query, query, query, 0.5, False), {})
     assert draws.masked_inside
 
 
 def test_on_two_devices_the_cpu_draws():
-    draws = Draws(torch.device("cpu"))
+    draws = SharedRandom(torch.device("cpu"))
     given = torch.ones(100, device="meta")
     assert draws._elsewhere(given.device) == torch.device("cpu")
     assert draws._elsewhere(torch.device("cpu")) is None
@@ -85,7 +85,7 @@ def test_on_two_devices_the_cpu_draws():
 def test_a_dropout_on_two_devices_is_the_same(dtype):
     def dropped(device):
         torch.manual_seed(0)
-        with Watching(Calls(Names({})), Draws(torch.device("cpu"))):
+        with DiffMode(ModuleCalls(ModuleNames({})), SharedRandom(torch.device("cpu"))):
             return nn.functional.dropout(torch.ones(64, 33, device=device, dtype=dtype), 0.3)
 
     assert torch.equal(dropped("cpu") == 0, dropped("cuda").cpu() == 0)
@@ -95,7 +95,7 @@ def test_a_dropout_on_two_devices_is_the_same(dtype):
 def test_a_dropout_on_a_gpu_is_that_of_fp32():
     def dropped(dtype):
         torch.manual_seed(0)
-        with Watching(Calls(Names({})), Draws()):
+        with DiffMode(ModuleCalls(ModuleNames({})), SharedRandom()):
             return nn.functional.dropout(torch.ones(1000, 33, device="cuda", dtype=dtype), 0.3)
 
     reference = dropped(torch.float32)

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from ampwise import Policy
-from ampwise.tune.diff.diffing import diff
+from ampwise.tune.diff.diff import diff
 
 HERE = Path(__file__).name
 
@@ -245,7 +245,7 @@ def test_gradients_that_vanish_without_a_scale_are_the_first_place():
     batch = torch.randn(12, 16)
     lost = diff(loss_fn, batch, b="fp16,scale=1", floor=False)
     assert (lost.first.phase, lost.first.cause) == ("backward", "underflow")
-    assert lost.first.where == "the gradient by what `2` returns, from the derivative of the code after it"
+    assert lost.first.where == "the gradient of what `2` returns, from the derivative of the code after it"
     assert lost.findings[0].rule.name == "lost-in-narrow-format"
     assert "and the loss is not scaled" in lost.findings[0].message
     scaled = diff(loss_fn, batch, b="fp16", floor=False)
@@ -263,7 +263,7 @@ def test_a_softmax_that_has_nearly_decided_has_gradients_that_rounding_decides()
     with torch.no_grad():
         model.logits.weight.mul_(400)
     first = diff(loss_of(model), torch.randn(64, 16), floor=False).first
-    assert first.where in ("`soft`", "the gradient by what `logits` returns, from the derivative of `soft`")
+    assert first.where in ("`soft`", "the gradient of what `logits` returns, from the derivative of `soft`")
     assert first.cause == "steep"
 
 
@@ -312,8 +312,8 @@ def test_a_sum_that_is_left_to_chance_is_no_fault_of_the_precision():
 
     result = diff(loss_fn, torch.randn(8, 16))
     assert [finding.rule.name for finding in result.findings] == ["not-repeatable"]
-    assert "it takes the next items of `runs`, which are others each time" in result.findings[0].message
+    assert "it takes the next items of `runs`, which differ each time" in result.findings[0].message
     assert result.evidence.floor > 0.001
-    assert "no further apart than two runs of a are" in result.verdict
+    assert "they differ no more than two runs of a do" in result.verdict
     assert result.rows[1].outputs[0].floor > 0
     assert diff(loss_fn, torch.randn(8, 16), floor=False).evidence.floor is None

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from ampwise.tune.diff.diffing import Options, diff, difference_of
-from ampwise.tune.diff.room import Room
-from ampwise.tune.diff.side import side_of
+from ampwise.tune.diff.diff import DiffOptions, compare_sides, diff
+from ampwise.tune.diff.memory_budget import MemoryBudget
+from ampwise.tune.diff.side import parse_side
 
 pytestmark = pytest.mark.gpu
 
@@ -76,14 +76,14 @@ def test_the_memory_of_a_difference_is_little_more_than_a_steps():
 def test_what_does_not_fit_beside_the_other_side_is_left_to_a_second_round():
     model, batch = model_of(512, 12).cuda(), torch.randn(16384, 512, device="cuda")
     said = []
-    options = Options(progress=said.append)
-    result = difference_of(
+    options = DiffOptions(progress=said.append)
+    result = compare_sides(
         lambda x: model(x).square().mean(),
         (batch,),
         {},
         {"": model},
-        side_of("fp32"),
-        side_of("tf32"),
+        parse_side("fp32"),
+        parse_side("tf32"),
         options,
         subject="x",
     )
@@ -93,7 +93,7 @@ def test_what_does_not_fit_beside_the_other_side_is_left_to_a_second_round():
 
 def test_the_peak_of_the_first_side_is_seen():
     device = torch.device("cuda", torch.cuda.current_device())
-    room = Room(device)
+    room = MemoryBudget(device)
     large = torch.empty(2**28, dtype=torch.uint8, device=device)
     room.made(large, 0)
     before = room.beside(1.0, 0)
@@ -105,10 +105,10 @@ def test_the_peak_of_the_first_side_is_seen():
 def test_what_has_no_room_is_kept_on_the_host(monkeypatch):
     model, batch = model_of(64, 3).cuda(), torch.randn(512, 64, device="cuda")
     roomy = diff(lambda x: model(x).square().mean(), batch, b="bf16")
-    monkeypatch.setattr(Room, "forward", lambda self, saved: 0)
-    monkeypatch.setattr(Room, "beside", lambda self, share, gradients: 0)
+    monkeypatch.setattr(MemoryBudget, "forward", lambda self, saved: 0)
+    monkeypatch.setattr(MemoryBudget, "beside", lambda self, share, gradients: 0)
     tight = diff(lambda x: model(x).square().mean(), batch, b="bf16")
-    assert "were kept in the host's memory meanwhile" in tight.evidence.notes[-1]
+    assert "were moved to host memory during the comparison" in tight.evidence.notes[-1]
     assert [row.error for row in tight.rows] == [row.error for row in roomy.rows]
     assert [row.gradient_error for row in tight.rows] == pytest.approx([row.gradient_error for row in roomy.rows])
 

@@ -10,7 +10,7 @@ from torch import nn
 
 import ampwise
 from ampwise.errors import BadInput
-from ampwise.tune.diff.diffing import diff
+from ampwise.tune.diff.diff import diff
 
 SIDES = ["bf16", "fp16", "fp64", "mxfp8", ampwise.Policy("bf16").keep("fp32", "norm")]
 
@@ -81,9 +81,9 @@ def test_all_is_as_it_was_around_compiled_code(sides):
     assert result.rows == ()
     compiled = "a" if "compiled" in sides[0] else "b"
     assert result.evidence.notes == (
-        f"{compiled} is compiled, where modules cannot be looked into: compared are what the function returns and the "
-        "gradients of parameters.",
-        "Random numbers are drawn, and compiled code may draw others: set dropout to 0 for this.",
+        f"{compiled} is compiled, so modules are not compared: only the function's results and the gradients of "
+        "parameters.",
+        "Compiled code may draw different random numbers: set dropout to 0 for this comparison.",
     )
     assert result.verdict == f"{sides[1]} against {sides[0]}: what the function returns is the same"
 

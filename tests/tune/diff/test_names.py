@@ -6,7 +6,7 @@ import pytest
 from torch import nn
 
 from ampwise.errors import UnknownName
-from ampwise.tune.diff.names import Names, models_of
+from ampwise.tune.diff.names import ModuleNames, find_models
 
 MODEL = nn.Linear(2, 2)
 
@@ -28,7 +28,7 @@ class Trainer:
 
 
 def names_in(function, *args, **kwargs):
-    return list(models_of(function, args, kwargs))
+    return list(find_models(function, args, kwargs))
 
 
 def test_where_a_function_has_its_models():
@@ -37,7 +37,7 @@ def test_where_a_function_has_its_models():
     assert names_in(at_module_level) == ["MODEL"]
     assert names_in(helper) == ["MODEL"]
     assert names_in(Trainer().loss) == ["net", "teacher"]
-    assert models_of(functools.partial(lambda model, x: model(x), inner), (), {}) == {"": inner}
+    assert find_models(functools.partial(lambda model, x: model(x), inner), (), {}) == {"": inner}
     assert names_in(lambda model: model, inner) == ["argument 1"]
     assert names_in(lambda *, model: model, model=inner) == ["model"]
     assert names_in(lambda x: x.sum()) == []
@@ -51,7 +51,7 @@ def test_a_part_of_a_model_is_no_model():
 
 def test_the_one_that_is_trained_needs_no_prefix():
     trainer = Trainer()
-    names = Names(models_of(trainer.loss, (), {}))
+    names = ModuleNames(find_models(trainer.loss, (), {}))
     assert names.main is trainer.net
     assert (names.of(trainer.net), names.of(trainer.teacher)) == ("", "teacher")
     assert names.of_parameter(trainer.net.weight) == "weight"
@@ -61,7 +61,7 @@ def test_the_one_that_is_trained_needs_no_prefix():
 
 def test_of_several_each_has_its_name():
     one, two = nn.Linear(1, 1), nn.Sequential(nn.Linear(1, 1))
-    names = Names({"one": one, "two": two})
+    names = ModuleNames({"one": one, "two": two})
     assert names.main is None
     assert (names.of(one), names.of(two[0])) == ("one", "two.0")
     late = nn.Linear(1, 1)
@@ -72,6 +72,6 @@ def test_of_several_each_has_its_name():
 
 def test_patterns_say_which_modules():
     model = nn.Sequential(nn.Sequential(nn.Linear(1, 1), nn.Tanh()), nn.Linear(1, 1))
-    assert list(Names({"": model}, ["0.*"]).watched(model)) == [model[0][0], model[0][1]]
-    with pytest.raises(UnknownName, match=r"unknown module '2'. .*Names are those of model.named_modules\(\)"):
-        Names({"": model}, ["0.*", "2"])
+    assert list(ModuleNames({"": model}, ["0.*"]).watched(model)) == [model[0][0], model[0][1]]
+    with pytest.raises(UnknownName, match=r"unknown module '2'. .*Use names of model.named_modules\(\)"):
+        ModuleNames({"": model}, ["0.*", "2"])

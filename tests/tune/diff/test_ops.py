@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from ampwise.tune.diff.diffing import diff
+from ampwise.tune.diff.diff import diff
 
 
 class Net(nn.Module):

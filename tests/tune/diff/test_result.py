@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from ampwise.errors import BadInput, UnknownName
-from ampwise.strict_json import dumps, loads
-from ampwise.tune.diff.diffing import diff
+from ampwise.finding.strict_json import dumps, loads
+from ampwise.tune.diff.diff import diff
 from ampwise.tune.diff.text import difference_text
 
 NASTY = "<img src=x onerror=alert(1)>\x1b[2J"
@@ -52,23 +52,23 @@ def test_a_result_is_frozen(broken):
 def test_text_of_what_is_not_explained(broken):
     text = str(broken)
     assert text.startswith("bf16 against fp32: rounding does not explain the code of `Opposed` before `out`")
-    assert re.search(r"It is \d+% off, \d+ times what rounding explains: it was given 0\.\d+%\.", text)
+    assert re.search(r"It is \d+% off, \d+ times what rounding explains: its input was 0\.\d+% off\.", text)
     assert "The operation is `sub`" in text
     assert "warning[AMP530] cancellation-amplifies-rounding: " in text
     assert re.search(r"\(code before out\) +\d+% +\d+ !", text)
     assert "a  fp32 on cpu, unit roundoff 6e-08, loss " in text
-    assert "Two runs of a are the same to the last bit." in text
-    assert "Gradients, as the optimizer gets them, worst first\n" in text
+    assert "Two runs of a are bitwise equal." in text
+    assert "Gradients of parameters, worst first\n" in text
     assert "aten.sub.Tensor" in text
 
 
 def test_text_of_what_is_explained(healthy):
     text = str(healthy)
-    assert text.startswith("bf16 against fp32: all of it is explained by rounding; modules are up to ")
+    assert text.startswith("bf16 against fp32: rounding explains everything; modules are up to ")
     assert "Modules, the worst 15 of 21 (--all shows all)" in text
-    assert "Gradients, as the optimizer gets them, the worst 15 of 40 (--all shows all)" in text
+    assert "Gradients of parameters, the worst 15 of 40 (--all shows all)" in text
     assert re.search(r"Forward, along the calls: 0\.\d+% at the first of 20 modules that differ", text)
-    assert re.search(r"Backward, from the loss: .* from one to the next\.", " ".join(text.split()))
+    assert re.search(r"Backward, from the loss: .* per module\.", " ".join(text.split()))
     assert healthy.explained
     assert healthy.findings == []
 
@@ -148,15 +148,15 @@ MODEL = nn.Linear(4, 1)
 @pytest.mark.parametrize(
     ("function", "told"),
     [
-        (3, r"diff\(\) takes a function and what it is given: diff\(loss_fn, x, y\). Not an int."),
+        (3, r"diff\(\): expected a function and its arguments, as in diff\(loss_fn, x, y\); got an int."),
         (
             lambda x: float(MODEL(x).mean()),
-            "the function returned a float, and no tensor; return the loss, a tensor and",
+            "the function returned a float; expected the loss as a tensor",
         ),
-        (lambda x: None, "the function returned None, and no tensor"),
+        (lambda x: None, "the function returned None; expected the loss"),
         (
             lambda x: MODEL(x).log().mean() * math.nan,
-            "the loss is finite on neither side .nan and nan., and there is no",
+            "the loss is not finite on either side .nan and nan., so there is no",
         ),
         (lambda x: MODEL(x) @ x.nothing, r"diff: fp32: the step failed: AttributeError: .* \(test_result.py:\d+\)\."),
     ],
@@ -172,9 +172,7 @@ def test_a_function_that_goes_back_by_itself():
         loss.backward()
         return loss
 
-    with pytest.raises(
-        BadInput, match=r"diff: the function runs backward\(\) by itself; return the loss and leave that"
-    ):
+    with pytest.raises(BadInput, match=r"diff: the function calls backward\(\) itself; return the loss instead"):
         diff(loss_fn, torch.randn(3, 4))
     assert MODEL.weight.grad is None
 
@@ -182,9 +180,7 @@ def test_a_function_that_goes_back_by_itself():
 def test_without_a_loss_the_forward_pass_is_compared():
     for function in (MODEL, lambda x: MODEL(x).detach().mean()):
         result = diff(function, torch.randn(3, 4))
-        assert result.evidence.notes == (
-            "There is no loss that leads back to weights: only the forward pass is compared.",
-        )
+        assert result.evidence.notes == ("No loss with a gradient was returned: only the forward pass is compared.",)
         assert result.rows[0].error > 0
         assert result.rows[0].gradients == ()
         assert result.parameters == ()

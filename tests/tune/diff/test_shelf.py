@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from ampwise.tune.diff.shelf import Shelf, identity_of, legible
+from ampwise.tune.diff.tensor_store import TensorStore, comparable_values, view_identity
 
 
 def shelf():
-    return Shelf(lambda: 0)
+    return TensorStore(lambda: 0)
 
 
 def test_a_tensor_is_kept_by_reference_until_something_is_written_there():
@@ -39,27 +39,27 @@ def test_what_is_dropped_is_gone():
 
 def test_a_tensor_is_known_again_by_what_it_shows():
     values = torch.arange(6.0)
-    assert identity_of(values) == identity_of(values.detach())
-    assert identity_of(values) != identity_of(values[:3])
-    before = identity_of(values)
+    assert view_identity(values) == view_identity(values.detach())
+    assert view_identity(values) != view_identity(values[:3])
+    before = view_identity(values)
     values.add_(1)
-    assert identity_of(values) != before
+    assert view_identity(values) != before
     with torch.inference_mode():
-        assert identity_of(torch.ones(2))  # which counts no writes
+        assert view_identity(torch.ones(2))  # which counts no writes
 
 
 def test_what_has_values_to_compare():
-    assert legible(torch.ones(2, requires_grad=True)).requires_grad is False
-    assert legible(torch.tensor([1, 2])).tolist() == [1, 2]
-    assert legible(torch.eye(2).to_sparse()).tolist() == [[1, 0], [0, 1]]
-    assert legible(torch.empty(0)) is None
-    assert legible(torch.ones(2, device="meta")) is None
-    assert legible(torch.ones(2, dtype=torch.complex64)).shape == (2, 2)
+    assert comparable_values(torch.ones(2, requires_grad=True)).requires_grad is False
+    assert comparable_values(torch.tensor([1, 2])).tolist() == [1, 2]
+    assert comparable_values(torch.eye(2).to_sparse()).tolist() == [[1, 0], [0, 1]]
+    assert comparable_values(torch.empty(0)) is None
+    assert comparable_values(torch.ones(2, device="meta")) is None
+    assert comparable_values(torch.ones(2, dtype=torch.complex64)).shape == (2, 2)
 
 
 @pytest.mark.gpu
 def test_beyond_the_room_it_goes_to_the_host():
-    kept = Shelf(lambda: 5000)
+    kept = TensorStore(lambda: 5000)
     one, two = torch.randn(1000, device="cuda"), torch.randn(1000, device="cuda")
     kept.put("one", one)
     kept.put("two", two)

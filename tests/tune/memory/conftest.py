@@ -4,9 +4,9 @@ import pytest
 
 pytest.importorskip("torch")
 
-from ampwise.tune.memory.case import Case
-from ampwise.tune.memory.decoder import decoder_maker
-from ampwise.tune.memory.shapes import shape_for
+from ampwise.tune.memory.decoder import decoder_factory
+from ampwise.tune.memory.decoder_shapes import decoder_shape
+from ampwise.tune.memory.setup import TrainingSetup
 
 SMALL = {"layers": 2, "hidden": 128, "vocab": 512, "seq": 64}
 
@@ -16,7 +16,9 @@ def case_of():
     """Make a case of a decoder with such sizes, trained so."""
 
     def make(sizes=None, **options):
-        return Case(decoder_maker(shape_for(None, SMALL | (sizes or {}))), **{"optimizer": "adamw", **options})
+        return TrainingSetup(
+            decoder_factory(decoder_shape(None, SMALL | (sizes or {}))), **{"optimizer": "adamw", **options}
+        )
 
     return make
 

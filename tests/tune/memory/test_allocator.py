@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ampwise.tune.memory.allocator import MIB, Allocator, Level, OutOfMemory
-from ampwise.tune.memory.log import rounded
+from ampwise.tune.memory.allocation_log import rounded
+from ampwise.tune.memory.allocator import MIB, Allocator, Level, SimulatedOutOfMemory
 
 sizes = st.one_of(st.integers(1, 4_000), st.integers(500_000, 3 * MIB), st.integers(1, 40 * MIB))
 plays = st.lists(st.tuples(sizes, st.integers(0, 99)), max_size=40)  # what to take, and which one to give back
@@ -53,7 +53,7 @@ def test_a_limit_is_kept_or_said(moves, mebibytes):
     allocator, free = Allocator(mebibytes * MIB), Allocator()
     try:
         play(allocator, moves, lambda: None)
-    except OutOfMemory:
+    except SimulatedOutOfMemory:
         play(free, moves)
         assert free.reserved > mebibytes * MIB
     assert allocator.reserved <= mebibytes * MIB
@@ -79,7 +79,7 @@ def test_a_full_device_is_given_back_what_is_free():
     allocator.release(first)
     allocator.allocate(24 * MIB)
     assert (allocator.retries, allocator.reserved) == (1, 24 * MIB)
-    with pytest.raises(OutOfMemory):
+    with pytest.raises(SimulatedOutOfMemory):
         allocator.allocate(12 * MIB)
 
 

@@ -6,10 +6,10 @@ import torch.nn.functional as F
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from ampwise.tune.memory.allocation_log import ACTIVATIONS, PARAMETERS
 from ampwise.tune.memory.as_cuda import as_cuda
-from ampwise.tune.memory.fake import without_memory
-from ampwise.tune.memory.log import ACTIVATIONS, PARAMETERS
-from ampwise.tune.memory.tracker import FORWARD, Tracker
+from ampwise.tune.memory.fake_tensors import without_memory
+from ampwise.tune.memory.tracker import FORWARD, AllocationTracker
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 
@@ -135,7 +135,7 @@ def activations(module, *inputs, dtype=None):
     with without_memory(), as_cuda():
         module = module()
         arguments = [torch.zeros(shape, requires_grad=True) for shape in inputs]
-        with Tracker() as tracker:
+        with AllocationTracker() as tracker:
             tracker.adopt(PARAMETERS, module.parameters())
             tracker.adopt("inputs", arguments)
             with tracker.phase(FORWARD), torch.autocast("cpu", dtype or BF16, enabled=dtype is not None):
@@ -217,7 +217,7 @@ def test_from_fp16_softmax_makes_no_copy_in_fp32():
     for dtype in (FP16, BF16):
         with without_memory(), as_cuda():
             x = torch.zeros(shape)
-            with Tracker() as tracker, torch.autocast("cpu", dtype):
+            with AllocationTracker() as tracker, torch.autocast("cpu", dtype):
                 tracker.adopt("inputs", [x])
                 y = Softmax()(x)
             peaks[dtype] = tracker.log().peak()
@@ -239,7 +239,7 @@ def test_a_cell_casts_its_weights_once_for_all_steps():
 
     with without_memory(), as_cuda():
         module, x = Recurrent(), torch.zeros(8, 64)
-        with Tracker() as tracker, torch.autocast("cpu", BF16):
+        with AllocationTracker() as tracker, torch.autocast("cpu", BF16):
             tracker.adopt(PARAMETERS, module.parameters())
             with tracker.phase(FORWARD):
                 y = module(x)

@@ -9,9 +9,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from ampwise.errors import AmpwiseError, BadInput, UnknownName
-from ampwise.strict_json import dumps
+from ampwise.finding.strict_json import dumps
+from ampwise.tune.memory.allocation_log import ACTIVATIONS, GRADIENTS, PARAMETERS, STATE
 from ampwise.tune.memory.estimate import memory
-from ampwise.tune.memory.log import ACTIVATIONS, GRADIENTS, PARAMETERS, STATE
 from ampwise.tune.memory.peak import Fit
 from ampwise.tune.memory.text import headline, lines, verdicts
 
@@ -91,7 +91,7 @@ def test_the_table_has_a_row_for_every_kind(answer):
 
 
 def test_without_a_gpu_it_says_how_large_one_has_to_be(monkeypatch):
-    monkeypatch.setattr("ampwise.tune.memory.estimate.room_here", lambda: None)
+    monkeypatch.setattr("ampwise.tune.memory.estimate.local_memory", lambda: None)
     answer = memory(make, precisions=["fp32"])
     assert (answer.gpu, answer.largest_batch, answer.at("fp32").fits) == (None, None, None)
     assert answer.at("fp32").smallest.total == 11 * 2**30
@@ -149,13 +149,13 @@ def test_what_is_assumed_or_left_out_is_noted():
         return model, torch.zeros(4, batch, 8), lambda x: model(x)[0].sum()
 
     assert any(
-        "cuDNN takes a workspace" in note for note in memory(convolution, precisions=["fp32"], largest=False).notes
+        "cuDNN chooses a workspace" in note for note in memory(convolution, precisions=["fp32"], largest=False).notes
     )
     assert any("Recurrent layers" in note for note in memory(recurrent, precisions=["fp32"], largest=False).notes)
     (said,) = memory(**SIZES, precisions=["fp32"], largest=False).notes
-    assert "The model is assumed" in said
+    assert "Assumed model" in said
     old = memory(make, gpu="v100-sxm2-16", largest=False)
-    assert any("no matrix units for tf32, bf16" in note for note in old.notes)
+    assert any("no tensor cores for tf32, bf16" in note for note in old.notes)
 
 
 def with_item(batch=2):
@@ -187,9 +187,7 @@ def that_asks_while_made(batch=2):
 def test_code_that_asks_for_values_is_told_where(function, operation):
     with pytest.raises(BadInput) as caught:
         memory(function, precisions=["fp32"])
-    said = (
-        rf"{function.__name__}: it asks for the values of a tensor \({operation}\) \(test_estimate\.py:\d+\), and while"
-    )
+    said = rf"{function.__name__}: the step reads the values of a tensor \({operation}\) \(test_estimate\.py:\d+\), "
     caught.match(said)
     assert "\n" not in str(caught.value)
 
@@ -197,15 +195,15 @@ def test_code_that_asks_for_values_is_told_where(function, operation):
 @pytest.mark.parametrize(
     ("arguments", "error", "said"),
     [
-        ({}, BadInput, "nothing is asked about: give a function such as train:make, or sizes such as --params 7B."),
+        ({}, BadInput, "no model given: name a function such as train:make, or give sizes such as --params 7B."),
         (
             {"what": make, "params": "7B"},
             BadInput,
-            "a model that a function makes has its own sizes; leave out --params.",
+            "a model from a function has its own sizes; leave out --params.",
         ),
         ({"what": make, "kv_heads": 2}, BadInput, "leave out --kv-heads."),
-        ({"what": make, "batch": 0}, BadInput, "--batch 0: a batch has at least 1 row."),
-        ({"what": make, "batch": [4, -1]}, BadInput, "--batch 4,-1: a batch has at least 1 row."),
+        ({"what": make, "batch": 0}, BadInput, "--batch 0: expected at least 1 row."),
+        ({"what": make, "batch": [4, -1]}, BadInput, "--batch 4,-1: expected at least 1 row."),
         (
             {"what": make, "precisions": ["float17"]},
             UnknownName,
@@ -215,26 +213,30 @@ def test_code_that_asks_for_values_is_told_where(function, operation):
         (
             {"what": make, "precisions": ["bf16", "fp8"]},
             BadInput,
-            "precision 'fp8': there is such a precision, and its memory is not counted. Take bf16: weights, gradients "
+            "precision 'fp8': its memory cannot be predicted yet. Use bf16: weights, gradients "
             "and optimizer state are the same, and the peak of FP8 was 8 to 22 % below BF16's in two GPTs on an H200.",
         ),
         (
             {"what": make, "precisions": ["emulate:mxfp8"]},
             BadInput,
-            "precision 'emulate:mxfp8': there is such a precision, and its memory is not counted. Take fp32, which is "
-            "what it computes in; rounded copies come on top.",
+            "precision 'emulate:mxfp8': its memory cannot be predicted yet. Use fp32, which "
+            "it computes in; rounded copies add to that.",
         ),
         ({"what": make, "precisions": ["emulate:mxfp9"]}, UnknownName, "unknown format 'mxfp9'"),
         ({"what": make, "precisions": ["kahan"]}, BadInput, "'kahan' is an option of bf16-pure: bf16-pure,kahan."),
         ({"what": make, "optimizer": "adam8bits"}, UnknownName, "Did you mean adam8bit or adamw8bit"),
         ({"what": make, "gpu": "h300"}, UnknownName, "unknown device 'h300'"),
-        ({"what": make, "fsdp": 0}, BadInput, "--fsdp 0: a number of ranks is expected, at least 1."),
-        ({"params": "0"}, BadInput, "--params 0: expected is a number of parameters"),
+        ({"what": make, "fsdp": 0}, BadInput, "--fsdp 0: expected at least 1 rank."),
+        ({"params": "0"}, BadInput, "--params 0: expected a number of parameters"),
         ({"layers": 2, "hidden": 100, "heads": 3}, BadInput, "not divisible by the number of heads"),
         ({"what": "nonesuch:make"}, BadInput, "nonesuch cannot be loaded"),
-        ({"what": "make"}, BadInput, "expected is module:function or file.py:function"),
-        ({"what": nn.Linear}, BadInput, r"it needs arguments (in_features, out_features)"),
-        ({"what": lambda: 5}, BadInput, "it returned an int; expected is a function that returns the model"),
+        ({"what": "make"}, BadInput, "expected module:function or file.py:function"),
+        (
+            {"what": nn.Linear},
+            BadInput,
+            r"it must be callable without arguments, but requires in_features, out_features",
+        ),
+        ({"what": lambda: 5}, BadInput, "it returned an int; expected a function that returns the model"),
     ],
 )
 def test_what_makes_no_sense_is_said(arguments, error, said):
@@ -267,5 +269,5 @@ def test_a_step_that_fails_is_told_in_a_line():
 
 def test_what_is_done_is_told():
     told = []
-    memory(make, precisions=["fp32", "tf32", "bf16"], largest=False, tell=told.append)
+    memory(make, precisions=["fp32", "tf32", "bf16"], largest=False, progress=told.append)
     assert told == ["fp32", "bf16"]  # TF32 is FP32 in memory

@@ -8,8 +8,8 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.data import DataLoader, TensorDataset
 
-from ampwise.tune.memory.fake import without_memory
-from ampwise.tune.memory.making import making
+from ampwise.tune.memory.fake_tensors import without_memory
+from ampwise.tune.memory.real_values import real_values
 
 
 def test_code_that_names_a_gpu_gets_fake_tensors():
@@ -27,9 +27,9 @@ def test_code_that_names_a_gpu_gets_fake_tensors():
 
 def test_what_is_replaced_comes_back():
     before = (torch.autocast.__init__, torch.utils.swap_tensors, nn.init._no_grad_trunc_normal_)
-    with without_memory(), making():
+    with without_memory(), real_values():
         assert torch.utils.swap_tensors is not before[1]
-    with pytest.raises(ZeroDivisionError), without_memory(), making():
+    with pytest.raises(ZeroDivisionError), without_memory(), real_values():
         _ = 1 / 0
     assert (torch.autocast.__init__, torch.utils.swap_tensors, nn.init._no_grad_trunc_normal_) == before
     assert "__deepcopy__" not in vars(FakeTensor)
@@ -52,7 +52,7 @@ def test_a_deepcopy_has_a_storage_that_its_views_share():
 
 
 def test_numbers_that_a_model_is_made_with_are_real_and_its_weights_are_not():
-    with without_memory(), making():
+    with without_memory(), real_values():
         rates = [rate.item() for rate in torch.linspace(0, 1, 5)]
         assert rates == [0, 0.25, 0.5, 0.75, 1]
         assert torch.arange(3).tolist() == [0, 1, 2]
@@ -64,7 +64,7 @@ def test_numbers_that_a_model_is_made_with_are_real_and_its_weights_are_not():
 
 
 def test_a_loader_that_shuffles_may_make_the_batch():
-    with without_memory(), making():
+    with without_memory(), real_values():
         data = TensorDataset(torch.randn(64, 8), torch.randint(4, (64,)))
         x, y = next(iter(DataLoader(data, batch_size=8, shuffle=True)))
         assert (x.shape, y.shape) == ((8, 8), (8,))

@@ -4,14 +4,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ampwise.engine.precision.precision import PRECISIONS
 from ampwise.errors import BadInput, UnknownName
 from ampwise.hardware.catalog import gpus
-from ampwise.tune.memory.fitting import largest_batch
-from ampwise.tune.memory.log import Log, Phase
-from ampwise.tune.memory.peak import Fit, fit, peak_of
-from ampwise.tune.memory.room import CONTEXT, GIB, Room, cublas_workspaces, room_of, room_sizes
-from ampwise.tune.memory.scaling import affine, largest
+from ampwise.train.precision.precision import PRECISIONS
+from ampwise.tune.memory.allocation_log import AllocationLog, Phase
+from ampwise.tune.memory.batch_scaling import fit_affine, largest_fitting
+from ampwise.tune.memory.device_memory import (
+    CONTEXT,
+    GIB,
+    DeviceMemory,
+    catalog_memory,
+    catalog_memory_sizes,
+    cublas_workspaces,
+)
+from ampwise.tune.memory.fit_search import largest_batch
+from ampwise.tune.memory.peak import Fit, check_fit, find_peak
 
 FP32, BF16 = PRECISIONS["fp32"], PRECISIONS["bf16"]
 
@@ -19,40 +26,40 @@ FP32, BF16 = PRECISIONS["fp32"], PRECISIONS["bf16"]
 @pytest.mark.nightly
 def test_two_sizes_tell_about_a_third(small):
     for precision in (FP32, BF16):
-        line = affine(small.whole(precision, 4), small.whole(precision, 8), batches=(4, 8))
+        line = fit_affine(small.whole(precision, 4), small.whole(precision, 8), batches=(4, 8))
         assert line.at(16) == small.whole(precision, 16)
 
 
 def test_steps_of_other_operations_tell_nothing():
-    log = Log(sizes=(1, 2), kinds=("x", "x"), events=(0, 1), phases=())
-    other = Log(sizes=(1, 2), kinds=("x", "x"), events=(0, ~0, 1), phases=())
-    assert affine(log, other, batches=(1, 2)) is None
+    log = AllocationLog(sizes=(1, 2), kinds=("x", "x"), events=(0, 1), phases=())
+    other = AllocationLog(sizes=(1, 2), kinds=("x", "x"), events=(0, ~0, 1), phases=())
+    assert fit_affine(log, other, batches=(1, 2)) is None
 
 
 @given(st.integers(0, 5000), st.integers(0, 5000), st.integers(1, 6000))
 def test_the_largest_that_fits_is_found(limit, most, start):
     asked = []
-    assert largest(lambda number: asked.append(number) or number <= limit, most, start) == min(limit, most)
+    assert largest_fitting(lambda number: asked.append(number) or number <= limit, most, start) == min(limit, most)
     assert all(1 <= number <= most for number in asked)
     assert len(asked) == len(set(asked)) <= 30
 
 
 def test_a_room_is_what_is_left_for_torch():
-    here = Room(name="a GPU", total=80 * GIB, basis="measured here", capability=(8, 0))
+    here = DeviceMemory(name="a GPU", total=80 * GIB, basis="measured here", capability=(8, 0))
     assert here.usable == 80 * GIB - CONTEXT
-    assert room_of("a100-sxm-80").usable < here.usable
+    assert catalog_memory("a100-sxm-80").usable < here.usable
     with pytest.raises(UnknownName, match=r"unknown device 'a100-sxm-81'. Did you mean a100-sxm-80"):
-        room_of("a100-sxm-81")
+        catalog_memory("a100-sxm-81")
 
 
 def test_every_gpu_of_the_catalog_with_memory_is_a_room():
     for gpu in gpus():
         if gpu.figure("memory_bytes") is None:
-            with pytest.raises(BadInput, match="does not know how much memory it has"):
-                room_of(gpu)
+            with pytest.raises(BadInput, match="has no memory size for it"):
+                catalog_memory(gpu)
         else:
-            assert 0 < room_of(gpu).usable < room_of(gpu).total
-    totals = [room.total for room in room_sizes()]
+            assert 0 < catalog_memory(gpu).usable < catalog_memory(gpu).total
+    totals = [room.total for room in catalog_memory_sizes()]
     assert totals == sorted(set(totals))
 
 
@@ -63,8 +70,8 @@ def test_hopper_has_larger_workspaces():
 
 def test_a_fit_is_tight_where_cached_memory_has_to_go_back():
     sizes, phases = (16 * 2**20, 24 * 2**20), (Phase("forward", 0, 4), Phase("update", 4, 4))
-    log = Log(sizes=sizes, kinds=("temporary",) * 2, events=(0, ~0, 1, ~1), phases=phases)
-    fits = [fit(log, {}, room * 2**20) for room in (23, 24, 39, 40)]
+    log = AllocationLog(sizes=sizes, kinds=("temporary",) * 2, events=(0, ~0, 1, ~1), phases=phases)
+    fits = [check_fit(log, {}, room * 2**20) for room in (23, 24, 39, 40)]
     assert fits == [Fit.NO, Fit.TIGHT, Fit.TIGHT, Fit.YES]
 
 
@@ -79,9 +86,9 @@ def test_the_largest_batch_is_the_one_found_by_trying_all(small, rows):
 
 def test_what_fits_by_how_much_room_there_is(small):
     step = small.step(BF16, 16)
-    peak = peak_of(step.log, {})
-    assert fit(step.log, {}, peak.reserved) is Fit.YES
-    assert fit(step.log, {}, peak.allocated - 2**20) is Fit.NO
-    assert fit(step.log, {"x": 2**20}, peak.reserved) is not Fit.YES
-    rooms = [fit(step.log, {}, room) for room in range(0, 2 * peak.reserved, peak.reserved // 20)]
+    peak = find_peak(step.log, {})
+    assert check_fit(step.log, {}, peak.reserved) is Fit.YES
+    assert check_fit(step.log, {}, peak.allocated - 2**20) is Fit.NO
+    assert check_fit(step.log, {"x": 2**20}, peak.reserved) is not Fit.YES
+    rooms = [check_fit(step.log, {}, room) for room in range(0, 2 * peak.reserved, peak.reserved // 20)]
     assert rooms == sorted(rooms, key=[Fit.NO, Fit.TIGHT, Fit.YES].index)  # more room is never worse

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ampwise.tune.memory.log import STATE, Log, Phase, rounded
+from ampwise.tune.memory.allocation_log import STATE, AllocationLog, Phase, rounded
 
 KINDS = ("parameters", STATE, "temporary", "activations")
 
@@ -35,7 +35,7 @@ def logs(draw):
                 kinds[-1] = "temporary" if kinds[-1] == STATE else kinds[-1]
         marks.append(len(events))
     phases = tuple(Phase(str(number), marks[number], marks[number + 1]) for number in range(4))
-    return Log(sizes=tuple(sizes), kinds=tuple(kinds), events=tuple(events), phases=phases)
+    return AllocationLog(sizes=tuple(sizes), kinds=tuple(kinds), events=tuple(events), phases=phases)
 
 
 def counted(log, after):
@@ -88,7 +88,9 @@ def test_a_step_among_others_is_the_same_step(log, steps):
 def test_the_first_step_has_no_state_until_it_updates():
     # Weights, state, and in the step an activation and a gradient.
     phases = (Phase("forward", 2, 3), Phase("backward", 3, 5), Phase("update", 5, 6))
-    log = Log(sizes=(512,) * 4, kinds=("parameters", STATE, "x", "x"), events=(0, 1, 2, 3, ~2, ~3), phases=phases)
+    log = AllocationLog(
+        sizes=(512,) * 4, kinds=("parameters", STATE, "x", "x"), events=(0, 1, 2, 3, ~2, ~3), phases=phases
+    )
     assert log.in_training(2).events == (0, 2, 3, ~2, 1, ~3, 2, 3, ~2, ~3)
 
 
@@ -100,6 +102,6 @@ def test_resizing_sees_every_kind_and_size(log):
 
 
 def test_what_outlives_a_phase_was_made_in_it():
-    log = Log(sizes=(1, 1, 1), kinds=("x",) * 3, events=(0, 1, 2, ~1), phases=(Phase("forward", 1, 4),))
+    log = AllocationLog(sizes=(1, 1, 1), kinds=("x",) * 3, events=(0, 1, 2, ~1), phases=(Phase("forward", 1, 4),))
     assert log.outliving("forward") == [False, False, True]
     assert log.outliving("another") == [False] * 3

@@ -6,8 +6,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from ampwise import Engine, UnknownName, make_optimizer, memory
-from ampwise.low_bit.optimizers import TORCHAOS
-from ampwise.tune.memory.log import COMPENSATION, GRADIENTS, PARAMETERS, STATE
+from ampwise.train.low_bit.optimizers import TORCHAO_OPTIMIZERS
+from ampwise.tune.memory.allocation_log import COMPENSATION, GRADIENTS, PARAMETERS, STATE
 
 ROWS = 4
 
@@ -39,7 +39,7 @@ def really(precision, optimizer):
         PARAMETERS: sum(map(held, model.parameters())),
         GRADIENTS: sum(gradients),
         STATE: sum(held(value) for state in its.state.values() for value in state.values()),
-        COMPENSATION: sum(map(held, getattr(engine._fitting, "rests", ()))),
+        COMPENSATION: sum(map(held, getattr(engine._plugin, "rests", ()))),
     }
 
 
@@ -73,7 +73,7 @@ BYTES = {
 @pytest.mark.usefixtures("eager")
 @pytest.mark.parametrize(("precision", "optimizer"), BYTES)
 def test_what_is_predicted_is_what_is_there(precision, optimizer):
-    if optimizer in TORCHAOS:
+    if optimizer in TORCHAO_OPTIMIZERS:
         pytest.importorskip("torchao.optim")
     found = really(precision, optimizer)
     estimate = memory(make, precisions=[precision], optimizer=optimizer, largest=False)
@@ -93,7 +93,7 @@ def test_bytes_a_parameter_of_a_large_model(precision, optimizer):
     estimate = memory(precisions=[precision], optimizer=optimizer, largest=False, **sizes)
     (shown,) = (each["bytes_per_parameter"] for each in estimate.as_dict()["estimates"])
     assert shown == pytest.approx(BYTES[precision, optimizer], abs=0.1)
-    (line,) = (line for line in str(estimate).splitlines() if line.startswith("bytes a parameter"))
+    (line,) = (line for line in str(estimate).splitlines() if line.startswith("bytes per parameter"))
     assert line.split()[-2:] == [f"{shown:.2f}", "derived"]
 
 

@@ -5,10 +5,10 @@ import torch
 from benchmarks import memory as benchmark
 from benchmarks import subjects
 
-from ampwise.engine.precision.precision import PRECISIONS
-from ampwise.tune.memory.case import Case
-from ampwise.tune.memory.room import cublas_workspaces
-from ampwise.tune.subject import maker_of
+from ampwise.train.precision.precision import PRECISIONS
+from ampwise.tune.memory.device_memory import cublas_workspaces
+from ampwise.tune.memory.setup import TrainingSetup
+from ampwise.tune.train_case import make_factory
 
 # torch.cuda.max_memory_allocated() and max_memory_reserved() of a step on an H200 with torch 2.11, AdamW fused.
 MEASURED = [
@@ -23,7 +23,7 @@ MEASURED = [
     ("function", "batch", "precision", "peak", "reserved"), MEASURED, ids=lambda value: getattr(value, "__name__", None)
 )
 def test_what_was_measured_is_predicted(function, batch, precision, peak, reserved):
-    found, _ = benchmark.predicted(maker_of(function), batch, precision)
+    found, _ = benchmark.predicted(make_factory(function), batch, precision)
     assert found.allocated == pytest.approx(peak, rel=0.01)
     assert found.reserved == pytest.approx(reserved, rel=0.05)
 
@@ -35,9 +35,9 @@ def test_a_small_gpt_takes_what_was_predicted(precision):
     torch.cuda.empty_cache()
     if torch.cuda.memory_allocated():
         pytest.skip("something else of this process is on the GPU")
-    measured = benchmark.Measured(maker_of(subjects.small_gpt), batch, precision).run()
+    measured = benchmark.Measured(make_factory(subjects.small_gpt), batch, precision).run()
     capability = torch.cuda.get_device_capability()
-    case = Case(maker_of(subjects.small_gpt), optimizer="adamw", workspaces=cublas_workspaces(capability))
+    case = TrainingSetup(make_factory(subjects.small_gpt), optimizer="adamw", workspaces=cublas_workspaces(capability))
     found = case.step(PRECISIONS[precision], batch).peak
     assert found.allocated == pytest.approx(measured["peak"], rel=0.05)
 

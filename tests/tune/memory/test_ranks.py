@@ -4,17 +4,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ampwise.engine.precision.precision import PRECISIONS
 from ampwise.errors import BadInput
-from ampwise.tune.memory.log import ACTIVATIONS, CASTS, GRADIENTS, PARAMETERS, STATE, Log, Phase
-from ampwise.tune.memory.ranks import GATHERED, REDUCED, Fsdp, Units
+from ampwise.train.precision.precision import PRECISIONS
+from ampwise.tune.memory.allocation_log import ACTIVATIONS, CASTS, GRADIENTS, PARAMETERS, STATE, AllocationLog, Phase
+from ampwise.tune.memory.ranks import GATHERED, REDUCED, Fsdp, FsdpUnits
 
 FP32, BF16 = PRECISIONS["fp32"], PRECISIONS["bf16"]
 
 
 @given(st.integers(2, 64))
 def test_fsdp_divides_what_is_kept(ranks):
-    log = Log(
+    log = AllocationLog(
         sizes=(640, 640, 640, 640, 640),
         kinds=(PARAMETERS, GRADIENTS, STATE, ACTIVATIONS, CASTS),
         events=(0, 1, 2, 3, 4),
@@ -25,10 +25,10 @@ def test_fsdp_divides_what_is_kept(ranks):
 
 
 def test_fsdp_gathers_blocks_and_one_rank_nothing():
-    units = Units(block=1000, outside=100)
+    units = FsdpUnits(block=1000, outside=100)
     assert Fsdp(ranks=8).extra(units, 2) == {GATHERED: 2 * 3100, REDUCED: 2 * 3100}
     assert Fsdp(ranks=1).extra(units, 2) == {}
-    with pytest.raises(BadInput, match="--fsdp 0: a number of ranks is expected"):
+    with pytest.raises(BadInput, match="--fsdp 0: expected at least 1 rank"):
         Fsdp(ranks=0)
 
 

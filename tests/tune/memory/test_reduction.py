@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ampwise.tune.memory.reduction import row_sum_buffer
+from ampwise.tune.memory.row_sum import row_sum_buffer
 
 MIB = 2**20
 
@@ -33,7 +33,7 @@ def test_it_is_never_negative_and_always_whole(rows, columns):
 def test_torch_takes_as_much(rows, columns, name):
     import torch
 
-    from ampwise.tune.memory.log import rounded
+    from ampwise.tune.memory.allocation_log import rounded
 
     if torch.cuda.get_device_properties(0).multi_processor_count != 132:
         pytest.skip("the buffer depends on how many processors a GPU has")

@@ -5,12 +5,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from ampwise.tune.memory.allocation_log import rounded
 from ampwise.tune.memory.as_cuda import as_cuda
-from ampwise.tune.memory.fake import without_memory
-from ampwise.tune.memory.log import rounded
-from ampwise.tune.memory.reduction import row_sum_buffer
-from ampwise.tune.memory.scratch import SCRATCH, row_sum
-from ampwise.tune.memory.tracker import Tracker
+from ampwise.tune.memory.fake_tensors import without_memory
+from ampwise.tune.memory.kernel_buffers import SCRATCH, row_sum
+from ampwise.tune.memory.row_sum import row_sum_buffer
+from ampwise.tune.memory.tracker import AllocationTracker
 
 FLOAT = 4
 
@@ -21,7 +21,7 @@ def taken(work):
     for scratch in (SCRATCH, {}):
         with without_memory(), as_cuda():
             run = work()
-            with Tracker(scratch) as tracker:
+            with AllocationTracker(scratch) as tracker:
                 run()
             peaks.append(tracker.log().peak())
     return peaks[0] - peaks[1]

@@ -4,19 +4,19 @@ import pytest
 import torch
 from torch import nn
 
-from ampwise.engine.precision.precision import PRECISIONS
 from ampwise.errors import BadInput, UnknownName
-from ampwise.low_bit.optimizers import NAMES as BY_NAME
+from ampwise.train.low_bit.optimizers import OPTIMIZER_NAMES as BY_NAME
+from ampwise.train.precision.precision import PRECISIONS
+from ampwise.tune.memory.allocation_log import ACTIVATIONS, CASTS, GRADIENTS, PARAMETERS, STATE
 from ampwise.tune.memory.as_cuda import as_cuda
 from ampwise.tune.memory.blocks import checkpointed, repeated_blocks
-from ampwise.tune.memory.decoder import decoder_maker
-from ampwise.tune.memory.fake import without_memory
-from ampwise.tune.memory.log import ACTIVATIONS, CASTS, GRADIENTS, PARAMETERS, STATE
+from ampwise.tune.memory.decoder import decoder_factory
+from ampwise.tune.memory.decoder_shapes import decoder_shape
+from ampwise.tune.memory.fake_tensors import without_memory
 from ampwise.tune.memory.optimizers import NAMES, make_optimizer
-from ampwise.tune.memory.peak import peak_of
-from ampwise.tune.memory.ranks import Units, units_of
-from ampwise.tune.memory.shapes import shape_for
-from ampwise.tune.memory.step import track
+from ampwise.tune.memory.peak import find_peak
+from ampwise.tune.memory.ranks import FsdpUnits, fsdp_units
+from ampwise.tune.memory.tracked_step import track
 
 FP32, BF16 = PRECISIONS["fp32"], PRECISIONS["bf16"]
 
@@ -40,7 +40,7 @@ def test_sixteen_bits_keep_fewer_activations_and_casts_of_the_weights(small):
 
 def test_the_parts_of_a_peak_add_up(small):
     for precision in (FP32, BF16):
-        peak = peak_of(small.whole(precision, 4), {"workspaces": 1000})
+        peak = find_peak(small.whole(precision, 4), {"workspaces": 1000})
         assert sum(peak.split.values()) == peak.allocated == max(peak.phases.values()) == peak.phases[peak.phase]
         assert peak.allocated <= peak.reserved
         assert all(peak.split.get(kind, 0) <= most for kind, most in peak.most.items())
@@ -54,7 +54,7 @@ def test_keys_and_values_may_have_fewer_heads(case_of):
 
 def test_tf32_is_counted_as_fp32_is(case_of):
     told = []
-    case = case_of(tell=told.append)
+    case = case_of(progress=told.append)
     assert case.step(PRECISIONS["tf32"], 2) == case.step(FP32, 2)
     assert told == ["tf32, batch 2"]  # once for both
 
@@ -72,7 +72,7 @@ class Nested(nn.Module):
 def test_blocks_are_the_outermost_of_a_kind():
     model = Nested()
     assert repeated_blocks(model) == [*model.blocks]
-    assert units_of(model) == Units(block=2 * 72, outside=4 * 72)
+    assert fsdp_units(model) == FsdpUnits(block=2 * 72, outside=4 * 72)
     assert repeated_blocks(nn.Linear(8, 8)) == []
     assert repeated_blocks(nn.ModuleList([nn.Sequential(nn.Linear(8, 8))])) == []  # of which there is one
 
@@ -133,11 +133,11 @@ def test_the_table_of_optimizers_is_tested_whole():
 
 
 def test_an_optimizer_left_to_itself_updates_all_at_once_as_on_cuda():
-    shape = shape_for(None, {"layers": 1, "hidden": 128, "vocab": 512, "seq": 32})
+    shape = decoder_shape(None, {"layers": 1, "hidden": 128, "vocab": 512, "seq": 32})
 
     def update(**options):
         with without_memory(), as_cuda():
-            subject = decoder_maker(shape).make("cpu", 1)
+            subject = decoder_factory(shape).make("cpu", 1)
             log = track(subject, FP32, torch.optim.AdamW(subject.parameters, **options))
         update = log.phase("update")
         return log.peak(update) - log.levels()[update.start]

@@ -5,9 +5,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ampwise.tune.memory.fake import without_memory
-from ampwise.tune.memory.log import ACTIVATIONS, CASTS, PARAMETERS
-from ampwise.tune.memory.tracker import FORWARD, Tracker
+from ampwise.tune.memory.allocation_log import ACTIVATIONS, CASTS, PARAMETERS
+from ampwise.tune.memory.fake_tensors import without_memory
+from ampwise.tune.memory.tracker import FORWARD, AllocationTracker
 
 ROWS, WIDTH = 128, 256
 FLOAT = 4
@@ -31,7 +31,7 @@ def step(model, x, y, optimizer):
 def tracked_peak(parts):
     """Bytes, as asked for, beyond those that are there from the start."""
     model, x, y, optimizer = parts
-    with Tracker() as tracker, tracker.reading(2.0):
+    with AllocationTracker() as tracker, tracker.reading(2.0):
         tracker.adopt("there", (*model.parameters(), x, y))
         tracker.adopt("there", (value for state in optimizer.state.values() for value in state.values()))
         before = sum(tracker.log().sizes)
@@ -59,7 +59,7 @@ def test_torchs_profiler_counts_the_same_and_fake_tensors_too():
     assert tracked_peak(parts) == most
     with without_memory():
         fake = made()
-        with Tracker() as tracker, tracker.reading(2.0):
+        with AllocationTracker() as tracker, tracker.reading(2.0):
             step(*fake)
         assert tracked_peak(fake) == most
 
@@ -71,7 +71,7 @@ def test_a_chain_of_linear_layers_keeps_its_inputs(depth):
             *(layer for _ in range(depth) for layer in (nn.Linear(WIDTH, WIDTH, bias=False), nn.Tanh()))
         )
         x = torch.zeros(ROWS, WIDTH)
-        with Tracker() as tracker:
+        with AllocationTracker() as tracker:
             tracker.adopt(PARAMETERS, model.parameters())
             tracker.adopt("inputs", [x])
             with tracker.phase(FORWARD):
@@ -87,7 +87,7 @@ def test_a_chain_of_linear_layers_keeps_its_inputs(depth):
 def test_views_take_nothing_and_copies_do():
     with without_memory():
         x = torch.zeros(64, 64)
-        with Tracker() as tracker:
+        with AllocationTracker() as tracker:
             tracker.adopt("x", [x])
             views = (x.t(), x.view(-1), x[3:], x.expand(2, 64, 64), x.detach())
             assert len(tracker.log().events) == 1
@@ -100,7 +100,7 @@ def test_tied_weights_count_once():
     with without_memory():
         first, second = nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False)
         second.weight = first.weight
-        with Tracker() as tracker:
+        with AllocationTracker() as tracker:
             tracker.adopt(PARAMETERS, (*first.parameters(), *second.parameters()))
         assert tracker.log().levels()[-1] == 64 * 64 * FLOAT
 
@@ -108,7 +108,7 @@ def test_tied_weights_count_once():
 def test_autocasts_copies_of_weights_are_told_from_those_of_inputs():
     with without_memory():
         layer, x = nn.Linear(128, 512, bias=False), torch.zeros(ROWS, 128)
-        with Tracker() as tracker, torch.autocast("cpu", torch.bfloat16):
+        with AllocationTracker() as tracker, torch.autocast("cpu", torch.bfloat16):
             tracker.adopt(PARAMETERS, layer.parameters())
             tracker.adopt("inputs", [x])
             with tracker.phase(FORWARD):
@@ -120,7 +120,7 @@ def test_autocasts_copies_of_weights_are_told_from_those_of_inputs():
 
 def test_memory_of_a_kernels_own_comes_and_goes():
     scratch = {torch.ops.aten.exp.default: lambda x: 7 * x.numel()}
-    with without_memory(), Tracker(scratch) as tracker:
+    with without_memory(), AllocationTracker(scratch) as tracker:
         y = torch.zeros(512).exp()
     log = tracker.log()
     assert log.peak() == 2 * 2048 + 7 * 512
@@ -131,7 +131,7 @@ def test_memory_of_a_kernels_own_comes_and_goes():
 def test_what_is_freed_at_once_is_in_one_order_whatever_order_it_came_in():
     logs = []
     for order in ((0, 1, 2), (2, 0, 1)):
-        with without_memory(), Tracker() as tracker:
+        with without_memory(), AllocationTracker() as tracker:
             with tracker.phase(FORWARD):
                 tensors = [torch.zeros(128) for _ in range(3)]
                 for number in order:

@@ -4,21 +4,21 @@ import pytest
 import torch
 from torch import nn
 
-from ampwise.emulation.products import emulated
-from ampwise.emulation.recipe import recipe_named
-from ampwise.tune.search.arrangement import arrangement_of
-from ampwise.tune.search.choices import choices_of
-from ampwise.tune.search.units import units_of
+from ampwise.numbers.emulation.emulated_matmuls import emulated
+from ampwise.numbers.emulation.recipe import recipe_for_format
+from ampwise.tune.search.arrangement import arrange_formats
+from ampwise.tune.search.format_choices import parse_formats
+from ampwise.tune.search.units import find_units
 
 from .models import net
 
 CPU = torch.device("cpu")
-CHOICES = {choice.name: choice for choice in choices_of(("e4m3", "mxfp8", "bf16", "fp16", "fp32"))}
+CHOICES = {choice.name: choice for choice in parse_formats(("e4m3", "mxfp8", "bf16", "fp16", "fp32"))}
 
 
 def arranged(model, batch, formats, default="fp32"):
-    units = units_of(model, lambda: model(*batch))
-    return arrangement_of(units, [CHOICES[formats.get(unit.name, default)] for unit in units], CPU)
+    units = find_units(model, lambda: model(*batch))
+    return arrange_formats(units, [CHOICES[formats.get(unit.name, default)] for unit in units], CPU)
 
 
 def outputs(model, batch, arrangement):
@@ -82,7 +82,7 @@ def test_8_bits_are_emulated_inside_of_autocast(fmt):
     found = arranged(model, (x,), {}, default=fmt)
     with found.on(model), torch.autocast("cpu", torch.bfloat16):
         ours = model(x)
-    with emulated(model, {model: recipe_named(fmt)}), torch.autocast("cpu", torch.bfloat16):
+    with emulated(model, {model: recipe_for_format(fmt)}), torch.autocast("cpu", torch.bfloat16):
         theirs = model(x)
     assert torch.equal(ours, theirs)
 
@@ -95,7 +95,7 @@ def test_16_bits_on_a_cpu_are_those_of_autocast():
         with found.on(model), torch.autocast("cpu", dtype):
             ours = model(x)
         assert ours.dtype == dtype
-        with torch.autocast("cpu", dtype), emulated(model, {model: recipe_named(name)}):
+        with torch.autocast("cpu", dtype), emulated(model, {model: recipe_for_format(name)}):
             torch.testing.assert_close(ours, model(x), rtol=0, atol=0)
 
 
@@ -114,8 +114,8 @@ def test_nothing_stays_on():
 def test_a_forward_of_the_users_own_is_put_back():
     model, x = nn.Sequential(nn.Linear(4, 4)), torch.ones(2, 4)
     own = lambda given: given * 2  # noqa: E731
-    units = units_of(model, lambda: model(x))
-    found = arrangement_of(units, [CHOICES["bf16"]], CPU, base="fp32")
+    units = find_units(model, lambda: model(x))
+    found = arrange_formats(units, [CHOICES["bf16"]], CPU, base="fp32")
     model[0].forward = own
     with found.on(model):
         assert model[0].forward is not own

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ampwise.tune.search.descent import Ladder, cheapest_passing, least_kept, raised_until
+from ampwise.tune.search.descent import FormatLadder, cheapest_passing, minimal_subset, raise_until_passing
 
 BITS = (8.0, 16.0, 32.0)
 
@@ -16,7 +16,7 @@ BITS = (8.0, 16.0, 32.0)
 def ladder_of(scores, weights=None, lowest=None):
     count = len(scores)
     weights = weights or [1.0] * count
-    return Ladder(
+    return FormatLadder(
         formats=3,
         lowest=lowest or (0,) * count,
         costs=tuple(tuple(weight * bits for bits in BITS) for weight in weights),
@@ -122,10 +122,10 @@ def test_what_fails_later_is_raised_until_it_passes(case):
     def passes(assignment):
         return all(assignment[unit] >= place for unit, place in needs.items())
 
-    raised = raised_until(ladder, (0,) * count, passes)
+    raised = raise_until_passing(ladder, (0,) * count, passes)
     assert passes(raised)
 
 
 @given(st.sets(st.integers(0, 30)), st.permutations(range(31)))
 def test_the_least_kept_are_the_ones_needed(needed, order):
-    assert set(least_kept(order, lambda kept: needed <= set(kept))) == needed
+    assert set(minimal_subset(order, lambda kept: needed <= set(kept))) == needed

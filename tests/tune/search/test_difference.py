@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from ampwise.tune.search.difference import LEAST, Groups, Reference, Tally
-from ampwise.tune.search.passes import Outcome
+from ampwise.tune.search.fp32_error import LEAST, ErrorTally, Fp32Reference, ParameterGroups
+from ampwise.tune.search.passes import PassResult
 
 
 def a_model():
@@ -18,12 +18,12 @@ def a_model():
 
 def outcome(model, loss, seed, scale=1.0):
     random = torch.Generator().manual_seed(seed)
-    return Outcome(loss, tuple(scale * torch.randn(each.shape, generator=random) for each in model.parameters()))
+    return PassResult(loss, tuple(scale * torch.randn(each.shape, generator=random) for each in model.parameters()))
 
 
 def compared(model, wide, narrow):
-    groups = Groups(model, list(model.parameters()))
-    tally = Tally(Reference(groups, wide, len(wide)))
+    groups = ParameterGroups(model, list(model.parameters()))
+    tally = ErrorTally(Fp32Reference(groups, wide, len(wide)))
     for each in narrow:
         tally.add(each)
     return tally.difference
@@ -52,8 +52,8 @@ def test_it_is_the_worst_module_by_half_of_the_squared_relative_error():
 
 def test_it_is_one_minus_the_cosine_where_lengths_agree():
     model = nn.Linear(2, 1, bias=False)
-    turned = Outcome(1.0, (torch.tensor([[math.cos(0.3), math.sin(0.3)]]),))
-    found = compared(model, [Outcome(1.0, (torch.tensor([[1.0, 0.0]]),))], [turned])
+    turned = PassResult(1.0, (torch.tensor([[math.cos(0.3), math.sin(0.3)]]),))
+    found = compared(model, [PassResult(1.0, (torch.tensor([[1.0, 0.0]]),))], [turned])
     assert found.gradient == pytest.approx(1 - math.cos(0.3), rel=1e-5)
     assert found.worst == ""
 
@@ -62,7 +62,7 @@ def test_it_is_one_minus_the_cosine_where_lengths_agree():
 def test_it_only_grows_with_the_batches(narrow):
     model = a_model()
     wide = [outcome(model, 1.0, 100 + place) for place in range(len(narrow))]
-    tally = Tally(Reference(Groups(model, list(model.parameters())), wide, len(wide)))
+    tally = ErrorTally(Fp32Reference(ParameterGroups(model, list(model.parameters())), wide, len(wide)))
     before = 0.0
     for loss, seed in narrow:
         tally.add(outcome(model, loss, seed))
@@ -83,15 +83,15 @@ def test_what_is_not_finite_is_infinitely_far(bad):
     wide = [outcome(model, 1.0, 1)]
     assert compared(model, wide, [outcome(model, bad, 1)]).loss == math.inf
     gradients = (*wide[0].gradients[:2], torch.full((1, 2), bad))
-    assert compared(model, wide, [Outcome(1.0, gradients)]).gradient == math.inf
+    assert compared(model, wide, [PassResult(1.0, gradients)]).gradient == math.inf
 
 
 def test_a_gradient_that_cancels_to_nothing_counts_as_a_small_one():
     """Its own relative error would be a million."""
     model = a_model()
     first, second, third = outcome(model, 1.0, 1).gradients
-    wide = [Outcome(1.0, (first, second, third * 1e-9))]
-    narrow = [Outcome(1.0, (first, second, third * 1e-6))]
+    wide = [PassResult(1.0, (first, second, third * 1e-9))]
+    narrow = [PassResult(1.0, (first, second, third * 1e-6))]
     found = compared(model, wide, narrow)
     usual = (first.square().sum() + second.square().sum()) / 10  # a mean over all ten values
     assert found.gradient == pytest.approx(float((third * 1e-6).square().sum() / (LEAST**2 * usual * 2) / 2), rel=0.01)
@@ -101,7 +101,7 @@ def test_a_gradient_that_is_gone_is_all_wrong():
     """As that of an expert that a narrow format sends no rows."""
     model = a_model()
     whole = outcome(model, 1.0, 1)
-    gone = Outcome(1.0, (*whole.gradients[:2], None))
+    gone = PassResult(1.0, (*whole.gradients[:2], None))
     found = compared(model, [whole], [gone])
     assert (found.gradient, found.worst) == (pytest.approx(0.5), "two")
     assert compared(model, [gone], [whole]).gradient > 0.5
@@ -110,5 +110,5 @@ def test_a_gradient_that_is_gone_is_all_wrong():
 def test_what_was_not_used_has_no_part_in_it():
     model = a_model()
     first, second, _ = outcome(model, 1.0, 1).gradients
-    found = compared(model, [Outcome(1.0, (first, second, None))], [Outcome(1.0, (first, second, None))])
+    found = compared(model, [PassResult(1.0, (first, second, None))], [PassResult(1.0, (first, second, None))])
     assert found.error == 0.0

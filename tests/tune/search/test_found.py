@@ -7,12 +7,12 @@ import pytest
 import torch
 from torch import nn
 
-from ampwise.engine.engine import Engine
 from ampwise.errors import BadInput, UnknownName
-from ampwise.tune.search.difference import Groups, Reference, Tally
+from ampwise.train.engine import Engine
 from ampwise.tune.search.found import Found
-from ampwise.tune.search.passes import Batch, Outcome, Passes
-from ampwise.tune.search.searching import search
+from ampwise.tune.search.fp32_error import ErrorTally, Fp32Reference, ParameterGroups
+from ampwise.tune.search.passes import PassResult, PassRunner, SearchBatch
+from ampwise.tune.search.search import search
 
 from .models import net
 
@@ -35,14 +35,14 @@ def mixed():
 
 def _with(model, found, formats):
     """The same with other formats, made as a search makes it."""
-    from ampwise.tune.search.arrangement import arrangement_of
-    from ampwise.tune.search.choices import choices_of
-    from ampwise.tune.search.result import _Names, _narrow, _policy
+    from ampwise.tune.search.arrangement import arrange_formats
+    from ampwise.tune.search.build_result import _Names, _narrow, _policy
+    from ampwise.tune.search.format_choices import parse_formats
 
-    choices = {choice.name: choice for choice in choices_of(found.formats)}
+    choices = {choice.name: choice for choice in parse_formats(found.formats)}
     units = found._units(model)
     chosen = [choices[formats[unit.name]] for unit in units]
-    arrangement, names = arrangement_of(units, chosen, torch.device("cpu")), _Names(model)
+    arrangement, names = arrange_formats(units, chosen, torch.device("cpu")), _Names(model)
     return dataclasses.replace(
         found,
         modules={unit.name: choice.name for unit, choice in zip(units, chosen, strict=True)},
@@ -59,13 +59,13 @@ def gradients(model, loss):
 def test_put_on_it_gives_what_the_search_has_measured():
     model, batches = net(1)
     found = search(model, batches, tolerance=0.004)
-    passes = Passes(model, model, torch.device("cpu"))
-    batch = Batch(batches[0], {})
-    tally = Tally(Reference(Groups(model, passes.parameters), [passes.outcome(batch)], 1))
+    passes = PassRunner(model, model, torch.device("cpu"))
+    batch = SearchBatch(batches[0], {})
+    tally = ErrorTally(Fp32Reference(ParameterGroups(model, passes.parameters), [passes.outcome(batch)], 1))
     with found.apply(model) as on:
         with on.forward():
             loss = model(*batches[0])
-        tally.add(Outcome(loss.item(), gradients(model, loss)))
+        tally.add(PassResult(loss.item(), gradients(model, loss)))
     assert tally.difference.loss == pytest.approx(found.loss_error)
     assert tally.difference.gradient == pytest.approx(found.gradient_error)
 
@@ -141,9 +141,9 @@ def test_a_file_holds_all_of_it(mixed, tmp_path):
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("{}", "does not say that it is a policy of ampwise search"),
-        ("[1]", "does not say that it is"),
-        ("{", "that is no policy of ampwise search"),
+        ("{}", "is not marked as 'a policy of ampwise search'"),
+        ("[1]", "is not marked as"),
+        ("{", "not a file of ampwise search"),
         ('{"what": "a policy of ampwise search", "version": 99}', "version 1"),
         ('{"what": "a policy of ampwise search", "version": 1}', "subject"),
     ],
@@ -160,7 +160,7 @@ def test_another_file_is_refused(tmp_path, text, said):
 def test_formats_that_it_does_not_name_are_refused(mixed, tmp_path):
     _, _, found = mixed
     data = found.as_dict()
-    with pytest.raises(BadInput, match="its modules have formats that it does not name"):
+    with pytest.raises(BadInput, match="its modules have formats that its list of formats lacks"):
         Found.from_dict(data | {"modules": data["modules"] | {"body.0": "e5m2"}})
 
 
@@ -168,7 +168,7 @@ def test_a_file_that_was_tampered_with_is_refused(mixed, tmp_path):
     _, _, found = mixed
     for change in ({"narrow": 5}, {"modules": None}, {"gain": []}, {"ranking": [{}]}, {"verified": {}}):
         (tmp_path / "policy.json").write_text(json.dumps(found.as_dict() | change))
-        with pytest.raises(BadInput, match="that is no policy of ampwise search"):
+        with pytest.raises(BadInput, match="not a file of ampwise search"):
             Found.load(tmp_path / "policy.json")
 
 
@@ -176,7 +176,7 @@ def test_it_cannot_be_put_on_another_model(mixed):
     _, _, found = mixed
     with pytest.raises(UnknownName, match=r"unknown module 'attention.qkv'"), found.apply(nn.Linear(2, 2)):
         pass
-    with pytest.raises(BadInput, match=r"a torch.nn.Module is expected, not int"), found.apply(5):
+    with pytest.raises(BadInput, match=r"expected a torch.nn.Module, got int"), found.apply(5):
         pass
 
 
@@ -204,5 +204,5 @@ def test_as_text_and_html_nothing_of_the_users_is_markup(mixed):
 def test_the_gain_says_what_it_rests_on(mixed):
     _, _, found = mixed
     shown = str(found)
-    for words in ("(derived: bits, weighed by FLOPs)", "by the peaks of h200 (datasheet)", "(measured here)"):
+    for words in ("(derived: bits, weighted by FLOPs)", "by the peaks of h200 (datasheet)", "(measured here)"):
         assert words in shown

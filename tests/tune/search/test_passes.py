@@ -9,17 +9,17 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from ampwise.errors import BadInput
-from ampwise.tune.search.arrangement import Arrangement, arrangement_of
-from ampwise.tune.search.choices import choices_of
-from ampwise.tune.search.passes import Batch, Passes
-from ampwise.tune.search.units import units_of
+from ampwise.tune.search.arrangement import FormatArrangement, arrange_formats
+from ampwise.tune.search.format_choices import parse_formats
+from ampwise.tune.search.passes import PassRunner, SearchBatch
+from ampwise.tune.search.units import find_units
 
 CPU = torch.device("cpu")
-IN_FP16 = Arrangement(base="fp16", regions={}, recipes={}, widened=())
+IN_FP16 = FormatArrangement(base="fp16", regions={}, recipes={}, widened=())
 
 
 def of(function, model, *tensors):
-    return Passes(function, model, CPU), Batch(tensors, {})
+    return PassRunner(function, model, CPU), SearchBatch(tensors, {})
 
 
 def test_they_are_those_of_torch():
@@ -42,8 +42,8 @@ def test_weights_buffers_gradients_and_random_numbers_stay():
     gradients = [parameter.grad.clone() for parameter in model.parameters()]
     numbers, drawn = torch.get_rng_state(), random.getstate()
     passes, batch = of(lambda x: model(x).mean() + 0 * random.random(), model, x)
-    units = units_of(model, lambda: passes.forward(batch))
-    narrow = arrangement_of(units, [choices_of(("e4m3", "fp32"))[0]] * 2, CPU)
+    units = find_units(model, lambda: passes.forward(batch))
+    narrow = arrange_formats(units, [parse_formats(("e4m3", "fp32"))[0]] * 2, CPU)
     first, second = passes.outcome(batch), passes.outcome(batch)
     passes.outcome(batch, narrow)
     passes.kept_bytes(batch, narrow)
@@ -106,7 +106,7 @@ def test_what_is_kept_for_the_backward_pass_is_counted_once_and_without_weights(
     model = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 16))
     passes, batch = of(lambda x: model(x).sum(), model, torch.randn(8, 16))
     # The input, and the output of ReLU, which the next layer keeps as well.
-    whole = passes.kept_bytes(batch, Arrangement(base="fp32", regions={}, recipes={}, widened=()))
+    whole = passes.kept_bytes(batch, FormatArrangement(base="fp32", regions={}, recipes={}, widened=()))
     assert whole == 2 * 8 * 16 * 4
 
 
@@ -129,8 +129,8 @@ def test_fp32_is_not_tf32_whatever_is_set():
 def test_compiled_code_is_run_as_what_it_was_made_of():
     model = torch.compile(nn.Linear(4, 1), backend="eager")
     passes, batch = of(lambda x: model(x).sum(), model, torch.ones(2, 4))
-    units = units_of(model, lambda: passes.forward(batch))
-    narrow = arrangement_of(units, [choices_of(("e2m1", "fp32"))[0]] * len(units), CPU)
+    units = find_units(model, lambda: passes.forward(batch))
+    narrow = arrange_formats(units, [parse_formats(("e2m1", "fp32"))[0]] * len(units), CPU)
     assert passes.outcome(batch, narrow).loss != passes.outcome(batch).loss
 
 
@@ -140,9 +140,9 @@ def test_compiled_code_is_run_as_what_it_was_made_of():
         (lambda model, x: model(x), "a tensor of shape"),
         (lambda model, x: None, "returned None"),
         (lambda model, x: model(x).sum().item(), "returned float"),
-        (lambda model, x: model(x).sum().detach(), "does not lead back to any parameter"),
-        (lambda model, x: _backward(model(x).sum()), r"must not call backward\(\) itself"),
-        (lambda model, x: _step(model, model(x).sum()), "changes the weights itself"),
+        (lambda model, x: model(x).sum().detach(), "does not require a gradient"),
+        (lambda model, x: _backward(model(x).sum()), r"must not call backward\(\)"),
+        (lambda model, x: _step(model, model(x).sum()), "changes the weights"),
     ],
 )
 def test_functions_that_do_not_return_a_loss(function, said):
@@ -165,10 +165,10 @@ def _step(model, loss):
 
 def test_weights_have_to_be_fp32():
     for dtype in ("bfloat16", "float64"):  # no autocast makes FP64 anything else
-        with pytest.raises(BadInput, match=rf"weights are {dtype}, .* call model.float\(\) first"):
-            Passes(lambda x: x, nn.Linear(2, 2).to(getattr(torch, dtype)), CPU)
-    with pytest.raises(BadInput, match="none of the model's parameters requires a gradient"):
-        Passes(lambda x: x, nn.Linear(2, 2).requires_grad_(False), CPU)
+        with pytest.raises(BadInput, match=rf"weights are {dtype}; .* call model.float\(\) first"):
+            PassRunner(lambda x: x, nn.Linear(2, 2).to(getattr(torch, dtype)), CPU)
+    with pytest.raises(BadInput, match="no parameter of the model requires a gradient"):
+        PassRunner(lambda x: x, nn.Linear(2, 2).requires_grad_(False), CPU)
 
 
 def test_a_checkpoint_of_the_old_kind_is_refused_with_what_to_do():

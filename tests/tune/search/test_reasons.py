@@ -5,29 +5,29 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ampwise.tune.search.choices import choices_of
-from ampwise.tune.search.facts import condition_of, facts_of
-from ampwise.tune.search.passes import Batch, Passes
-from ampwise.tune.search.reasons import reasons_of, usual_amplification
-from ampwise.tune.search.sensitivity import Looking
-from ampwise.tune.search.trial import Trial
-from ampwise.tune.search.units import units_of
+from ampwise.tune.search.format_choices import parse_formats
+from ampwise.tune.search.passes import PassRunner, SearchBatch
+from ampwise.tune.search.reasons import find_reasons, usual_amplification
+from ampwise.tune.search.sensitivity import SensitivityProbe
+from ampwise.tune.search.trial import SearchTrial
+from ampwise.tune.search.unit_facts import measure_facts, singular_range
+from ampwise.tune.search.units import find_units
 
 CPU = torch.device("cpu")
 
 
 def reasons(model, function, batch, fmt, name, *, with_condition=False):
     """For a unit, by kind; texts of one kind together."""
-    passes, given = Passes(function, model, CPU), Batch(batch, {})
-    units = units_of(model, lambda: passes.forward(given))
-    choices = choices_of((fmt, "fp32"))
-    looking = Looking(units, choices, CPU, facts_of, {unit.name for unit in units})
+    passes, given = PassRunner(function, model, CPU), SearchBatch(batch, {})
+    units = find_units(model, lambda: passes.forward(given))
+    choices = parse_formats((fmt, "fp32"))
+    looking = SensitivityProbe(units, choices, CPU, measure_facts, {unit.name for unit in units})
     passes.watched(given, looking)
     usual = usual_amplification({unit: look.locals[fmt] for unit, look in looking.looks.items()})
-    condition = condition_of(next(unit for unit in units if unit.name == name)) if with_condition else None
+    condition = singular_range(next(unit for unit in units if unit.name == name)) if with_condition else None
     look = looking.looks[name]
     found = {}
-    for one in reasons_of(choices[0], look.facts, look.locals[fmt], condition, usual):
+    for one in find_reasons(choices[0], look.facts, look.locals[fmt], condition, usual):
         found[one.kind] = f"{found.get(one.kind, '')}{one.text};"
     return found
 
@@ -46,7 +46,7 @@ def test_an_ordinary_layer_has_no_cause_but_rounding():
     for fmt in ("e4m3", "mxfp8", "bf16"):
         found = reasons(model, function, data(), fmt, "0")
         assert set(found) == {"rounding"}
-        assert found["rounding"].startswith(f"nothing unusual: {fmt} alone makes its output or its gradient")
+        assert found["rounding"].startswith(f"nothing unusual: {fmt} makes its own output or gradient")
 
 
 def test_an_outlier_makes_the_rest_too_small_for_the_format():
@@ -55,14 +55,16 @@ def test_an_outlier_makes_the_rest_too_small_for_the_format():
     x[:, 0] = 1e5
     model[0].weight.data[:, 0] = 0
     found = reasons(model, function, (x, y), "e4m3", "0")
-    assert "of its inputs are so small beside the largest (1e+05) that FP8 E4M3 rounds them to zero" in found["range"]
+    assert (
+        "of its inputs are so small relative to the largest (1e+05) that FP8 E4M3 rounds them to zero" in found["range"]
+    )
 
 
 def test_beyond_fp16():
     model, function = chain(nn.Linear(32, 64), nn.Linear(64, 4))
     x, y = data()
     found = reasons(model, function, (x * 1e5, y), "fp16", "0")
-    assert f"its inputs reach {float((x * 1e5).abs().max()):.2g}, and FP16 ends at 65504;" in found["range"]
+    assert f"its inputs reach {float((x * 1e5).abs().max()):.2g}; FP16 ends at 65504;" in found["range"]
     with torch.no_grad():
         model[0].weight.mul_(1e5)
     found = reasons(model, function, (x, y), "fp16", "0")
@@ -77,7 +79,7 @@ def test_sums_that_cancel():
         model[0].weight.copy_(torch.cat([half, -half], 1) + 1e-3 * torch.randn(64, 32))
     x = torch.randn(64, 16)
     found = reasons(model, function, (torch.cat([x, x], 1), torch.randn(64, 4)), "e4m3", "0")
-    assert "times less is left of them than of terms of random sign" in found["cancellation"]
+    assert "times smaller than with random signs" in found["cancellation"]
 
 
 def test_an_ill_conditioned_weight():
@@ -117,7 +119,7 @@ def test_what_follows_amplifies_it():
 
     model = Opposed()
     found = reasons(model, lambda x, y: F.mse_loss(model(x), y), data(64, 16, 8), "e4m3", "one")
-    assert "the difference of nearly equal values" in found["amplified"]
+    assert "a difference of nearly equal values" in found["amplified"]
 
 
 def test_a_power_of_two_as_scale_cuts_off_the_largest():
@@ -128,28 +130,28 @@ def test_a_power_of_two_as_scale_cuts_off_the_largest():
     batch = torch.randn(64, 32), torch.randint(256, (64,))
     function = lambda x, y: F.cross_entropy(model(x).float(), y)  # noqa: E731
     found = reasons(model, function, batch, "mxfp8", "1")
-    assert "a power of two as scale cuts off what is just below the next one" in found["shrinks"]
+    assert "power-of-two scales clip values just below the next power" in found["shrinks"]
     assert "shrinks" not in reasons(model, function, batch, "e4m3", "1")
 
 
 def test_of_the_model_itself_nothing_is_known_but_the_whole():
-    choice = choices_of(("e4m3", "fp32"))[0]
-    (reason,) = reasons_of(choice, None, None, None, None)
-    assert reason.text == "measured only as a part of the whole"
+    choice = parse_formats(("e4m3", "fp32"))[0]
+    (reason,) = find_reasons(choice, None, None, None, None)
+    assert reason.text == "measured only as part of the whole"
     for loss, gradient, said in [
         (0.01, 0.02, "the gradient of blocks.0 20.0% wrong"),
         (0.03, 0.02, "the loss 3.0% wrong"),
     ]:
-        alone = Trial(assignment=(0,), loss=loss, gradient=gradient, worst="blocks.0")
-        (reason,) = reasons_of(choice, None, None, None, None, alone)
-        assert reason.text == f"e4m3 in it alone makes {said}"
+        alone = SearchTrial(assignment=(0,), loss=loss, gradient=gradient, worst="blocks.0")
+        (reason,) = find_reasons(choice, None, None, None, None, alone)
+        assert reason.text == f"e4m3 in this module alone makes {said}"
 
 
 @pytest.mark.parametrize("weight", [torch.full((4, 4), float("nan")), torch.ones(2000, 2000)])
 def test_singular_values_are_looked_at_where_that_makes_sense(weight):
-    from ampwise.tune.search.units import Unit
+    from ampwise.tune.search.units import SearchUnit
 
     layer = nn.Linear(*weight.T.shape)
     layer.weight.data = weight
-    assert condition_of(Unit(name="layer", module=layer, kind="Linear", flops=1.0)) is None
-    assert condition_of(Unit(name="norm", module=nn.LayerNorm(3), kind="LayerNorm", flops=1.0)) is None
+    assert singular_range(SearchUnit(name="layer", module=layer, kind="Linear", flops=1.0)) is None
+    assert singular_range(SearchUnit(name="norm", module=nn.LayerNorm(3), kind="LayerNorm", flops=1.0)) is None

@@ -4,10 +4,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from ampwise.tune.search.descent import Ladder
-from ampwise.tune.search.result import _gap
+from ampwise.tune.search.build_result import _gap
+from ampwise.tune.search.descent import FormatLadder
 
-LADDER = Ladder(
+LADDER = FormatLadder(
     formats=3,
     lowest=(0, 0, 0),
     costs=((0.1, 0.2, 0.4), (0.1, 0.2, 0.4), (0.05, 0.1, 0.2)),

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from ampwise.errors import BadInput
-from ampwise.tune.search.searching import search
-from ampwise.tune.search.trial import Trial
+from ampwise.tune.search.search import search
+from ampwise.tune.search.trial import SearchTrial
 
 from .models import deep
 
@@ -48,7 +48,7 @@ def test_it_goes_on_from_the_trials_done(tmp_path, after):
     assert found.modules == whole.modules
     assert found.trials == whole.trials
     assert len(calls) < whole.passes
-    assert f"{after} trials were there from an earlier run" in found.notes
+    assert f"{after} trials came from an earlier run" in found.notes
     assert not path.exists()
 
 
@@ -101,7 +101,7 @@ def test_the_file_of_another_search_is_refused(tmp_path, change, differs):
         function = lambda x: 1.1 * first(x)  # noqa: E731
     else:
         _, function, _ = deep(4, batches=1)
-    with pytest.raises(BadInput, match=rf"it belongs to another search, of which these differ: {differs}\. Name"):
+    with pytest.raises(BadInput, match=rf"it belongs to another search; these differ: {differs}\. Name"):
         search(function, batches, **options)
     assert path.exists()
 
@@ -113,14 +113,14 @@ def test_what_is_no_such_file_is_refused(tmp_path, text):
     path = tmp_path / "search.part"
     path.write_text(text)
     _, function, batches = deep(2, batches=1)
-    with pytest.raises(BadInput, match="that is no file to go on from"):
+    with pytest.raises(BadInput, match="cannot resume from it"):
         searched(path, batches, function)
     assert path.read_text() == text
 
 
 def test_a_folder_that_is_not_there(tmp_path):
     _, function, batches = deep(2, batches=1)
-    with pytest.raises(BadInput, match=r"nowhere' is no folder that can be written to"):
+    with pytest.raises(BadInput, match=r"nowhere' is not a writable folder"):
         searched(tmp_path / "nowhere" / "search.part", batches, function)
     with pytest.raises(BadInput, match="it is a folder"):
         searched(tmp_path, batches, function)
@@ -138,7 +138,7 @@ def interrupt(told):
 
 
 def test_a_trial_comes_back_as_it_was():
-    trial = Trial(assignment=(0, 2, 1), loss=float("inf"), gradient=0.25, worst="a.b", whole=False, problem="no")
-    from ampwise.strict_json import dumps, loads
+    trial = SearchTrial(assignment=(0, 2, 1), loss=float("inf"), gradient=0.25, worst="a.b", whole=False, problem="no")
+    from ampwise.finding.strict_json import dumps, loads
 
-    assert Trial.from_dict(loads(dumps(trial.as_dict()))) == trial
+    assert SearchTrial.from_dict(loads(dumps(trial.as_dict()))) == trial

@@ -10,13 +10,13 @@ import torch.nn.functional as F
 from torch import nn
 
 from ampwise.errors import BadInput, UnknownName
-from ampwise.tune.search.arrangement import arrangement_of
-from ampwise.tune.search.choices import choices_of
-from ampwise.tune.search.costs import costs_of
-from ampwise.tune.search.difference import Groups, Reference, Tally
-from ampwise.tune.search.passes import Batch, Passes
-from ampwise.tune.search.searching import search
-from ampwise.tune.search.units import units_of
+from ampwise.tune.search.arrangement import arrange_formats
+from ampwise.tune.search.costs import unit_costs
+from ampwise.tune.search.format_choices import parse_formats
+from ampwise.tune.search.fp32_error import ErrorTally, Fp32Reference, ParameterGroups
+from ampwise.tune.search.passes import PassRunner, SearchBatch
+from ampwise.tune.search.search import search
+from ampwise.tune.search.units import find_units
 
 from .models import deep, net
 
@@ -44,16 +44,16 @@ def test_ill_conditioned_layers_among_48_are_found_in_few_trials(formats, tolera
 
 def all_errors(function, model, batches, formats):
     """Every assignment there is, and its error and cost."""
-    choices, passes = choices_of(formats), Passes(function, model, CPU)
-    given = [Batch(batch, {}) for batch in batches]
-    units = units_of(model, lambda: passes.forward(given[0]))
-    costs = costs_of(units, choices)
-    reference = Reference(Groups(model, passes.parameters), map(passes.outcome, given), len(given))
+    choices, passes = parse_formats(formats), PassRunner(function, model, CPU)
+    given = [SearchBatch(batch, {}) for batch in batches]
+    units = find_units(model, lambda: passes.forward(given[0]))
+    costs = unit_costs(units, choices)
+    reference = Fp32Reference(ParameterGroups(model, passes.parameters), map(passes.outcome, given), len(given))
     found = {}
     for places in itertools.product(range(len(choices)), repeat=len(units)):
-        tally = Tally(reference)
+        tally = ErrorTally(reference)
         for batch in given:
-            tally.add(passes.outcome(batch, arrangement_of(units, [choices[place] for place in places], CPU)))
+            tally.add(passes.outcome(batch, arrange_formats(units, [choices[place] for place in places], CPU)))
         cost = sum(each[place] for each, place in zip(costs, places, strict=True))
         found[tuple(choices[place].name for place in places)] = (tally.difference.error, cost)
     return units, found
@@ -93,7 +93,7 @@ def test_where_nothing_passes_all_stays_in_fp32():
     assert not found.narrower
     assert set(found.modules.values()) == {"fp32"}
     assert found.policy.base == "fp32"
-    assert "nothing passes at a tolerance of 1e-07 but FP32" in str(found)
+    assert "at a tolerance of 1e-07 only FP32 everywhere passes" in str(found)
 
 
 def test_tied_weights_and_an_attention_are_searched_too():
@@ -120,7 +120,7 @@ def test_the_model_may_be_what_the_function_calls_is_a_method_of_or_is_told():
     told = search(lambda x: (x @ model.weight.T).square().mean(), batches, model=model, tolerance=0.9)
     assert by_call.modules == {"": "e4m3"}
     assert told.modules == {"": "bf16"}  # its product is in no module, and cannot be emulated
-    assert "products outside of any module are not emulated, and have 16 bits at least" in told.notes
+    assert "matmuls outside of any module are not emulated, and have at least 16 bits" in told.notes
 
 
 def test_batches_are_tuples_dicts_or_tensors():
@@ -146,17 +146,17 @@ def test_what_fails_on_the_batches_held_back_is_raised(share):
     assert (found.verified.raised, found.verified.worst) == (("0",), "0")
     assert found.error <= 0.02
     assert found.modules["0"] == "bf16"
-    assert f"On 1 held back the error was {found.verified.error:.2g} (the gradient of 0 was farthest off)" in str(found)
+    assert f"On 1 held-back batch the error was {found.verified.error:.2g} (largest in the gradient of 0)" in str(found)
     first = found.ranking[0]
     assert (first.name, first.alone > 0.02) == ("0", True)  # measured where it failed, and so are the reasons
-    assert "of its inputs are so small beside the largest (1e+06)" in first.reasons[0]
+    assert "of its inputs are so small relative to the largest (1e+06)" in first.reasons[0]
 
 
 def test_the_number_of_trials_can_be_limited():
     model, function, batches = deep(12, cancelling=[2, 5, 8], batches=1)
     found = search(function, batches, tolerance=0.03, model=model, trials=3)
     assert found.error <= 0.03
-    assert any("as many trials as allowed" in note for note in found.notes)
+    assert any("reached its limit of trials" in note for note in found.notes)
     assert (found.trials, found.spent) == (3, True)
 
 
@@ -164,14 +164,14 @@ def test_where_the_trials_are_not_enough_it_does_not_say_that_nothing_passes():
     model, function, batches = deep(4, cancelling=[2], batches=1)
     found = search(function, batches, tolerance=1e-3, model=model, trials=1)
     assert not found.narrower
-    assert "nothing narrower than FP32 was found in 1 trial, as many as allowed" in str(found)
+    assert "nothing narrower than FP32 was found within the limit of 1 trial" in str(found)
 
 
 def test_batches_that_are_the_same_are_one():
     model, batches = net(1)
     found = search(model, [*batches, *batches], tolerance=0.9)
     assert (found.batches, found.verified) == (1, None)
-    assert "there was one batch: nothing was held back to verify it on" in found.notes
+    assert "there was only one batch, so nothing was held back for verification" in found.notes
 
 
 def test_fp16_has_a_loss_scale():
@@ -195,8 +195,8 @@ def test_what_does_not_run_in_a_format_does_not_pass():
     model = nn.Sequential(nn.Linear(4, 4), Picky())
     found = search(lambda x: model(x).square().mean(), [torch.randn(8, 4)], tolerance=0.9)
     assert found.modules == {"0": "e4m3", "1": "fp32"}
-    assert found.ranking[0].reasons == ("it does not run in bf16: an operation of it has no such type",)
-    assert "Some trials did not run, and count as not passed: TypeError: expected Float, not BFloat16" in str(found)
+    assert found.ranking[0].reasons == ("it does not run in bf16: one of its operations lacks that dtype",)
+    assert "Some trials did not run, and count as failed: TypeError: expected Float, not BFloat16" in str(found)
 
 
 def gathering(model):
@@ -231,7 +231,7 @@ def test_a_recurrent_layer_has_16_bits_at_least_or_stays_wide_and_is_not_blamed_
     found = search(lambda x: head(lstm(x)[0]).square().mean(), batches, model=model, tolerance=0.05)
     assert found.modules["head"] == "e4m3"
     assert found.modules["lstm"] in ("bf16", "fp32")  # many CPUs have no LSTM in BF16
-    assert "recurrent layers are not emulated, and have 16 bits at least: lstm" in found.notes
+    assert "recurrent layers are not emulated, and have at least 16 bits: lstm" in found.notes
 
 
 def test_a_module_that_cannot_be_run_by_itself_is_searched_all_the_same():
@@ -265,7 +265,7 @@ def test_more_batches_than_are_read():
     model = nn.Linear(4, 1)
     found = search(lambda x: model(x).square().mean(), (torch.randn(2, 4) for _ in range(40)), tolerance=0.9)
     assert (found.batches, found.verified.batches) == (16, 4)
-    assert "the first 16 batches were read, and no more" in found.notes
+    assert "only the first 16 batches were read" in found.notes
 
 
 # What is refused
@@ -273,7 +273,7 @@ def test_more_batches_than_are_read():
 
 def test_a_function_that_is_not_repeatable():
     model, calls = nn.Linear(4, 1), itertools.count()
-    with pytest.raises(BadInput, match=r"not repeatable: run twice in FP32 .* it gives a loss of .* and then"):
+    with pytest.raises(BadInput, match=r"not repeatable: run twice in FP32 .* its loss is .* and then"):
         search(lambda x: model(x).square().mean() * (1 + next(calls) % 2), [torch.randn(4, 4)], model=model)
 
 
@@ -281,7 +281,7 @@ def test_a_tolerance_below_the_noise_of_fp32():
     """As on a GPU, where sums are made in any order: here the last digits change from call to call."""
     model, calls = nn.Linear(4, 1), itertools.count()
     function = lambda x: model(x).square().mean() * (1 + 1e-5 * (next(calls) % 2))  # noqa: E731
-    with pytest.raises(BadInput, match=r"search\(tolerance=1e-07\): FP32 itself does not meet it .* differ by 1e-05"):
+    with pytest.raises(BadInput, match=r"search\(tolerance=1e-07\): two FP32 runs already differ by 1e-05"):
         search(function, [torch.randn(4, 4)], model=model, tolerance=1e-7)
     found = search(function, [torch.randn(4, 4)], model=model, tolerance=0.1)
     assert 5e-6 < found.noise < 2e-5
@@ -290,23 +290,23 @@ def test_a_tolerance_below_the_noise_of_fp32():
 @pytest.mark.parametrize(
     ("arguments", "error", "said"),
     [
-        ({"batches": []}, BadInput, "without a batch there is nothing to compare"),
-        ({"batches": [(1, 2)]}, BadInput, "a batch has no tensors in it"),
+        ({"batches": []}, BadInput, "expected at least one batch"),
+        ({"batches": [(1, 2)]}, BadInput, "a batch has no tensors"),
         (
             {"batches": torch.ones(2, 4)},
             BadInput,
-            "a list of batches is expected, each a tuple of arguments, not a Tensor",
+            "expected a list of batches, each a tuple of arguments; got a Tensor",
         ),
-        ({"batches": 4}, BadInput, "a list of batches is expected, each a tuple of arguments, not an int"),
-        ({"fn": 5}, BadInput, "takes the function that makes the loss"),
-        ({"tolerance": 0}, BadInput, r"search\(tolerance=0\): a number above 0 is expected"),
-        ({"tolerance": math.nan}, BadInput, "a number above 0 is expected"),
-        ({"tolerance": "2%"}, BadInput, "a number above 0 is expected"),
-        ({"trials": 0}, BadInput, r"search\(trials=0\): how many assignments may be tried: 1 or more"),
+        ({"batches": 4}, BadInput, "expected a list of batches, each a tuple of arguments; got an int"),
+        ({"fn": 5}, BadInput, "expected the function that computes the loss"),
+        ({"tolerance": 0}, BadInput, r"search\(tolerance=0\): expected a number above 0"),
+        ({"tolerance": math.nan}, BadInput, "expected a number above 0"),
+        ({"tolerance": "2%"}, BadInput, "expected a number above 0"),
+        ({"trials": 0}, BadInput, r"search\(trials=0\): expected the number of assignments to try, at least 1"),
         ({"modules": ["decoder.*"]}, UnknownName, r"unknown module 'decoder.\*'"),
-        ({"model": "net"}, BadInput, r"search\(model=...\): a torch.nn.Module is expected, not a str"),
+        ({"model": "net"}, BadInput, r"search\(model=...\): expected a torch.nn.Module, got a str"),
         ({"gpu": "h2000"}, UnknownName, "unknown device 'h2000'"),
-        ({"formats": ("bf16",)}, BadInput, "there have to be 'fp32'"),
+        ({"formats": ("bf16",)}, BadInput, "expected 'fp32'"),
     ],
 )
 def test_arguments_that_make_no_sense(arguments, error, said):
@@ -341,7 +341,7 @@ def test_what_fails_in_fp32_is_told_before_anything_is_tried_and_on_which_batch(
     ]:
         with pytest.raises(BadInput, match=said):
             search(lambda x: model(x).sum(), [*good, bad], progress=told.append)
-    assert {one.doing for one in told} == {"FP32, to compare with"}
+    assert {one.doing for one in told} == {"FP32 reference"}
 
 
 @pytest.mark.parametrize(
@@ -361,7 +361,7 @@ def test_a_function_that_computes_in_16_bits_itself():
         with torch.autocast("cpu", torch.bfloat16):
             return model(x).float().square().mean()
 
-    with pytest.raises(BadInput, match="a product in 0 is bfloat16 where all is to be FP32"):
+    with pytest.raises(BadInput, match="a matmul in 0 is bfloat16; expected FP32"):
         search(function, [torch.randn(2, 4)])
 
 
@@ -369,5 +369,8 @@ def test_a_model_that_has_a_policy_on_it():
     from ampwise import Policy
 
     model = nn.Sequential(nn.Linear(4, 1))
-    with Policy("bf16").keep("fp32", "0").apply(model), pytest.raises(BadInput, match="a policy is on this model"):
+    with (
+        Policy("bf16").keep("fp32", "0").apply(model),
+        pytest.raises(BadInput, match="a policy is applied to this model"),
+    ):
         search(lambda x: model(x).sum(), [torch.randn(2, 4)])

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from ampwise.engine.engine import Engine
-from ampwise.tune.search.searching import search
+from ampwise.train.engine import Engine
+from ampwise.tune.search.search import search
 
 from .models import Net, deep
 

@@ -4,11 +4,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ampwise.emulation.recipe import recipe_named, rounded
-from ampwise.tune.search.choices import choices_of
-from ampwise.tune.search.passes import Batch, Passes
-from ampwise.tune.search.sensitivity import Looking
-from ampwise.tune.search.units import units_of
+from ampwise.numbers.emulation.recipe import recipe_for_format, round_operand
+from ampwise.tune.search.format_choices import parse_formats
+from ampwise.tune.search.passes import PassRunner, SearchBatch
+from ampwise.tune.search.sensitivity import SensitivityProbe
+from ampwise.tune.search.units import find_units
 
 from .models import Attention, deep, net
 
@@ -17,15 +17,15 @@ CPU = torch.device("cpu")
 
 def looked_at(function, model, batch, formats=("e4m3", "bf16", "fp32")):
     """The looks, and what each unit was run with."""
-    passes, given = Passes(function, model, CPU), Batch(batch, {})
-    units = units_of(model, lambda: passes.forward(given))
+    passes, given = PassRunner(function, model, CPU), SearchBatch(batch, {})
+    units = find_units(model, lambda: passes.forward(given))
     ran = {}
 
     def facts(unit, wide, narrow, into_softmax):
         ran[unit.name] = (wide, narrow)
         return True
 
-    looking = Looking(units, choices_of(formats), CPU, facts, {unit.name for unit in units})
+    looking = SensitivityProbe(units, parse_formats(formats), CPU, facts, {unit.name for unit in units})
     passes.watched(given, looking)
     return looking.looks, ran
 
@@ -38,17 +38,17 @@ def test_a_linear_layer_is_rounded_as_by_hand():
     model = nn.Sequential(nn.Linear(32, 24, bias=False), nn.Tanh(), nn.Linear(24, 4, bias=False))
     x = torch.randn(16, 32)
     looks, ran = looked_at(lambda x: model(x).square().mean(), model, (x,), ("mxfp8", "fp32"))
-    recipe, half = recipe_named("mxfp8"), torch.bfloat16
+    recipe, half = recipe_for_format("mxfp8"), torch.bfloat16
 
     def q(tensor, dim):
-        return rounded(tensor.to(half), recipe.forward, dim, scaled=True)
+        return round_operand(tensor.to(half), recipe.forward, dim, scaled=True)
 
     with torch.no_grad():
         given = torch.tanh(model[0](x))
     weight = model[2].weight.detach()
     told = 2 * (given @ weight.T) / (16 * 4)
     wide, _ = ran["2"]
-    torch.testing.assert_close(wide.told[0], told)
+    torch.testing.assert_close(wide.out_grads[0], told)
     torch.testing.assert_close(wide.outputs[0], given @ weight.T)
     local = looks["2"].locals["mxfp8"]
     expected = relative(given @ weight.T, (q(given, -1) @ q(weight, 1).T).to(half).float())
@@ -61,20 +61,20 @@ def test_a_linear_layer_is_rounded_as_by_hand():
 
 def test_it_is_about_what_the_whole_suffers():
     """Within a factor of four of the module alone in a format, for all modules but the model itself."""
-    from ampwise.tune.search.arrangement import arrangement_of
-    from ampwise.tune.search.difference import Groups, Reference, Tally
+    from ampwise.tune.search.arrangement import arrange_formats
+    from ampwise.tune.search.fp32_error import ErrorTally, Fp32Reference, ParameterGroups
 
     model, batches = net(1)
-    passes, batch = Passes(model, model, CPU), Batch(batches[0], {})
-    units = units_of(model, lambda: passes.forward(batch))
-    choices = choices_of(("e4m3", "bf16", "fp32"))
+    passes, batch = PassRunner(model, model, CPU), SearchBatch(batches[0], {})
+    units = find_units(model, lambda: passes.forward(batch))
+    choices = parse_formats(("e4m3", "bf16", "fp32"))
     looks, _ = looked_at(model, model, batches[0])
-    reference = Reference(Groups(model, passes.parameters), [passes.outcome(batch)], 1)
+    reference = Fp32Reference(ParameterGroups(model, passes.parameters), [passes.outcome(batch)], 1)
     for place, unit in enumerate(units):
         for choice in choices[:-1] if unit.name else ():
             chosen = [choice if other == place else choices[-1] for other in range(len(units))]
-            tally = Tally(reference)
-            tally.add(passes.outcome(batch, arrangement_of(units, chosen, CPU)))
+            tally = ErrorTally(reference)
+            tally.add(passes.outcome(batch, arrange_formats(units, chosen, CPU)))
             alone = tally.difference.error
             assert alone / 4 < looks[unit.name].locals[choice.name].score < 4 * alone
 

@@ -2,8 +2,8 @@
 
 import io
 
-from ampwise.tune.search.searching import search
-from ampwise.tune.search.telling import Pace, Told, progress_on
+from ampwise.tune.search.progress import ProgressCounter, SearchProgress, progress_on
+from ampwise.tune.search.search import search
 
 from .models import deep
 
@@ -14,7 +14,7 @@ class Terminal(io.StringIO):
 
 
 def told(doing="3 in e4m3: error 0.1, does not pass", left=95.0):
-    return Told(doing=doing, done=5, expected=20, seconds_left=left)
+    return SearchProgress(doing=doing, done=5, expected=20, seconds_left=left)
 
 
 def test_lines_say_what_came_out_and_how_long_it_may_take():
@@ -46,7 +46,7 @@ def test_quiet_is_quiet():
 
 def test_the_time_left_is_by_what_the_passes_took():
     seen, done = [], [0]
-    pace = Pace(seen.append, lambda: done[0])
+    pace = ProgressCounter(seen.append, lambda: done[0])
     pace.expected = 10
     pace.tell("first")
     done[0] = 5
@@ -62,9 +62,9 @@ def test_a_search_tells_each_trial():
     _, function, batches = deep(4, batches=2)
     found = search(function, batches, tolerance=0.9, progress=seen.append)
     assert [one.doing.partition(":")[0] for one in seen] == [
-        "FP32, to compare with",
-        "FP32 again, for the noise",
-        "each module by itself",
+        "FP32 reference",
+        "FP32 again, to measure noise",
+        "probing each module",
         "4 in e4m3",
         "held back",
     ]

@@ -2,16 +2,16 @@
 
 import math
 
-from ampwise.tune.search.choices import choices_of
-from ampwise.tune.search.descent import Ladder
-from ampwise.tune.search.trial import Trial
-from ampwise.tune.search.trials import Spent
-from ampwise.tune.search.units import Unit
-from ampwise.tune.search.verifying import verified_on
+from ampwise.tune.search.descent import FormatLadder
+from ampwise.tune.search.format_choices import parse_formats
+from ampwise.tune.search.trial import SearchTrial
+from ampwise.tune.search.trials import TrialsSpent
+from ampwise.tune.search.units import SearchUnit
+from ampwise.tune.search.verification import verify
 
-UNITS = [Unit(name=name, module=None, kind="Linear", flops=1.0) for name in "abc"]
+UNITS = [SearchUnit(name=name, module=None, kind="Linear", flops=1.0) for name in "abc"]
 TOLERANCE = 0.01
-LADDER = Ladder(
+LADDER = FormatLadder(
     formats=2,
     lowest=(0, 0, 0),
     costs=((1.0, 2.0),) * 3,
@@ -23,17 +23,17 @@ class Numbers:
     """Trials that are only numbers."""
 
     def __init__(self, error, batches=(None,), limit=math.inf):
-        self.batches, self.limit, self.choices = batches, limit, choices_of(("bf16", "fp32"))
+        self.batches, self.limit, self.choices = batches, limit, parse_formats(("bf16", "fp32"))
         self.seen, self._error = {}, error
 
     def of(self, assignment, tolerance):
         if assignment not in self.seen and len(self.seen) >= self.limit:
-            raise Spent
+            raise TrialsSpent
         return self.whole(assignment)
 
     def whole(self, assignment):
         error = self._error(assignment)
-        self.seen[assignment] = Trial(assignment=assignment, loss=0.0, gradient=error, worst="norm")
+        self.seen[assignment] = SearchTrial(assignment=assignment, loss=0.0, gradient=error, worst="norm")
         return self.seen[assignment]
 
     def passed(self, tolerance):
@@ -46,7 +46,7 @@ def additive(a, b, c):
 
 def verified(held, best=(0, 0, 0), trials=None):
     trials = trials or Numbers(lambda assignment: 0.0)
-    return verified_on(held, trials, LADDER, best, UNITS, TOLERANCE, lambda batches: {})
+    return verify(held, trials, LADDER, best, UNITS, TOLERANCE, lambda batches: {})
 
 
 def test_what_passes_is_left_as_it_is():

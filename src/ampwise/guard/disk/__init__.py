@@ -1,6 +1,6 @@
-"""Checkpoints on disk: folders of tensors and JSON, whole or not there, and no code in them.
+"""Checkpoints on disk: folders of tensors and JSON, without code, which appear only when they are complete.
 
-``layout`` names the files, and ``manifest`` is what is said of them; ``catalog`` finds checkpoints, proves, marks and
-prunes them; ``lock`` keeps a second run away. None of these loads torch. ``writing`` and ``reading`` do: they are the
-two ways, through torch.distributed.checkpoint, and ``ranks`` lets all of a group fail together.
+``layout`` names the files, and ``manifest`` describes them; ``catalog`` lists, verifies, marks and prunes checkpoints;
+``lock`` refuses a second run in a directory. None of these imports torch. ``writing`` and ``reading`` do, and use
+torch.distributed.checkpoint; ``rank_errors`` makes a failure on one rank fail on all.
 """

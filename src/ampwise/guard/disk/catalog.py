@@ -1,4 +1,4 @@
-"""The checkpoints in a directory: found, proven, marked, pruned. Needs no torch, and believes nothing it reads."""
+"""List, verify, mark and prune the checkpoints in a directory. Needs no torch, and trusts nothing it reads."""
 
 from __future__ import annotations
 
@@ -13,64 +13,69 @@ from pathlib import Path
 from typing import Any
 
 from ampwise.errors import BadInput
-from ampwise.guard.disk.durable import checksum, holds_only_ours, remove_ours, sync_folder
+from ampwise.finding.strict_json import dumps, loads
+from ampwise.finding.terminal import printable
+from ampwise.guard.disk.durable_files import (
+    checksum,
+    holds_only_checkpoint_files,
+    remove_checkpoint_folder,
+    sync_folder,
+)
 from ampwise.guard.disk.layout import (
+    CHECKPOINT_FILE,
     FOLDER,
     LARGEST_MANIFEST,
     LARGEST_MARK,
     LEFTOVER,
     MANIFEST,
     MARK,
-    OURS,
     SEAL,
-    aside,
     plain_file,
+    temporary_folder,
     tensors_file,
 )
-from ampwise.guard.disk.manifest import Damaged, Manifest
-from ampwise.printers.terminal import printable
-from ampwise.record.files import opened, write_aside
-from ampwise.strict_json import dumps, loads
+from ampwise.guard.disk.manifest import CheckpointManifest, DamagedCheckpoint
+from ampwise.runs.files import open_regular, write_atomically
 
 __all__ = [
-    "Checkpoint",
-    "Damaged",
+    "DamagedCheckpoint",
+    "SavedCheckpoint",
     "checkpoints",
     "clear_leftovers",
-    "discredit",
+    "mark_bad",
+    "mark_good",
     "next_number",
-    "promote",
     "prune",
     "verify",
 ]
 
-CHANGED = "is not as it was written: its checksum is another"
+CHANGED = "has changed since it was written: its checksum differs"
 LONGEST_REASON = 500
-HIDDEN_BY_NFS = ".nfs"  # how a file is called that was removed while somebody has it open
-BEING_WRITTEN: set[Path] = set()  # by this process, in the background: no leftovers
+HIDDEN_BY_NFS = ".nfs"  # prefix that NFS gives a file that was removed while it was open
+BEING_WRITTEN: set[Path] = set()  # folders this process is writing in the background: not leftovers
 
 
 @dataclass(frozen=True, slots=True)
-class Checkpoint:
-    """A checkpoint as far as its manifest, names and sizes tell."""
+class SavedCheckpoint:
+    """A checkpoint, as described by its manifest, file names and sizes."""
 
     path: Path
     step: int
-    number: int  # orders them; 0 where the manifest cannot be read
-    saved: float  # Unix time, for people only: clocks are set back
+    number: int  # order of saving; 0 if the manifest cannot be read
+    saved: float  # Unix time, only for display: clocks can be set back
     bytes: int
     world_size: int
     about: Mapping[str, Any]
-    good: bool  # promoted: the run was healthy for a while after it
-    trouble: str  # in a line, why not to go on from it; empty if it is whole
-    undone: bool = False  # the run went back behind it: that is its only trouble
+    good: bool  # the run was healthy for a while after it
+    trouble: str  # why it must not be resumed, in one line; empty if it is complete
+    undone: bool = False  # the run was rolled back to before it, which is its only trouble
 
 
 # --- finding -------------------------------------------------------------------------------------------------------
 
 
-def checkpoints(directory: str | Path) -> list[Checkpoint]:
-    """All there are, the newest first; damaged ones say what their trouble is. None where there is no directory."""
+def checkpoints(directory: str | Path) -> list[SavedCheckpoint]:
+    """Return all checkpoints, newest first; damaged ones have ``trouble``. Empty if there is no directory."""
     home = Path(directory)
     try:
         names = os.listdir(home)  # noqa: PTH208
@@ -83,22 +88,22 @@ def checkpoints(directory: str | Path) -> list[Checkpoint]:
 
 
 def next_number(directory: str | Path) -> int:
-    """The number of a checkpoint that is newer than all there are."""
+    """Return the number for a new checkpoint, higher than all existing ones."""
     return 1 + max((each.number for each in checkpoints(directory)), default=0)
 
 
-def read_manifest(folder: Path) -> Manifest:
-    """Damaged, in a line, where it is not what its seal was made for, or makes no sense."""
+def read_manifest(folder: Path) -> CheckpointManifest:
+    """Read a checkpoint's manifest; raise Damaged if its checksum differs or it is invalid."""
     data, seal = _bytes(folder, MANIFEST, LARGEST_MANIFEST), _bytes(folder, SEAL, 1000).split()
     if not seal or seal[0] != hashlib.sha256(data).hexdigest().encode():
-        raise Damaged(f"{MANIFEST} {CHANGED}.")
-    return Manifest.parse(data)
+        raise DamagedCheckpoint(f"{MANIFEST} {CHANGED}.")
+    return CheckpointManifest.parse(data)
 
 
-def described(
-    folder: Path, manifest: Manifest, *, good: bool = False, trouble: str = "", undone: bool = False
-) -> Checkpoint:
-    return Checkpoint(
+def checkpoint_from_manifest(
+    folder: Path, manifest: CheckpointManifest, *, good: bool = False, trouble: str = "", undone: bool = False
+) -> SavedCheckpoint:
+    return SavedCheckpoint(
         path=folder,
         step=manifest.step,
         number=manifest.number,
@@ -112,65 +117,67 @@ def described(
     )
 
 
-def _order(checkpoint: Checkpoint, all_of_them: Sequence[Checkpoint]) -> float:
-    """The number; of one that has lost it, where its step would put it."""
+def _order(checkpoint: SavedCheckpoint, found: Sequence[SavedCheckpoint]) -> float:
+    """Return the sort key of a checkpoint: its number, or a number derived from its step if that is unreadable."""
     if checkpoint.number:
         return checkpoint.number
-    return max((each.number for each in all_of_them if each.step <= checkpoint.step), default=0) + 0.5
+    return max((each.number for each in found if each.step <= checkpoint.step), default=0) + 0.5
 
 
-def _checkpoint(folder: Path, step: int) -> Checkpoint:
+def _checkpoint(folder: Path, step: int) -> SavedCheckpoint:
     manifest, undone = None, False
     try:
         if not stat.S_ISDIR(folder.lstat().st_mode):
-            raise Damaged("it is a link or a file, and no folder.")
+            raise DamagedCheckpoint("expected a folder, got a link or a file.")
         manifest = read_manifest(folder)
         _check_sizes(folder, manifest)
         good, trouble, undone = _mark(folder)
-    except (Damaged, OSError) as error:
+    except (DamagedCheckpoint, OSError) as error:
         good, trouble = False, printable(str(error))
     if manifest is None:
-        return Checkpoint(folder, step, 0, 0.0, 0, 0, {}, False, trouble)
-    return described(folder, manifest, good=good, trouble=trouble, undone=undone)
+        return SavedCheckpoint(folder, step, 0, 0.0, 0, 0, {}, False, trouble)
+    return checkpoint_from_manifest(folder, manifest, good=good, trouble=trouble, undone=undone)
 
 
-def _check_sizes(folder: Path, manifest: Manifest) -> None:
+def _check_sizes(folder: Path, manifest: CheckpointManifest) -> None:
     for name in os.listdir(folder):  # noqa: PTH208
-        if not OURS.fullmatch(name) and not name.startswith(HIDDEN_BY_NFS):
-            raise Damaged(f"{ascii(name)[:80]} is in it, which is no file of a checkpoint.")
+        if not CHECKPOINT_FILE.fullmatch(name) and not name.startswith(HIDDEN_BY_NFS):
+            raise DamagedCheckpoint(f"it contains {ascii(name)[:80]}, which is not a file of a checkpoint.")
     for name, file in manifest.files.items():
         try:
             found = (folder / name).lstat()
         except FileNotFoundError as error:
-            raise Damaged(f"{name} is missing.") from error
+            raise DamagedCheckpoint(f"{name} is missing.") from error
         if not stat.S_ISREG(found.st_mode):
-            raise Damaged(f"{name} is not a plain file.")
+            raise DamagedCheckpoint(f"{name} is not a regular file.")
         if found.st_size != file.bytes:
-            raise Damaged(f"{name} has {found.st_size:,} bytes, not {file.bytes:,}: it was cut off or changed.")
+            raise DamagedCheckpoint(
+                f"{name} has {found.st_size:,} bytes, expected {file.bytes:,}: it was truncated or changed."
+            )
 
 
 def _bytes(folder: Path, name: str, largest: int) -> bytes:
-    """A small file. Its length is asked first: memory is for what a checkpoint of ours may hold."""
+    """Read a small file, after checking its size."""
     try:
-        with opened(folder / name, os.O_RDONLY, "rb") as file:
+        with open_regular(folder / name, os.O_RDONLY, "rb") as file:
             size = os.fstat(file.fileno()).st_size
             if size > largest:
-                raise Damaged(f"{name} has {size:,} bytes, and {largest:,} is the most.")
+                raise DamagedCheckpoint(f"{name} has {size:,} bytes; the limit is {largest:,}.")
             return file.read(size)
     except FileNotFoundError as error:
-        raise Damaged(f"{name} is missing.") from error
+        raise DamagedCheckpoint(f"{name} is missing.") from error
     except OSError as error:
-        raise Damaged(f"{name} cannot be read: {error.strerror or error}.") from error
+        raise DamagedCheckpoint(f"{name} cannot be read: {error.strerror or error}.") from error
 
 
-# --- proving -------------------------------------------------------------------------------------------------------
+# --- verifying -----------------------------------------------------------------------------------------------------
 
 
-def verify(checkpoint: Checkpoint, *, share: int = 0, of: int = 1) -> None:
-    """Read all of its files and compare their checksums; Damaged, in a line, for the first that is another.
+def verify(checkpoint: SavedCheckpoint, *, share: int = 0, of: int = 1) -> None:
+    """Read all files and compare their checksums; raise Damaged for the first that differs.
 
-    share, of: which of so many ranks this is, that prove it together. Each reads what some of those that wrote it have
-    written, and the first looks at all names and lengths, too. It is whole if none of them finds anything.
+    share, of: rank and number of ranks that verify the checkpoint together. Each rank reads some of the files, and rank
+    0 also checks all names and sizes. The checkpoint is complete if no rank raises.
     """
     manifest = read_manifest(checkpoint.path)
     if share == 0:
@@ -180,85 +187,85 @@ def verify(checkpoint: Checkpoint, *, share: int = 0, of: int = 1) -> None:
             verify_file(checkpoint.path, name, manifest)
 
 
-def verify_file(folder: Path, name: str, manifest: Manifest) -> None:
-    """The same for one file."""
+def verify_file(folder: Path, name: str, manifest: CheckpointManifest) -> None:
+    """Compare the checksum of one file; raise Damaged if it differs."""
     file = manifest.files[name]
     try:
         found = checksum(folder / name, file.bytes)
     except OSError as error:
-        raise Damaged(f"{name} cannot be read: {error.strerror or error}.") from error
+        raise DamagedCheckpoint(f"{name} cannot be read: {error.strerror or error}.") from error
     if found != file.sha256:
-        raise Damaged(f"{name} {CHANGED}.")
+        raise DamagedCheckpoint(f"{name} {CHANGED}.")
 
 
 # --- marking -------------------------------------------------------------------------------------------------------
 
 
-def promote(checkpoint: Checkpoint) -> Checkpoint:
-    """Mark it as good, for good: the run was healthy for a while after it. OSError where that cannot be written."""
+def mark_good(checkpoint: SavedCheckpoint) -> SavedCheckpoint:
+    """Mark a checkpoint permanently as good: the run was healthy for a while after it. May raise OSError."""
     if checkpoint.trouble:
-        raise BadInput(f"{checkpoint.path} cannot be called good: {checkpoint.trouble}")
+        raise BadInput(f"{checkpoint.path} cannot be marked as good: {checkpoint.trouble}")
     _write_mark(checkpoint, {"good": True, "why": ""})
     return dataclasses.replace(checkpoint, good=True)
 
 
-def discredit(checkpoint: Checkpoint, why: str, *, undone: bool = False) -> Checkpoint:
-    """Mark it as one not to be resumed from. undone: because the run went back to a step before it."""
-    reason = printable(why)[:LONGEST_REASON] or "it was marked as not to be resumed from."
+def mark_bad(checkpoint: SavedCheckpoint, why: str, *, undone: bool = False) -> SavedCheckpoint:
+    """Mark a checkpoint as one not to resume from. undone: because the run was rolled back to before it."""
+    reason = printable(why)[:LONGEST_REASON] or "it was marked as not to be resumed."
     _write_mark(checkpoint, {"good": False, "why": reason, **({"undone": True} if undone else {})})
     return dataclasses.replace(checkpoint, good=False, trouble=reason, undone=undone)
 
 
-def _write_mark(checkpoint: Checkpoint, facts: Mapping[str, Any]) -> None:
-    write_aside(checkpoint.path / MARK, [dumps(facts).encode()])
+def _write_mark(checkpoint: SavedCheckpoint, facts: Mapping[str, Any]) -> None:
+    write_atomically(checkpoint.path / MARK, [dumps(facts).encode()])
     sync_folder(checkpoint.path)
 
 
 def _mark(folder: Path) -> tuple[bool, str, bool]:
-    """Whether it is good, why it is not to be resumed from, and whether that is because it was undone."""
+    """Return whether it is good, why it must not be resumed, and whether that is because it was undone."""
     if not os.path.lexists(folder / MARK):
         return False, "", False
     try:
         facts = loads(_bytes(folder, MARK, LARGEST_MARK))
     except ValueError as error:
-        raise Damaged(f"{MARK} is damaged: {str(error)[:200]}") from error
+        raise DamagedCheckpoint(f"{MARK} is damaged: {str(error)[:200]}") from error
     match facts:
         case {"good": True, "why": ""}:
             return True, "", False
         case {"good": False, "why": str(why)} if why:
             return False, printable(why)[:LONGEST_REASON], facts.get("undone") is True
-    raise Damaged(f"{MARK} is damaged: it says neither that this is good nor why it is not.")
+    raise DamagedCheckpoint(f"{MARK} is damaged: expected good=true, or good=false and a reason.")
 
 
 # --- pruning -------------------------------------------------------------------------------------------------------
 
 
 def prune(directory: str | Path, keep: int, spared: Collection[Path] = ()) -> list[Path]:
-    """Remove what is older than the ``keep`` newest whole ones, and what attempts left behind; returns what is gone.
+    """Remove all but the ``keep`` newest complete checkpoints, and leftovers of failed writes; return what was removed.
 
-    spared: folders that stay besides, such as that of the one that is next to become good.
+    spared: further folders to keep, such as the checkpoint that is next to become good.
 
-    The newest good one stays in any case. Of damaged ones, those go whose manifest still says that they are ours, once
-    they are older than all that is kept. Folders with other names in them are not touched, and links not followed.
+    The newest good checkpoint is always kept. Damaged checkpoints are removed if they are older than all that are kept
+    and their manifest is readable. Folders with unknown files in them are not touched, and links are not followed.
     """
     if keep < 1:
-        raise BadInput(f"prune(keep={keep}): at least one checkpoint has to stay.")
+        raise BadInput(f"prune(keep={keep}): expected 1 or more.")
     home = Path(directory)
     gone = clear_leftovers(home)
-    beyond = [old for old in _beyond(checkpoints(home), keep) if old.path not in spared]
-    gone += [old.path for old in beyond if holds_only_ours(old.path) and _removed(old)]
+    outdated = [old for old in _to_prune(checkpoints(home), keep) if old.path not in spared]
+    gone += [old.path for old in outdated if holds_only_checkpoint_files(old.path) and _remove(old)]
     if gone:
-        with contextlib.suppress(OSError):  # what comes back after a power cut is removed the next time
+        with contextlib.suppress(OSError):  # a folder that reappears after a power cut is removed next time
             sync_folder(home)
     return gone
 
 
 def clear_leftovers(directory: Path) -> list[Path]:
-    """Remove what attempts left behind that were killed; returns what is gone."""
-    return [path for path in _leftovers(directory) if remove_ours(path)]
+    """Remove leftovers of writes that were killed; return what was removed."""
+    return [path for path in _leftovers(directory) if remove_checkpoint_folder(path)]
 
 
-def _beyond(found: Sequence[Checkpoint], keep: int) -> Iterator[Checkpoint]:
+def _to_prune(found: Sequence[SavedCheckpoint], keep: int) -> Iterator[SavedCheckpoint]:
     whole = [each for each in found if not each.trouble]
     newest_good = next((each for each in whole if each.good), None)
     if len(whole) < keep:
@@ -269,14 +276,14 @@ def _beyond(found: Sequence[Checkpoint], keep: int) -> Iterator[Checkpoint]:
             yield each
 
 
-def _removed(checkpoint: Checkpoint) -> bool:
-    """Under another name first, so that a kill leaves no half of a checkpoint that looks like one."""
-    leaving = aside(checkpoint.path.parent, checkpoint.step, "old")
+def _remove(checkpoint: SavedCheckpoint) -> bool:
+    """Rename, then remove, so that a kill does not leave half a checkpoint under a valid name."""
+    leaving = temporary_folder(checkpoint.path.parent, checkpoint.step, "old")
     try:
         checkpoint.path.rename(leaving)
     except OSError:
         return False
-    remove_ours(leaving)
+    remove_checkpoint_folder(leaving)
     return True
 
 

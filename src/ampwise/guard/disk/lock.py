@@ -1,7 +1,7 @@
-"""One run to a directory: a second is refused, and the lock of a process that died is taken over.
+"""A lock that allows one run per directory, and takes over the lock of a process that died.
 
-The system's own lock (flock) is let go of when its process ends, however it ends. Where a file system has none, the
-holder says that it lives by touching the file, and age is told by that file system's clock alone.
+The operating system releases a flock when its process ends, however it ends. On a file system without flock, the holder
+touches the file regularly, and its age is measured with that file system's clock.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from ampwise.errors import BadInput
+from ampwise.finding.terminal import printable
 from ampwise.guard.disk.layout import LOCK
-from ampwise.printers.terminal import printable
-from ampwise.record.files import opened, write_aside
+from ampwise.runs.files import open_regular, write_atomically
 
-__all__ = ["Lock"]
+__all__ = ["DirectoryLock"]
 
 LARGEST = 10_000  # bytes
 HELD = {errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES}
 NO_LOCKS = {errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL}
-BEAT_S = 20.0  # between signs of life, where there is no flock
-DEAD_AFTER_S = 120.0  # without one
-UNTOLD = "?"  # when a process began, where the system does not say
-SETTLED_AFTER_S = 0.3  # in which another that takes over in the same moment would show
+BEAT_S = 20.0  # between two touches of the file, without flock
+DEAD_AFTER_S = 120.0  # without a touch
+UNKNOWN_START = "?"  # start time of a process, if the system does not report it
+SETTLED_AFTER_S = 0.3  # time in which another process that takes over at the same moment would show up
 
 
 class _Held(Protocol):
@@ -40,50 +40,50 @@ class _Held(Protocol):
     def close(self) -> None: ...
 
 
-class Holder(NamedTuple):
-    """Who has a lock, or had it, by its own words."""
+class LockHolder(NamedTuple):
+    """The process that holds or held a lock, as it described itself."""
 
     pid: int = 0
     host: str = "?"
     since: str = ""
 
 
-class Lock:
-    """``acquire`` or BadInput; ``stale`` says whether it was taken over from a run that did not let go of it."""
+class DirectoryLock:
+    """Lock on a directory. ``stale``: whether it was taken over from a run that did not release it."""
 
     def __init__(self, directory: str | Path) -> None:
         self._directory = Path(directory)
         self._path = self._directory / LOCK
         self._file: _Held | None = None
-        self._mine = ""  # what tells this lock from one of the same process
+        self._token = ""  # distinguishes this lock from others of the same process
         self._stopped = threading.Event()
         self.stale = False
-        self.holder_before = Holder()  # of one that is stale
+        self.holder_before = LockHolder()  # of a stale lock
 
     @property
     def held(self) -> bool:
-        return bool(self._mine)
+        return bool(self._token)
 
     def acquire(self) -> None:
-        """Make the directory this run's own; BadInput says who has it."""
+        """Lock the directory; raise BadInput, naming the holder, if another run has it."""
         if self.held:
-            raise BadInput(f"{self._directory} is locked by this run already.")
+            raise BadInput(f"{self._directory} is already locked by this run.")
         try:
             self._directory.mkdir(parents=True, exist_ok=True)
             self._acquire()
         except OSError as error:
             raise BadInput(
-                f"{self._directory} cannot be locked: {error.strerror or error}. Name a folder that may be written to."
+                f"{self._directory} cannot be locked: {error.strerror or error}. Name a writable folder."
             ) from error
 
     def release(self) -> None:
-        """Let go of it; nothing where it is not held."""
+        """Release the lock; do nothing if it is not held."""
         if not self.held:
             return
-        self._mine = ""
+        self._token = ""
         self._stopped.set()
         with contextlib.suppress(OSError):
-            # Emptied, not removed: who waits for this very file would otherwise lock one that has no name.
+            # Truncate, do not remove: another process that has the file open could lock a file without a name.
             if self._file is not None:
                 os.ftruncate(self._file.fileno(), 0)
             else:
@@ -91,14 +91,14 @@ class Lock:
         self._close()
 
     def _acquire(self) -> None:
-        file = opened(self._path, os.O_RDWR | os.O_CREAT, "r+b", buffering=0)
+        file = open_regular(self._path, os.O_RDWR | os.O_CREAT, "r+b", buffering=0)
         try:
             locked = _flock(file.fileno())
             holder = _parsed(file.read(LARGEST))
             if locked is False or (locked is None and _lives(holder, self._path)):
                 raise BadInput(_refusal(self._directory, holder))
             facts = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.time(), "born": _born_here()}
-            self._mine = facts["token"] = secrets.token_hex(8)
+            self._token = facts["token"] = secrets.token_hex(8)
             text = json.dumps(facts).encode()
             if locked:
                 self._file = file
@@ -108,21 +108,21 @@ class Lock:
             else:
                 self._take_without_flock(text)
         except BaseException:
-            self._mine, self._file = "", None
+            self._token, self._file = "", None
             file.close()
             raise
         if not locked:
             file.close()
-        self.stale, self.holder_before = bool(holder), _told(holder)
+        self.stale, self.holder_before = bool(holder), _holder_of(holder)
 
     def _take_without_flock(self, text: bytes) -> None:
-        # Under a name of its own first: another may take over in this very moment, and the last one has it.
-        aside = self._path.with_name(f"{LOCK}.{self._mine}.new")
-        write_aside(aside, [text])
+        # Write a file of our own and rename it: if two processes take over at the same time, the last one wins.
+        aside = self._path.with_name(f"{LOCK}.{self._token}.new")
+        write_atomically(aside, [text])
         os.replace(aside, self._path)  # noqa: PTH105
         time.sleep(SETTLED_AFTER_S)
         holder = _parsed(self._path.read_bytes()[:LARGEST])
-        if holder.get("token") != self._mine:
+        if holder.get("token") != self._token:
             raise BadInput(_refusal(self._directory, holder))
         self._stopped = threading.Event()
         threading.Thread(target=self._beat, args=(self._stopped,), name="ampwise-guard-lock", daemon=True).start()
@@ -138,14 +138,14 @@ class Lock:
             self._file = None
 
 
-_HELD_HERE: weakref.WeakSet[Lock] = weakref.WeakSet()
+_HELD_HERE: weakref.WeakSet[DirectoryLock] = weakref.WeakSet()
 
 
 def _close_in_child() -> None:
-    """A lock is shared with what is forked: a loader's worker that outlives a killed run would go on holding it."""
+    """Close locks in a forked process: a loader worker that outlives a killed run would keep holding the flock."""
     for lock in list(_HELD_HERE):
         lock._close()
-        lock._mine = ""
+        lock._token = ""
     _HELD_HERE.clear()
 
 
@@ -154,7 +154,7 @@ if hasattr(os, "register_at_fork"):
 
 
 def _flock(descriptor: int) -> bool | None:
-    """Whether it is ours now; None where there are no such locks."""
+    """Try to lock a file; return whether that succeeded, None if flock is not supported."""
     try:
         import fcntl
     except ImportError:  # Windows
@@ -171,7 +171,7 @@ def _flock(descriptor: int) -> bool | None:
 
 
 def _parsed(data: bytes) -> dict[str, Any]:
-    """What the holder said of itself; nothing where nobody holds it."""
+    """Return the holder's description of itself; empty if nobody holds the lock."""
     try:
         facts = json.loads(data)
     except (ValueError, RecursionError):
@@ -180,15 +180,15 @@ def _parsed(data: bytes) -> dict[str, Any]:
 
 
 def _lives(holder: dict[str, Any], path: Path) -> bool:
-    """Whether a holder, of which no lock of the system tells, is still there."""
+    """Whether the holder of a lock without flock is still running."""
     if not holder:
         return False
     if os.name == "posix" and holder.get("host") == socket.gethostname() and isinstance(holder.get("pid"), int):
         born = _born(holder["pid"])
-        return born is not None and holder.get("born") in (born, UNTOLD)
+        return born is not None and holder.get("born") in (born, UNKNOWN_START)
     probe = path.with_name(f"{path.name}.{secrets.token_hex(4)}.new")
     try:
-        with opened(probe, os.O_WRONLY | os.O_CREAT | os.O_EXCL, "wb") as file:
+        with open_regular(probe, os.O_WRONLY | os.O_CREAT | os.O_EXCL, "wb") as file:
             now = os.fstat(file.fileno()).st_mtime
     finally:
         with contextlib.suppress(OSError):
@@ -197,35 +197,35 @@ def _lives(holder: dict[str, Any], path: Path) -> bool:
 
 
 def _born(pid: int) -> str | None:
-    """When a process began, so that another of the same number is not taken for it; None if there is none."""
+    """Return the start time of a process, to detect a reused pid; None if there is no such process."""
     try:
-        os.kill(pid, 0)  # sends nothing
+        os.kill(pid, 0)  # checks only
     except (ProcessLookupError, OverflowError):
         return None
     except OSError:  # another user's
         pass
     with contextlib.suppress(OSError, IndexError):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
-    return UNTOLD
+    return UNKNOWN_START
 
 
 def _born_here() -> str | None:
-    return _born(os.getpid()) if os.name == "posix" else UNTOLD  # elsewhere, to ask is to end it
+    return _born(os.getpid()) if os.name == "posix" else UNKNOWN_START  # on Windows os.kill would end it
 
 
-def _told(holder: dict[str, Any]) -> Holder:
+def _holder_of(holder: dict[str, Any]) -> LockHolder:
     pid, since = holder.get("pid"), holder.get("since")
     when = ""
     if isinstance(since, int | float) and 0 < since < 2**33:
         when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(since))
-    return Holder(pid if isinstance(pid, int) else 0, str(holder.get("host", "?"))[:200], when)
+    return LockHolder(pid if isinstance(pid, int) else 0, str(holder.get("host", "?"))[:200], when)
 
 
 def _refusal(directory: Path, holder: dict[str, Any]) -> str:
-    since = _told(holder).since
+    since = _holder_of(holder).since
     when = f" since {since}" if since else ""
     who = f"process {holder.get('pid', '?')} on {holder.get('host', '?')}"
     return (
         f"{directory} is in use by {printable(str(who))[:200]}{when}. Two runs would overwrite each other: "
-        "name another folder, or end that run first."
+        "name another folder, or stop that run first."
     )

@@ -1,4 +1,4 @@
-"""A checkpoint read back into tensors that are there, whatever the ranks were that wrote it. No code of it is run."""
+"""Read a checkpoint into existing tensors, on any number of ranks. Reading runs no code from the checkpoint."""
 
 from __future__ import annotations
 
@@ -26,62 +26,71 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from ampwise.errors import BadInput
-from ampwise.guard.disk.catalog import Checkpoint, Damaged, read_manifest, verify_file
+from ampwise.finding.strict_json import loads
+from ampwise.guard.disk.catalog import DamagedCheckpoint, SavedCheckpoint, read_manifest, verify_file
 from ampwise.guard.disk.layout import LARGEST_PLAIN, MOST_PARTS, plain_file
-from ampwise.guard.disk.manifest import Manifest, Piece, StoredTensor
-from ampwise.guard.disk.ranks import checked_together, explained
-from ampwise.record.files import opened
-from ampwise.strict_json import loads
-from ampwise.tensors_on_disk import DTYPES, WHOLE_NUMBERS, Entry, entries, filled, memory_here
+from ampwise.guard.disk.manifest import CheckpointManifest, StoredTensor, TensorPiece
+from ampwise.guard.disk.rank_errors import checked_together, readable_error
+from ampwise.runs.files import open_regular
+from ampwise.runs.tensor_files import (
+    DTYPES,
+    INTEGER_BY_SIZE,
+    TensorEntry,
+    machine_memory,
+    read_into_memory,
+    tensor_entries,
+)
 
-__all__ = ["Stored", "read_into", "read_plain", "stored_tensors"]
+__all__ = ["StoredTensorInfo", "read_into", "read_plain", "stored_tensors"]
 
-SLAB = 64_000_000  # bytes that are read at a time, or one row
+SLAB = 64_000_000  # bytes read at a time, but at least one row
 
 
-class Stored(NamedTuple):
+class StoredTensorInfo(NamedTuple):
+    """Dtype and shape of a stored tensor."""
+
     dtype: torch.dtype
     shape: tuple[int, ...]
 
 
-def stored_tensors(checkpoint: Checkpoint) -> dict[str, Stored]:
-    """The tensors that are in it, by name; Damaged where the files are too short for them."""
+def stored_tensors(checkpoint: SavedCheckpoint) -> dict[str, StoredTensorInfo]:
+    """Return dtype and shape of each stored tensor; raise Damaged if the files are too short for them."""
     manifest = read_manifest(checkpoint.path)
     _check_against_files(checkpoint.path, manifest)
-    return {name: Stored(_dtype(name, tensor), tensor.shape) for name, tensor in manifest.tensors.items()}
+    return {name: StoredTensorInfo(_dtype(name, tensor), tensor.shape) for name, tensor in manifest.tensors.items()}
 
 
-def read_plain(checkpoint: Checkpoint, rank: int) -> Any:
-    """What the rank of that number had besides tensors; where there were fewer ranks, one of them stands in."""
+def read_plain(checkpoint: SavedCheckpoint, rank: int) -> Any:
+    """Return a rank's plain state; if fewer ranks wrote the checkpoint, another rank's."""
     manifest = read_manifest(checkpoint.path)
     name = plain_file(rank % manifest.world_size)
     size = manifest.files[name].bytes
     if size > LARGEST_PLAIN:
-        raise Damaged(f"{name} has {size:,} bytes, and {LARGEST_PLAIN:,} is the most.")
+        raise DamagedCheckpoint(f"{name} has {size:,} bytes; the limit is {LARGEST_PLAIN:,}.")
     verify_file(checkpoint.path, name, manifest)
     try:
-        with opened(checkpoint.path / name, os.O_RDONLY, "rb") as file:
+        with open_regular(checkpoint.path / name, os.O_RDONLY, "rb") as file:
             return loads(file.read(size), most=MOST_PARTS)
     except (OSError, ValueError) as error:
-        raise Damaged(f"{name} cannot be read: {str(error)[:200]}.") from error
+        raise DamagedCheckpoint(f"{name} cannot be read: {str(error)[:200]}.") from error
 
 
-def read_into(checkpoint: Checkpoint, tensors: Mapping[str, Tensor], group: dist.ProcessGroup | None) -> None:
-    """Fill tensors, in place, on all ranks of the group; DTensors get their part, also where others were sharded.
+def read_into(checkpoint: SavedCheckpoint, tensors: Mapping[str, Tensor], group: dist.ProcessGroup | None) -> None:
+    """Fill tensors in place on all ranks of the group; DTensors get their shard, even if it was sharded differently.
 
-    All names, dtypes and shapes have to be those of the checkpoint: BadInput names the first that is not. The files
-    are proven by their checksums before any tensor is written to, on all ranks: Damaged otherwise.
+    Names, dtypes and shapes must match the checkpoint; BadInput names the first that does not. All ranks verify the
+    checksums before any tensor is written, and raise Damaged if one differs.
     """
-    reader = _Reader(checkpoint.path)
+    reader = _CheckpointReader(checkpoint.path)
     what = f"{checkpoint.path} cannot be read"
     try:
-        unasked = set.intersection(*checked_together(group, lambda: reader.open_for(tensors)))
-        if unasked:
-            raise BadInput(f"it has {min(unasked)!r}, and there is no such tensor here.")
+        unused = set.intersection(*checked_together(group, lambda: reader.open_for(tensors)))
+        if unused:
+            raise BadInput(f"it has {min(unused)!r}, and there is no such tensor here.")
         _load(dict(tensors), reader, group)
     except (CheckpointException, Exception) as error:
-        plain_error = explained(error, what, group)
-        raise (Damaged(str(plain_error)) if isinstance(plain_error, OSError) else plain_error) from error
+        plain_error = readable_error(error, what, group)
+        raise (DamagedCheckpoint(str(plain_error)) if isinstance(plain_error, OSError) else plain_error) from error
 
 
 def _load(tensors: dict[str, Any], reader: StorageReader, group: dist.ProcessGroup | None) -> None:
@@ -89,7 +98,7 @@ def _load(tensors: dict[str, Any], reader: StorageReader, group: dist.ProcessGro
     if group is not None:
         load(tensors, storage_reader=reader, planner=planner, process_group=group)
         return
-    # As in writing.py: alone, there is nobody to meet.
+    # Without a group, as in writing.py.
     metadata = reader.read_metadata()
     planner.set_up_planner(tensors, metadata, is_coordinator=True)
     reader.set_up_storage_reader(metadata, True)
@@ -97,16 +106,16 @@ def _load(tensors: dict[str, Any], reader: StorageReader, group: dist.ProcessGro
     reader.read_data(planner.finish_plan(reader.prepare_global_plan(plans)[0]), planner).wait()
 
 
-# --- what is refused -----------------------------------------------------------------------------------------------
+# --- checks --------------------------------------------------------------------------------------------------------
 
 
 def _dtype(name: str, tensor: StoredTensor) -> torch.dtype:
     if tensor.dtype not in DTYPES:
-        raise BadInput(f"{name!r} is {ascii(tensor.dtype)[:20]}, and this torch has {', '.join(DTYPES)}.")
+        raise BadInput(f"{name!r} has dtype {ascii(tensor.dtype)[:20]}; this torch supports {', '.join(DTYPES)}.")
     return DTYPES[tensor.dtype]
 
 
-def _check_fit(manifest: Manifest, tensors: Mapping[str, Tensor]) -> None:
+def _check_fit(manifest: CheckpointManifest, tensors: Mapping[str, Tensor]) -> None:
     for name, tensor in tensors.items():
         if name not in manifest.tensors:
             raise BadInput(f"{name!r} is not in the checkpoint.")
@@ -119,9 +128,9 @@ def _check_fit(manifest: Manifest, tensors: Mapping[str, Tensor]) -> None:
             )
 
 
-def _check_against_files(folder: Path, manifest: Manifest) -> None:
-    """Of declared sizes, only those are believed that the files have room for, and this machine memory."""
-    largest = memory_here()
+def _check_against_files(folder: Path, manifest: CheckpointManifest) -> None:
+    """Check the declared sizes against the files, and against this machine's memory."""
+    largest = machine_memory()
     needed = dict.fromkeys(manifest.files, 0)
     for name, tensor in manifest.tensors.items():
         for piece in tensor.pieces:
@@ -129,22 +138,24 @@ def _check_against_files(folder: Path, manifest: Manifest) -> None:
     for file, size in needed.items():
         found = (folder / file).lstat().st_size if os.path.lexists(folder / file) else 0
         if found != manifest.files[file].bytes or size > found:
-            raise Damaged(f"{file} has {found:,} bytes, and its tensors take {size:,}: it was cut off or changed.")
+            raise DamagedCheckpoint(
+                f"{file} has {found:,} bytes, and its tensors take {size:,}: it was truncated or changed."
+            )
         if largest is not None and found > largest:
             raise BadInput(f"{file} has {found:,} bytes, and this machine has memory for {largest:,}.")
 
 
-# --- what is read --------------------------------------------------------------------------------------------------
+# --- reading -------------------------------------------------------------------------------------------------------
 
 
-class _Reader(StorageReader):
-    """Proves the files that a rank needs while all ranks plan, so that nothing is written to before all are proven."""
+class _CheckpointReader(StorageReader):
+    """Verifies the files that a rank needs during planning, so that no tensor is written before all are verified."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
     def open_for(self, tensors: Mapping[str, Tensor]) -> set[str]:
-        """Check all that can be checked without the files' contents; the names that nobody here has asked for."""
+        """Check everything but the files' contents; return the names of stored tensors that are not requested."""
         self._manifest = manifest = read_manifest(self._folder)
         _check_against_files(self._folder, manifest)
         _check_fit(manifest, tensors)
@@ -158,7 +169,7 @@ class _Reader(StorageReader):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
-        return False  # a reader is made for one checkpoint
+        return False  # a reader belongs to one checkpoint
 
     def read_metadata(self, *_: Any, **__: Any) -> Metadata:
         return Metadata({name: _metadata(tensor) for name, tensor in self._manifest.tensors.items()})
@@ -169,8 +180,8 @@ class _Reader(StorageReader):
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         for file in sorted({self._piece(item.storage_index).file for item in plan.items}):
             verify_file(self._folder, file, self._manifest)
-            with opened(self._folder / file, os.O_RDONLY, "rb") as opened_file:
-                _check_header(entries(opened_file, file), file, self._manifest)
+            with open_regular(self._folder / file, os.O_RDONLY, "rb") as opened_file:
+                _check_header(tensor_entries(opened_file, file), file, self._manifest)
         return plan
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
@@ -181,8 +192,8 @@ class _Reader(StorageReader):
         for item in plan.items:
             by_file.setdefault(self._piece(item.storage_index).file, []).append(item)
         for name, items in sorted(by_file.items()):
-            with opened(self._folder / name, os.O_RDONLY, "rb") as file, torch.no_grad():
-                places = entries(file, name)
+            with open_regular(self._folder / name, os.O_RDONLY, "rb") as file, torch.no_grad():
+                places = tensor_entries(file, name)
                 for item in items:
                     piece = self._piece(item.storage_index)
                     _fill(planner.resolve_tensor(item).detach(), file, places[piece.key], item, name)
@@ -190,7 +201,7 @@ class _Reader(StorageReader):
         future.set_result(None)
         return future
 
-    def _piece(self, index: MetadataIndex) -> Piece:
+    def _piece(self, index: MetadataIndex) -> TensorPiece:
         return self._pieces[index.fqn, tuple(index.offset or ())]
 
 
@@ -199,20 +210,20 @@ def _metadata(tensor: StoredTensor) -> TensorStorageMetadata:
     return TensorStorageMetadata(TensorProperties(dtype=DTYPES[tensor.dtype]), torch.Size(tensor.shape), chunks)
 
 
-def _check_header(found: Mapping[str, Entry], file: str, manifest: Manifest) -> None:
-    """The file holds what the manifest says, and nothing else."""
-    said = {
+def _check_header(found: Mapping[str, TensorEntry], file: str, manifest: CheckpointManifest) -> None:
+    """Check that a file holds exactly the tensors that the manifest lists."""
+    expected = {
         piece.key: (DTYPES[tensor.dtype], piece.sizes)
         for tensor in manifest.tensors.values()
         for piece in tensor.pieces
         if piece.file == file
     }
-    if said != {name: (entry.dtype, entry.shape) for name, entry in found.items()}:
-        raise Damaged(f"{file} holds other tensors than the manifest says.")
+    if expected != {name: (entry.dtype, entry.shape) for name, entry in found.items()}:
+        raise DamagedCheckpoint(f"{file} holds other tensors than the manifest lists.")
 
 
-def _fill(target: Tensor, file: IO[bytes], entry: Entry, item: ReadItem, name: str) -> None:
-    """Copy the part of a piece that is asked for, some rows of it at a time."""
+def _fill(target: Tensor, file: IO[bytes], entry: TensorEntry, item: ReadItem, name: str) -> None:
+    """Copy the requested part of a piece, some rows at a time."""
     offsets, lengths = tuple(item.storage_offsets), tuple(item.lengths)
     if not math.prod(lengths):
         return
@@ -231,18 +242,18 @@ def _slabs(rows: int, most: int) -> Iterator[tuple[int, int]]:
     return ((first, min(most, rows - first)) for first in range(0, rows, most))
 
 
-def _read(file: IO[bytes], entry: Entry, begin: int, shape: tuple[int, ...], name: str) -> Tensor:
+def _read(file: IO[bytes], entry: TensorEntry, begin: int, shape: tuple[int, ...], name: str) -> Tensor:
     values = torch.empty(math.prod(shape) * entry.dtype.itemsize, dtype=torch.uint8)
     file.seek(entry.begin + begin)
     memory = values.numpy().data
-    if filled(file, memory) != len(memory):
-        raise Damaged(f"{name} has become shorter while it was read.")
-    if entry.dtype == torch.bool and int(values.max()) > 1:  # torch would compute nonsense with it
-        raise Damaged(f"{name} is damaged: {entry.name[:80]!r} has truth values that are neither 0 nor 1.")
+    if read_into_memory(file, memory) != len(memory):
+        raise DamagedCheckpoint(f"{name} was truncated while it was read.")
+    if entry.dtype == torch.bool and int(values.max()) > 1:  # torch computes nonsense with other values
+        raise DamagedCheckpoint(f"{name} is damaged: {entry.name[:80]!r} has bools that are neither 0 nor 1.")
     return values.view(entry.dtype).reshape(shape)
 
 
 def _copy_bits(target: Tensor, values: Tensor) -> None:
-    """As whole numbers, which have no NaN that a copy might make another of."""
-    number = WHOLE_NUMBERS[values.dtype.itemsize]
+    """Copy as integers, because copying floats may change the bits of a NaN."""
+    number = INTEGER_BY_SIZE[values.dtype.itemsize]
     target.view(number).copy_(values.view(number))

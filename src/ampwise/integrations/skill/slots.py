@@ -1,30 +1,28 @@
-"""What can stand in the prose: formats with their limits, codes, commands, torch's loss scale, engine precisions."""
+"""Values of the slots in the prose: formats with their limits, codes, commands, torch's loss scale, precisions."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
-from ampwise.cli import verbs
-from ampwise.cli.formats import number
-from ampwise.formats import FORMATS
 from ampwise.hardware.catalog import COMMON_FORMATS
+from ampwise.numbers.formats import FORMATS, short_number
 from ampwise.rules import built_in
 from ampwise.tune.advise.advice import LossScale
 
 __all__ = ["slots"]
 
 
-def slots() -> dict[str, str]:
-    """Each slot with what fills it; ValueError where two would have one name."""
+def slots(commands: Iterable[str]) -> dict[str, str]:
+    """Return the text of each slot; ValueError if two have the same name."""
     found: dict[str, str] = {}
-    for name, text in (*_formats(), *_verbs(), *_rules(), *_scale(), *_engine()):
+    for name, text in (*_formats(), *_commands(commands), *_rules(), *_scale(), *_engine()):
         if found.setdefault(name, text) != text:
             raise ValueError(f"two slots are called {name}")
     return found
 
 
 def _engine() -> Iterator[tuple[str, str]]:
-    """Precisions beyond autocast's; by their names, since what knows them needs torch."""
+    """Yield the precisions beyond autocast's; listed by name here, since importing the engine needs torch."""
     for name, precision in (("fp8", "fp8"), ("pure", "bf16-pure"), ("emulated", "emulate:mxfp8")):
         yield f"engine_{name}", f'`ampwise.Engine(model, optimizer, "{precision}")`'
 
@@ -34,15 +32,15 @@ def _formats() -> Iterator[tuple[str, str]]:
     for fmt in FORMATS.values():
         yield fmt.name, fmt.title
         yield f"{fmt.name}_dtype", fmt.torch_dtype or fmt.name
-        yield f"{fmt.name}_max", number(fmt.max)
+        yield f"{fmt.name}_max", short_number(fmt.max)
         yield f"{fmt.name}_bits", str(fmt.mantissa_bits + 1)
-        yield f"{fmt.name}_normal", number(fmt.smallest_normal)
+        yield f"{fmt.name}_normal", short_number(fmt.smallest_normal)
         if fmt.flush_exponent is not None:
             yield f"{fmt.name}_zero", f"2^{fmt.flush_exponent}"
 
 
-def _verbs() -> Iterator[tuple[str, str]]:
-    return ((f"run_{verb}", f"`ampwise {verb}`") for verb in verbs())
+def _commands(names: Iterable[str]) -> Iterator[tuple[str, str]]:
+    return ((f"run_{name}", f"`ampwise {name}`") for name in names)
 
 
 def _rules() -> Iterator[tuple[str, str]]:
@@ -51,5 +49,5 @@ def _rules() -> Iterator[tuple[str, str]]:
 
 def _scale() -> Iterator[tuple[str, str]]:
     scale = LossScale()
-    yield "scale_start", number(scale.init_scale)
+    yield "scale_start", short_number(scale.init_scale)
     yield "scale_interval", str(scale.growth_interval)

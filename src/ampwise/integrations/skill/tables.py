@@ -1,26 +1,23 @@
-"""The parts of the skill that are records and nothing else: verbs, devices, formats, code, rules, triage, excuses."""
+"""Sections of the skill that are made from data: commands, devices, formats, code, rules, triage, excuses."""
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-from ampwise.cli import verbs
-from ampwise.cli.formats import number
-from ampwise.evidence.choice.choice import Choice
-from ampwise.evidence.choice.ideas import IDEAS, SYMPTOMS
-from ampwise.evidence.choice.target import Target, of_gpu, unknown
 from ampwise.finding import Finding, Rule, Severity
-from ampwise.formats import BLOCK_FORMATS, FORMATS
 from ampwise.hardware import gpus
+from ampwise.numbers.formats import BLOCK_FORMATS, FORMATS, short_number
 from ampwise.rules import built_in
-from ampwise.rules.judging import judged
+from ampwise.rules.dispatch import run_checks
+from ampwise.rules.evidence.choice.choice import PrecisionChoice
+from ampwise.rules.evidence.choice.ideas import IDEAS, SYMPTOMS
+from ampwise.rules.evidence.choice.target import Target, target_for_gpu, unknown_target
 from ampwise.tune.advise.deciding import decide
 
-__all__ = ["PROVED_BY", "SECTIONS"]
+__all__ = ["PROVED_BY", "SECTIONS", "commands_table"]
 
-# Which verb shows that a rule is broken, by the rule's room. Those of the other rooms come with an answer that the user
-# asked for: what a measurement, a difference or an alignment is worth, what a guarded run did, and excuses (see below).
+# The command that shows that a rule is broken, by the rule's category. Rules of the other categories are part of an
+# answer: about a measurement, a difference, an alignment or a guarded run, or to an excuse (see below).
 PROVED_BY = {
     "source": "check",
     "step": "run",
@@ -31,16 +28,12 @@ PROVED_BY = {
     "op": "replay",
 }
 TRAINED_IN = ("fp32", "tf32", "bf16", "fp16", "e5m2", "e4m3fn")
-ANYWHERE = unknown("any")
+ANYWHERE = unknown_target("any")
 
 
-def _verbs() -> str:
-    lines = [f"| `ampwise {verb}` | {_summary(verb)} |" for verb in verbs()]
-    return _table(("verb", "what it tells"), lines)
-
-
-def _summary(verb: str) -> str:
-    return str(importlib.import_module(f"ampwise.cli.{verb}").__doc__).strip().partition("\n")[0].rstrip(".")
+def commands_table(commands: Mapping[str, str]) -> str:
+    """Return the table of the commands, given each with what it does."""
+    return _table(("command", "what it does"), [f"| `ampwise {name}` | {what} |" for name, what in commands.items()])
 
 
 def _symptoms() -> str:
@@ -48,16 +41,16 @@ def _symptoms() -> str:
 
 
 def _devices() -> str:
-    """What `ampwise advise --gpu` says of each device of the catalog when nothing else is known."""
+    """Return what `ampwise advise --gpu` recommends for each device of the catalog."""
     by_precision: dict[str, list[str]] = {}
     for gpu in gpus():
-        by_precision.setdefault(decide(Choice(target=of_gpu(gpu))).precision, []).append(gpu.id)
+        by_precision.setdefault(decide(PrecisionChoice(target=target_for_gpu(gpu))).precision, []).append(gpu.id)
     lines = [f"| {FORMATS[name].title} | {', '.join(ids)} |" for name, ids in by_precision.items()]
     return _table(("train in", "on"), lines)
 
 
 def _with_fp8() -> str:
-    return ", ".join(gpu.id for gpu in gpus() if gpu.has_matrix_units("fp8"))
+    return ", ".join(gpu.id for gpu in gpus() if gpu.has_tensor_cores("fp8"))
 
 
 def _formats() -> str:
@@ -65,7 +58,13 @@ def _formats() -> str:
     for name in TRAINED_IN:
         fmt = FORMATS[name]
         figures = (fmt.max, fmt.smallest_normal, fmt.smallest_subnormal, fmt.epsilon)
-        cells = [fmt.title, *map(number, figures), "yes" if fmt.needs_loss_scale else "no", fmt.since, fmt.training]
+        cells = [
+            fmt.title,
+            *map(short_number, figures),
+            "yes" if fmt.needs_loss_scale else "no",
+            fmt.since,
+            fmt.training,
+        ]
         lines.append(f"| {' | '.join(map(_cell, cells))} |")
     heads = ("format", "largest", "smallest normal", "smallest subnormal", "epsilon", "needs scaling", "since", "")
     return _table(heads, lines)
@@ -78,25 +77,25 @@ def _blocks() -> str:
     )
 
 
-def _by_hand() -> str:
-    return decide(Choice(target=ANYWHERE)).by_hand.rstrip()
+def _with_torch() -> str:
+    return decide(PrecisionChoice(target=ANYWHERE)).by_hand.rstrip()
 
 
 def _with_engine() -> str:
-    return decide(Choice(target=ANYWHERE)).with_engine.rstrip()
+    return decide(PrecisionChoice(target=ANYWHERE)).with_engine.rstrip()
 
 
 def _pitfalls() -> str:
-    """The rules that cost correctness or speed, under the verb that finds them."""
-    by_verb: dict[str, list[Rule]] = {}
+    """Return the rules about correctness or speed, under the command that finds them."""
+    by_command: dict[str, list[Rule]] = {}
     for entry in built_in():
-        verb, rule = PROVED_BY.get(entry.room), entry.rule
-        if verb and rule.severity is not Severity.INFO and rule.on_by_default:
-            by_verb.setdefault(verb, []).append(rule)
+        command, rule = PROVED_BY.get(entry.category), entry.rule
+        if command and rule.severity is not Severity.INFO and rule.on_by_default:
+            by_command.setdefault(command, []).append(rule)
     parts = []
-    for verb, rules in by_verb.items():
+    for command, rules in by_command.items():
         once = {rule.code: rule for rule in rules}
-        parts.append(f"### Found by `ampwise {verb}`\n\n{_items(map(_pitfall, once.values()))}")
+        parts.append(f"### Found by `ampwise {command}`\n\n{_items(map(_pitfall, once.values()))}")
     return "\n\n".join(parts)
 
 
@@ -105,7 +104,7 @@ def _pitfall(rule: Rule) -> str:
 
 
 def _in_short(fix: str, rule: Rule) -> str:
-    """The first sentence; where that is code, the way to it."""
+    """Return the first sentence of a fix or, if the fix is code, the command that shows it."""
     text = fix.strip()
     return f"`ampwise explain {rule.code}`." if "\n" in text else f"{text.partition('. ')[0].rstrip('.')}."
 
@@ -113,7 +112,7 @@ def _in_short(fix: str, rule: Rule) -> str:
 def _triage() -> str:
     parts = []
     for symptom, said in SYMPTOMS.items():
-        steps = decide(Choice(target=ANYWHERE, symptom=symptom)).triage
+        steps = decide(PrecisionChoice(target=ANYWHERE, symptom=symptom)).triage
         lines = [f"`{step.command}`: {step.tells}" if step.command else step.tells for step in steps]
         numbered = "\n".join(f"{number}. {line}" for number, line in enumerate(lines, 1))
         parts.append(f"### {said[0].upper()}{said[1:]} (`ampwise advise --symptom {symptom}`)\n\n{numbered}")
@@ -121,7 +120,7 @@ def _triage() -> str:
 
 
 def _excuses() -> str:
-    """What people propose, and what the rules answer; one answer to several is given once."""
+    """Return what people propose and what the rules answer, with proposals that get the same answer together."""
     excuses: dict[str, list[str]] = {}
     answers: dict[str, Finding] = {}
     for idea, said in IDEAS.items():
@@ -132,10 +131,10 @@ def _excuses() -> str:
 
 
 def _answers(idea: str) -> Sequence[Finding]:
-    """Of any device; where the answer depends on the device, of one that has FP16 and no BF16."""
-    old = next(gpu for gpu in gpus() if gpu.has_matrix_units("fp16") and gpu.has_matrix_units("bf16") is False)
-    targets: tuple[Target, ...] = (ANYWHERE, of_gpu(old))
-    found = (judged(Choice(target=target, ideas=(idea,)), "choice") for target in targets)
+    """Return the answers for any device or, if there are none, for a device that has FP16 and no BF16."""
+    old = next(gpu for gpu in gpus() if gpu.has_tensor_cores("fp16") and gpu.has_tensor_cores("bf16") is False)
+    targets: tuple[Target, ...] = (ANYWHERE, target_for_gpu(old))
+    found = (run_checks(PrecisionChoice(target=target, ideas=(idea,)), "choice") for target in targets)
     return next((each for each in found if each), ())
 
 
@@ -159,7 +158,7 @@ def _cell(text: str) -> str:
 
 
 def _named() -> Iterator[tuple[str, Callable[[], str]]]:
-    made = (_verbs, _symptoms, _devices, _with_fp8, _formats, _blocks, _by_hand, _with_engine)
+    made = (_symptoms, _devices, _with_fp8, _formats, _blocks, _with_torch, _with_engine)
     for make in (*made, _pitfalls, _triage, _excuses):
         yield f"all{make.__name__}", make
 

@@ -1,1 +1,1 @@
-"""Two runs beside each other: records in, what changed out, in the terminal, in JSON and in a notebook."""
+"""Compare two runs: what changed between their records, as terminal text, JSON and notebook HTML."""

@@ -1,4 +1,4 @@
-"""Two runs beside each other: what is gone, what is new, which numbers have changed, and which only seem so."""
+"""Compare two runs: which findings are gone or new, and which numbers have changed by more than noise."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from typing import TYPE_CHECKING, Any
 
 from ampwise.report.comparison.findings import STATUSES, ComparedFinding, compared_findings
 from ampwise.report.comparison.layers import ComparedLayer, are_alike, compared_layers, only_in
-from ampwise.report.comparison.numbers import ANOTHER_SEED, UNCLEAR, ComparedNumber, compared_numbers, steps_in_common
-from ampwise.report.comparison.setup import Difference, differences, same_script
+from ampwise.report.comparison.numbers import SEED_WARNING, UNCLEAR, ComparedNumber, compared_numbers, steps_in_common
+from ampwise.report.comparison.setup import SetupDifference, same_script, setup_differences
 from ampwise.report.layers import layers_of
 from ampwise.report.verdict import UNKNOWN, ending, steps_of
 
 if TYPE_CHECKING:
-    from ampwise.record.reader import Run
-    from ampwise.record.rows import Seen
-    from ampwise.report.layers import Layer
+    from ampwise.report.layers import LayerGradients
+    from ampwise.rules.evidence.rows import CountedFinding
+    from ampwise.runs.reader import Run
 
 __all__ = ["VERSION", "Comparison"]
 
 VERSION = 1
-# What a person means by better or worse. The time of a step is another matter, and a busy machine changes it.
+# The numbers that decide between better and worse. The time per step is not among them: a busy machine changes it.
 LOSSES = ("loss_at_end", "losses_not_finite")
 
 
@@ -30,34 +30,34 @@ LOSSES = ("loss_at_end", "losses_not_finite")
 class Comparison:
     """What changed from one run to another."""
 
-    before: str  # the folders
+    before: str  # the folders of the records
     after: str
     findings: tuple[ComparedFinding, ...] = ()
-    setup: tuple[Difference, ...] = ()
+    setup: tuple[SetupDifference, ...] = ()
     numbers: tuple[ComparedNumber, ...] = ()
-    layers: tuple[ComparedLayer, ...] = ()  # that both have, what changed the most first
+    layers: tuple[ComparedLayer, ...] = ()  # layers of both, the most changed first
     only_before: tuple[str, ...] = ()  # layers
     only_after: tuple[str, ...] = ()
-    shared_steps: int = 0  # up to which both have come: losses are compared there
+    shared_steps: int = 0  # the last step that both reached: losses are compared there
     one_record: bool = False  # compared with itself
-    alike: bool = True  # half of the layers in common: of two models, no number is better than another
-    notes: tuple[str, ...] = ()  # what a reader has to know first: sentences
+    alike: bool = True  # at least half of the layers in common; numbers of two different models are not judged
+    notes: tuple[str, ...] = ()  # sentences that a reader must know first
     statuses: tuple[str, str] = ("finished", "finished")
     endings: tuple[str, str] = ("", "")  # "failed after 3 steps"; empty for a run that ended well
-    findings_known: tuple[bool, bool] = (True, True)  # where not, nothing can be new, or gone
+    findings_known: tuple[bool, bool] = (True, True)  # if not, no finding is called new or gone
 
     @classmethod
     def of(cls, before: Run, after: Run) -> Comparison:
-        """Compare two runs, whatever they ran."""
+        """Compare two runs, of the same script or of different ones."""
         layers = (layers_of(before), layers_of(after))
         shared = compared_layers(*layers)
-        # Only a run that sampled no layer is known by its script: many are called train.py.
+        # Runs that sampled no layers are matched by script name; many scripts are called train.py.
         alike = are_alike(*layers, len(shared)) if all(layers) else same_script(before, after)
         return cls(
             before=str(before.folder),
             after=str(after.folder),
             findings=tuple(compared_findings(before, after)),
-            setup=tuple(differences(before, after)),
+            setup=tuple(setup_differences(before, after)),
             numbers=tuple(compared_numbers(before, after, layers, judge=alike)),
             layers=tuple(shared),
             only_before=tuple(only_in(layers[0], layers[1])),
@@ -83,21 +83,21 @@ class Comparison:
 
     @property
     def still(self) -> list[ComparedFinding]:
-        """Findings of both."""
+        """Findings that both runs have."""
         return self._that_are("still")
 
     @property
     def caution(self) -> str:
-        """What is to be said where one loss, and both are numbers, is called better or worse; else empty."""
+        """Warning to show if two finite losses are judged better or worse; else empty."""
         judged = [one for one in self.numbers if one.key == "loss_at_end" and one.judged in ("better", "worse")]
-        return ANOTHER_SEED if any(one.chance is not None for one in judged) else ""
+        return SEED_WARNING if any(one.chance is not None for one in judged) else ""
 
     def _that_are(self, status: str) -> list[ComparedFinding]:
         return [one for one in self.findings if one.status == status]
 
     @property
     def verdict(self) -> str:
-        """The comparison in a sentence, without its full stop."""
+        """One sentence that sums up the comparison, without its full stop."""
         if self.one_record:
             return f"{self.after} is compared with itself; it has {_counted(len(self.findings))}"
         names = (self.before, self.after)
@@ -115,7 +115,7 @@ class Comparison:
         changed = f"{len(self.gone) or 'none'} gone, {len(self.new) or 'none'} new"
         return f"{self.after} has {_counted(new)} where {self.before} had {old or 'none'}: {changed}"
 
-    def _sides(self) -> tuple[list[Seen | None], list[Seen | None]]:
+    def _sides(self) -> tuple[list[CountedFinding | None], list[CountedFinding | None]]:
         return [one.before for one in self.findings], [one.after for one in self.findings]
 
     def _as_far_as_known(self, counts: tuple[int, int]) -> Iterator[str]:
@@ -136,7 +136,7 @@ class Comparison:
 
     @property
     def mood(self) -> str:
-        """How the later run looks beside the earlier: a severity, or "ok"; from findings, endings and losses alone."""
+        """State of the later run relative to the earlier: a severity, or "ok"; from findings, endings and losses."""
         worst = [str(one.seen.finding.severity) for one in self.new]  # worst first
         worse = any(one.judged == "worse" for one in self.numbers if one.key in LOSSES)
         if self.endings[1] and not self.endings[0]:
@@ -146,7 +146,7 @@ class Comparison:
         return worst[0] if worst else "ok"
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain data for JSON; ``strict_json`` takes care of numbers that are not finite."""
+        """Return plain data for JSON; ``strict_json`` converts numbers that are not finite."""
         return {
             "version": VERSION,
             "verdict": self.verdict,
@@ -183,26 +183,26 @@ def _notes(before: Run, after: Run, unlike: str) -> list[str]:
     notes = []
     other_script = not same_script(before, after)
     if unlike or other_script:
-        told = ["ran different scripts"] * other_script + [unlike] * bool(unlike)
-        notes.append(f"The two {' and '.join(told)}{': no number is judged' if unlike else ''}.")
+        parts = ["used different scripts"] * other_script + [unlike] * bool(unlike)
+        notes.append(f"The two runs {' and '.join(parts)}{': no number is judged' if unlike else ''}.")
     for run in (after,) if _one_record(before, after) else (before, after):
-        notes += [f"{run.folder}: {said}" for said in (ending(run), *run.trouble) if said]
+        notes += [f"{run.folder}: {note}" for note in (ending(run), *run.trouble) if note]
     if not (before.findings_known and after.findings_known):
-        notes.append("Where findings could not be read, none is called new or gone.")
+        notes.append("Some findings could not be read, so none is called new or gone.")
     return notes
 
 
-def _unlike(layers: tuple[Sequence[Layer], Sequence[Layer]], in_common: int) -> str:
-    """Why two models are two; the scripts alone say it of a run without layers."""
+def _unlike(layers: tuple[Sequence[LayerGradients], Sequence[LayerGradients]], in_common: int) -> str:
+    """Say why two runs count as different models."""
     if not all(layers):
-        return "do not both say which layers they have"
+        return "do not both have layers in their records"
     if not in_common:
         return "have no layer in common"
     return f"have only {in_common:,} of {max(map(len, layers)):,} layers in common"
 
 
 def _ended(run: Run) -> str:
-    """How a run ended that did not end well, in a few words."""
+    """Describe how a run ended, in a few words; empty if it ended well."""
     code, status = run.manifest.get("exit_code"), run.status
     words = {"failed": "failed", "interrupted": "was interrupted"}
     if status == "finished":
@@ -210,9 +210,9 @@ def _ended(run: Run) -> str:
     elif status.startswith("running"):
         how = {True: "is still going", False: "was killed", None: "is still going, or was killed,"}[run.alive]
     elif status == UNKNOWN:
-        how = "has no known end"
+        how = "ended in an unknown way"
     else:
-        how = words.get(status, f"ended as {status!r}")
+        how = words.get(status, f"ended with the status {status!r}")
     return f"{how} after {_counted(steps_of(run), 'step')}" if how else ""
 
 

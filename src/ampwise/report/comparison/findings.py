@@ -1,4 +1,4 @@
-"""Which findings of two runs are the same one, although the script was edited between them."""
+"""Match the findings of two runs, also if the script was edited between them."""
 
 from __future__ import annotations
 
@@ -8,52 +8,52 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ampwise.report.comparison.setup import file_name
-from ampwise.report.source_lines import kept_lines
+from ampwise.report.source_lines import recorded_lines
 from ampwise.report.verdict import steps_of, worst_first
 
 if TYPE_CHECKING:
-    from ampwise.record.reader import Run
-    from ampwise.record.rows import Seen
+    from ampwise.rules.evidence.rows import CountedFinding
+    from ampwise.runs.reader import Run
 
 __all__ = ["STATUSES", "ComparedFinding", "compared_findings", "plain_name"]
 
 STATUSES = ("new", "open", "still", "gone")
-NEAR = 20  # lines that an edited line may have moved and still be taken for the same
-MOST_TRIED = 1_000_000  # pairs of one rule in one file; beyond that a record is no person's
-WRAPPERS = ("module.", "_orig_mod.")  # what data parallelism and torch.compile put before a name
-THE_SCRIPT = "(the script)"  # stands for the script of each run, which a copy under another name is, too
+NEAR = 20  # how many lines an edited line may have moved and still match
+MOST_TRIED = 1_000_000  # pairs of one rule in one file to try; only an artificial record has more
+WRAPPERS = ("module.", "_orig_mod.")  # prefixes that data parallelism and torch.compile add to names
+THE_SCRIPT = "(the script)"  # replaces the name of each run's script, so that a renamed copy matches
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ComparedFinding:
-    """A finding of either run, or of both.
+    """A finding of one run or of both.
 
-    ``rate``: how often on a rank, a step of the run (those of the optimizer that took the most); so that what happens
-    at every step of two optimizers has a rate of 2. None for a run without steps.
+    ``rate`` is how often it occurred per rank and step of the run (steps of the optimizer that took the most), so a
+    finding at every step of two optimizers has a rate of 2. None for a run without steps.
     """
 
-    before: Seen | None
-    after: Seen | None
+    before: CountedFinding | None
+    after: CountedFinding | None
     rate_before: float | None = None
     rate_after: float | None = None
-    other_known: bool = True  # whether all findings of the run that does not have it could be read
+    other_known: bool = True  # whether all findings of the run without it could be read
 
     @property
     def status(self) -> str:
-        """ "gone", "new" or "still"; "open" where the other run may have it, too, and could not be read."""
+        """Status "gone", "new" or "still"; "open" if the other run's findings could not all be read."""
         if self.before is not None and self.after is not None:
             return "still"
         return "open" if not self.other_known else "new" if self.before is None else "gone"
 
     @property
-    def seen(self) -> Seen:
-        """As it stands in the run that has it; in the later one of both."""
+    def seen(self) -> CountedFinding:
+        """The finding in the later run, or else in the earlier one."""
         found = self.after or self.before
         assert found is not None
         return found
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain data for JSON."""
+        """Return plain data for JSON."""
         finding = self.seen.finding
         return {
             "status": self.status,
@@ -62,24 +62,24 @@ class ComparedFinding:
             "severity": str(finding.severity),
             "message": finding.message,
             "fix": finding.fix,
-            "before": _told(self.before, self.rate_before),
-            "after": _told(self.after, self.rate_after),
+            "before": _as_dict(self.before, self.rate_before),
+            "after": _as_dict(self.after, self.rate_after),
         }
 
 
 def compared_findings(before: Run, after: Run) -> list[ComparedFinding]:
-    """Every finding of the two: new, still there, gone, or open, where a run could not be read; each worst first.
+    """Return every finding of the two runs: new, open, still there, gone; worst first within each status.
 
-    Two are the same if they have the same rule, the same file, and the same parameter, module and device. The script
-    itself counts as one file, whatever it is called. Of several such, those whose source line has the same text
-    belong together, and of the others those whose lines are nearest; where both texts are known and differ, at most
-    20 lines apart. Steps, ranks and messages, which have numbers in them, do not count.
+    Two findings match if they have the same rule, file, parameter, module and device. The script itself counts as the
+    same file, whatever its name. If several match, those whose source line has the same text are paired first, then
+    those whose lines are nearest; lines whose texts are known and differ must be at most 20 lines apart. Steps, ranks
+    and messages (which contain numbers) are ignored.
     """
     olds, news = before.merged_findings(), after.merged_findings()
-    partners = _partners([_Spot.of(one, before) for one in olds], [_Spot.of(one, after) for one in news])
-    matched = {new: olds[old] for old, new in partners.items()}
+    matches = _match([_Position.of(one, before) for one in olds], [_Position.of(one, after) for one in news])
+    matched = {new: olds[old] for old, new in matches.items()}
 
-    def compared(old: Seen | None, new: Seen | None) -> ComparedFinding:
+    def compared(old: CountedFinding | None, new: CountedFinding | None) -> ComparedFinding:
         return ComparedFinding(
             before=old,
             after=new,
@@ -89,12 +89,12 @@ def compared_findings(before: Run, after: Run) -> list[ComparedFinding]:
         )
 
     everything = [compared(matched.get(place), new) for place, new in enumerate(news)]
-    everything += [compared(old, None) for place, old in enumerate(olds) if place not in partners]
+    everything += [compared(old, None) for place, old in enumerate(olds) if place not in matches]
     return sorted(everything, key=_order(everything))
 
 
 def plain_name(name: str) -> str:
-    """A parameter's name without what wrappers put before it.
+    """Return a parameter's name without the prefixes of wrappers.
 
     >>> plain_name("module._orig_mod.blocks.0.weight")
     'blocks.0.weight'
@@ -105,8 +105,8 @@ def plain_name(name: str) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class _Spot:
-    """What says where a finding is: ``key`` must be the same, the rest should be near."""
+class _Position:
+    """Position of a finding: ``key`` must be equal to match; cell, line and text should be similar."""
 
     key: tuple[object, ...]
     cell: int
@@ -114,26 +114,27 @@ class _Spot:
     text: str | None
 
     @classmethod
-    def of(cls, seen: Seen, run: Run) -> _Spot:
-        place = seen.finding.place
+    def of(cls, counted: CountedFinding, run: Run) -> _Position:
+        place = counted.finding.place
         named = plain_name(place.parameter or place.module or "")
-        key = (seen.finding.rule.code, _file(place.file, run), named, place.device)
-        text = kept_lines(seen).get(place.line or 0)
+        key = (counted.finding.rule.code, _file(place.file, run), named, place.device)
+        text = recorded_lines(counted).get(place.line or 0)
         return cls(key, place.cell or 0, place.line, None if text is None else " ".join(text.split()))
 
-    def distance(self, other: _Spot) -> tuple[int, int]:
-        """In cells of a notebook, and in lines."""
+    def distance(self, other: _Position) -> tuple[int, int]:
+        """Return the distance in cells of a notebook, and in lines."""
         lines = abs(self.line - other.line) if self.line is not None and other.line is not None else 0
         return abs(self.cell - other.cell), lines
 
-    def may_be(self, other: _Spot) -> bool:
+    def may_match(self, other: _Position) -> bool:
+        """Return whether the source lines allow a match."""
         if self.text is None or other.text is None or self.text == other.text:
             return True
         return self.distance(other) <= (0, NEAR)
 
 
-def _partners(olds: Sequence[_Spot], news: Sequence[_Spot]) -> dict[int, int]:
-    """Which old one is which new one, by their numbers."""
+def _match(olds: Sequence[_Position], news: Sequence[_Position]) -> dict[int, int]:
+    """Return the index of the new finding for each old one that has a match."""
     here, there = _by_key(olds), _by_key(news)
     found: dict[int, int] = {}
     for key in here.keys() & there.keys():
@@ -141,17 +142,19 @@ def _partners(olds: Sequence[_Spot], news: Sequence[_Spot]) -> dict[int, int]:
     return found
 
 
-def _by_key(spots: Sequence[_Spot]) -> dict[tuple[object, ...], list[int]]:
+def _by_key(positions: Sequence[_Position]) -> dict[tuple[object, ...], list[int]]:
     numbers: dict[tuple[object, ...], list[int]] = {}
-    for number, spot in enumerate(spots):
-        numbers.setdefault(spot.key, []).append(number)
+    for number, position in enumerate(positions):
+        numbers.setdefault(position.key, []).append(number)
     return numbers
 
 
-def _nearest_first(here: list[int], there: list[int], olds: Sequence[_Spot], news: Sequence[_Spot]) -> dict[int, int]:
+def _nearest_first(
+    here: list[int], there: list[int], olds: Sequence[_Position], news: Sequence[_Position]
+) -> dict[int, int]:
     if len(here) * len(there) > MOST_TRIED:
         return dict(zip(here, there, strict=False))
-    pairs = [(old, new) for old, new in itertools.product(here, there) if olds[old].may_be(news[new])]
+    pairs = [(old, new) for old, new in itertools.product(here, there) if olds[old].may_match(news[new])]
     pairs.sort(key=lambda pair: _cost(olds[pair[0]], news[pair[1]]))
     found: dict[int, int] = {}
     taken: set[int] = set()
@@ -162,7 +165,7 @@ def _nearest_first(here: list[int], there: list[int], olds: Sequence[_Spot], new
     return found
 
 
-def _cost(old: _Spot, new: _Spot) -> tuple[object, ...]:
+def _cost(old: _Position, new: _Position) -> tuple[object, ...]:
     same_text = old.text is not None and old.text == new.text
     return (not same_text, *old.distance(new))
 
@@ -174,24 +177,24 @@ def _file(file: str | None, run: Run) -> str | None:
     return THE_SCRIPT if name == file_name(run.manifest.get("script")) else name
 
 
-def _rate(seen: Seen | None, run: Run) -> float | None:
+def _rate(counted: CountedFinding | None, run: Run) -> float | None:
     steps = steps_of(run)
-    return None if seen is None or not steps else seen.count / steps / max(1, len(seen.ranks))
+    return None if counted is None or not steps else counted.count / steps / max(1, len(counted.ranks))
 
 
 def _order(everything: Sequence[ComparedFinding]) -> Any:
-    places = {id(seen): place for place, seen in enumerate(worst_first([one.seen for one in everything]))}
+    places = {id(counted): place for place, counted in enumerate(worst_first([one.seen for one in everything]))}
     return lambda one: (STATUSES.index(one.status), places[id(one.seen)])
 
 
-def _told(seen: Seen | None, rate: float | None) -> dict[str, Any] | None:
-    if seen is None:
+def _as_dict(counted: CountedFinding | None, rate: float | None) -> dict[str, Any] | None:
+    if counted is None:
         return None
     return {
-        "place": seen.finding.place.as_dict(),
-        "count": seen.count,
+        "place": counted.finding.place.as_dict(),
+        "count": counted.count,
         "per_step": rate,
-        "first_step": seen.first_step,
-        "last_step": seen.last_step,
-        "ranks": list(seen.ranks),
+        "first_step": counted.first_step,
+        "last_step": counted.last_step,
+        "ranks": list(counted.ranks),
     }

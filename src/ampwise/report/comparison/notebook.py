@@ -1,13 +1,13 @@
-"""Two runs beside each other, as a notebook shows them."""
+"""A comparison of two runs as HTML for a notebook."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ampwise.printers.html import badge, bold, box, code, headline, paragraph, table, text
-from ampwise.report.comparison.text import MOST_FINDINGS, MOST_LAYERS, STYLES, TITLES, how_often, sentence
-from ampwise.report.notebook import seen_html
-from ampwise.report.wording import percent
+from ampwise.finding.html import badge, bold, box, code, headline, paragraph, table, text
+from ampwise.report.comparison.comparison_text import MOST_FINDINGS, MOST_LAYERS, STYLES, TITLES, how_often, sentence
+from ampwise.report.formatting import format_percent
+from ampwise.report.notebook import counted_finding_html
 
 if TYPE_CHECKING:
     from ampwise.report.comparison.comparison import Comparison
@@ -21,14 +21,14 @@ COLUMNS = ("", "before", "after", "")
 
 
 def comparison_html(compared: Comparison) -> str:
-    """The verdict, findings that are new, still there or gone, what was different, and the numbers."""
+    """Return the verdict, the findings by status, differences in setup, and the numbers."""
     head = paragraph(f"{badge('comparison', compared.mood)} {bold(sentence(compared.verdict))}")
     names = paragraph(f"before {code(compared.before)}, after {code(compared.after)}")
     notes = "".join(paragraph(text(note), soft=True) for note in compared.notes)
     parts = [box(head + names + notes, compared.mood), *[_findings(compared, status) for status in TITLES]]
     if compared.setup:
         rows = [[text(one.what), _or_unknown(one.before), _or_unknown(one.after)] for one in compared.setup]
-        parts += [_title("What was different"), table(("", "before", "after"), rows, left=3)]
+        parts += [_title("Differences in setup"), table(("", "before", "after"), rows, left=3)]
     if compared.numbers:
         caution = paragraph(text(compared.caution), soft=True)
         parts += [_title("Numbers"), table(COLUMNS, map(_number, compared.numbers)), caution]
@@ -56,8 +56,8 @@ def _findings(compared: Comparison, status: str) -> str:
 def _card(one: ComparedFinding) -> str:
     finding = one.seen.finding
     if one.status != "gone":
-        return seen_html(one.seen, told=how_often(one))
-    # Nobody has to mend it any more: a line is enough.
+        return counted_finding_html(one.seen, frequency=how_often(one))
+    # It needs no fix any more: a line is enough.
     return box(paragraph(f"{headline(finding)} {code(finding.place) if finding.place.as_dict() else ''}"), "ok")
 
 
@@ -69,10 +69,10 @@ def _number(one: ComparedNumber) -> list[str]:
 
 
 def _layer(layer: ComparedLayer) -> list[str]:
-    lost = [None if share is None else percent(share) for share in (layer.lost_before, layer.lost_after)]
+    lost = [None if share is None else format_percent(share) for share in (layer.lost_before, layer.lost_after)]
     shares = " → ".join(share or "–" for share in lost) if any(lost) else ""
     return [code(layer.name), text(shares), text(f"{layer.norm_before:.3g} → {layer.norm_after:.3g}")]
 
 
 def _or_unknown(value: str | None) -> str:
-    return text("not known") if value is None else code(value)
+    return text("unknown") if value is None else code(value)

@@ -1,4 +1,4 @@
-"""The numbers of two runs beside each other, and whether a difference is one."""
+"""Compare the numbers of two runs, and judge whether a difference is more than noise."""
 
 from __future__ import annotations
 
@@ -9,93 +9,112 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-from ampwise.record.bucket import Bucket, Spread
 from ampwise.report.curves import by_optimizer
-from ampwise.report.facts import TIMES, as_mapping, mapping, optimizer_names
+from ampwise.report.formatting import format_bytes, format_duration, format_percent, format_scale, read_number
+from ampwise.report.run_facts import TIMING_NAMES, as_mapping, mapping, optimizer_names
 from ampwise.report.verdict import skip_rate, steps_of
-from ampwise.report.wording import duration, number, percent, scale_words, size
+from ampwise.runs.bucket import NumberStats, StepBucket
 
 if TYPE_CHECKING:
-    from ampwise.record.reader import Run
-    from ampwise.report.layers import Layer
+    from ampwise.report.layers import LayerGradients
+    from ampwise.runs.reader import Run
 
-__all__ = ["ANOTHER_SEED", "TOO_FEW", "UNCLEAR", "ComparedNumber", "compared_numbers", "steps_in_common"]
+__all__ = ["SEED_WARNING", "TOO_FEW", "UNCLEAR", "ComparedNumber", "compared_numbers", "steps_in_common"]
 
 UNCLEAR = "no clear difference"
 TOO_FEW = "too few steps to tell"
-# Each run shows how far its own loss goes up and down, and not where another seed would have led it.
-ANOTHER_SEED = (
-    "Another seed alone can make a difference, too: before you believe a small one, run both again with other seeds."
+# The noise within each run's loss does not show how far another seed would be off.
+SEED_WARNING = (
+    "A different seed alone can also make a difference: before you trust a small one, repeat both runs with other "
+    "seeds."
 )
-STRETCH = 0.05  # of the steps that both runs have: what counts as their end
-SHORTEST_STRETCH = 10  # steps; of fewer nobody can say how much a loss goes up and down
-BLOCKS = 10  # of a stretch, whose means show how much a smoothed loss wanders
+END_SHARE = 0.05  # share of the steps that both runs have that counts as their end
+FEWEST_END_STEPS = 10  # steps; with fewer, the noise of a loss cannot be estimated
+BLOCKS = 10  # parts of a range of steps, whose means show the noise of a smoothed loss
 FEWEST_BLOCKS = 3
-CLEAR = 2.0  # times what both losses wander: of pairs of seeds, 1 in 70 lies further apart; at 1.0, 1 in 3
+CLEAR_FACTOR = 2.0  # times the noise of both losses: 1 in 70 pairs of seeds lies further apart; at 1.0, 1 in 3
 MOST_OPTIMIZERS = 6
-FACTOR = 10.0  # from here on "×12" says more than "+1,100%"
+FACTOR = 10.0  # from here on a change reads "×12" instead of "+1,100%"
 
 Part = TypeVar("Part")
 
 
-class About(NamedTuple):
-    """What a number is: in words, its unit, and whether "lower" or "higher" is better, or neither."""
+class NumberInfo(NamedTuple):
+    """Description of a number: its name, unit and meaning, and whether "lower", "higher" or neither is better."""
 
     name: str
     unit: str
     better: str
     meaning: str
-    of_itself: float = 0.0  # a difference up to this share of the number is chance
-    at_least: float = 0.0  # and so is one up to this
+    relative_noise: float = 0.0  # a difference up to this share of the number is noise
+    absolute_noise: float = 0.0  # a difference up to this is noise
 
 
 NUMBERS = {
-    "steps": About("steps", "count", "", "of the optimizer that took the most, skipped ones too"),
-    "loss_at_end": About("loss at the end", "", "lower", "mean over {stretch}, the last that both runs have"),
-    "lowest_loss": About("lowest loss", "", "lower", "of one step, among those that both runs have"),
-    "losses_not_finite": About(
-        "losses not finite", "count", "lower", "inf or NaN, among the steps that both runs have, of all optimizers"
+    "steps": NumberInfo("steps", "count", "", "of the optimizer that took the most, including skipped ones"),
+    "loss_at_end": NumberInfo("loss at the end", "", "lower", "mean over {stretch}, the last that both runs have"),
+    "lowest_loss": NumberInfo("lowest loss", "", "lower", "of a single step, among the steps that both runs have"),
+    "losses_not_finite": NumberInfo(
+        "losses not finite", "count", "lower", "inf or NaN, in the steps that both runs have, of all optimizers"
     ),
-    "losses_not_finite_in_all": About(
-        "losses not finite, whole run", "count", "", "inf or NaN, at all steps of all optimizers"
+    "losses_not_finite_in_all": NumberInfo(
+        "losses not finite, whole run", "count", "", "inf or NaN, in all steps of all optimizers"
     ),
-    "skipped": About("skipped steps, whole run", "count", "", "of all optimizers"),
-    "skip_rate": About(
-        "skip rate", "share", "lower", "skipped of all optimizers' steps, among those that both runs have"
+    "skipped": NumberInfo("skipped steps, whole run", "count", "", "of all optimizers"),
+    "skip_rate": NumberInfo(
+        "skip rate", "share", "lower", "share of skipped steps of all optimizers, in the steps that both runs have"
     ),
-    "median_norm": About("median gradient norm", "", "", "before clipping, over the steps that both runs have"),
-    "last_scale": About("last loss scale", "scale", "", "by which losses were multiplied at the end"),
-    "worst_lost": About(
-        "lost in FP16, worst layer", "share", "lower", "gradients that became zero, by estimate", at_least=0.005
+    "median_norm": NumberInfo("median gradient norm", "", "", "before clipping, over the steps that both runs have"),
+    "last_scale": NumberInfo("last loss scale", "scale", "", "loss scale at the end of the run"),
+    "worst_lost": NumberInfo(
+        "lost in FP16, worst layer",
+        "share",
+        "lower",
+        "estimated share of gradients flushed to zero",
+        absolute_noise=0.005,
     ),
-    "lost": About("lost in FP16, all layers", "share", "lower", "the same over all gradients", at_least=0.005),
-    "seconds_per_step": About(
-        TIMES["seconds_per_step"], "seconds", "lower", "wall time, without the first steps", of_itself=0.05
+    "lost": NumberInfo(
+        "lost in FP16, all layers",
+        "share",
+        "lower",
+        "estimated share of all gradients flushed to zero",
+        absolute_noise=0.005,
     ),
-    "half_share": About(
-        TIMES["half_share"], "share", "higher", "of the work of matrix products, in 16 bits or fewer", at_least=0.01
+    "seconds_per_step": NumberInfo(
+        TIMING_NAMES["seconds_per_step"], "seconds", "lower", "wall time, without the first steps", relative_noise=0.05
     ),
-    "cast_share": About(
-        TIMES["cast_share"], "share", "lower", "of the device's time, changing precision only", at_least=0.01
+    "half_share": NumberInfo(
+        TIMING_NAMES["half_share"],
+        "share",
+        "higher",
+        "of the work of matmuls, in 16 bits or fewer",
+        absolute_noise=0.01,
     ),
-    "data_wait_share": About(
-        TIMES["data_wait_share"], "share", "lower", "of the wall time, in the DataLoader", at_least=0.02
+    "cast_share": NumberInfo(
+        TIMING_NAMES["cast_share"],
+        "share",
+        "lower",
+        "of the device's time, for conversions between precisions",
+        absolute_noise=0.01,
     ),
-    "syncs_per_step": About(
-        TIMES["syncs_per_step"], "", "lower", "how often the host stands still for the device", at_least=0.1
+    "data_wait_share": NumberInfo(
+        TIMING_NAMES["data_wait_share"], "share", "lower", "of the wall time, in the DataLoader", absolute_noise=0.02
     ),
-    "peak_memory": About(
-        "peak memory, device", "bytes", "lower", "allocated by torch, on the fullest device", of_itself=0.01
+    "syncs_per_step": NumberInfo(
+        TIMING_NAMES["syncs_per_step"], "", "lower", "how often the host waits for the device", absolute_noise=0.1
     ),
-    "host_peak": About("peak memory, host", "bytes", "lower", "of the process, resident", of_itself=0.05),
+    "peak_memory": NumberInfo(
+        "peak memory, device", "bytes", "lower", "allocated by torch, on the fullest device", relative_noise=0.01
+    ),
+    "host_peak": NumberInfo("peak memory, host", "bytes", "lower", "of the process, resident", relative_noise=0.05),
 }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ComparedNumber:
-    """A number of both runs; None where it is not known. ``chance``: a difference up to it says nothing.
+    """A number of both runs; None where it is unknown. A difference of up to ``chance`` is noise.
 
-    ``chance`` is None where nobody can say how much the number goes up and down by itself.
+    ``chance`` is None if the noise of the number cannot be estimated.
     """
 
     key: str
@@ -106,11 +125,11 @@ class ComparedNumber:
     before: float | None = None
     after: float | None = None
     chance: float | None = 0.0
-    owner: str = ""  # the optimizer, of several
+    owner: str = ""  # the optimizer, if there are several
 
     @property
     def judged(self) -> str:
-        """ "better", "worse", "same", that there is no clear difference; empty where nobody should judge."""
+        """Verdict "better", "worse", "same", UNCLEAR or TOO_FEW; empty if the number should not be judged."""
         old, new = self.before, self.after
         if old is None or new is None:
             return ""
@@ -119,7 +138,7 @@ class ComparedNumber:
         if not self.better:
             return ""
         if not (math.isfinite(old) and math.isfinite(new)):
-            return _of_finite(old, new)
+            return _judge_finite(old, new)
         if self.chance is None:
             return TOO_FEW
         if abs(new - old) <= self.chance:
@@ -128,7 +147,7 @@ class ComparedNumber:
 
     @property
     def change(self) -> str:
-        """In words: "−12%, better", "no clear difference"; empty where a run does not know the number."""
+        """Change as text: "−12%, better", "no clear difference"; empty if a run does not have the number."""
         if self.before is None or self.after is None:
             return ""
         if self.judged in ("same", UNCLEAR, TOO_FEW):
@@ -136,23 +155,23 @@ class ComparedNumber:
         return ", ".join(part for part in (_amount(self.before, self.after, self.unit), self.judged) if part)
 
     def written(self, value: float | None) -> str:
-        """As a person reads it; a dash for what is not known."""
+        """Return a value as text; a dash if it is unknown."""
         if value is None:
             return "–"
         return _UNITS[self.unit](value) if math.isfinite(value) else "NaN" if math.isnan(value) else str(value)
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain data for JSON."""
+        """Return plain data for JSON."""
         parts = ("key", "name", "owner", "meaning", "unit", "better", "before", "after", "chance", "judged", "change")
         return {part: getattr(self, part) for part in parts}
 
 
 def compared_numbers(
-    before: Run, after: Run, layers: tuple[Sequence[Layer], Sequence[Layer]], *, judge: bool = True
+    before: Run, after: Run, layers: tuple[Sequence[LayerGradients], Sequence[LayerGradients]], *, judge: bool = True
 ) -> list[ComparedNumber]:
-    """Every number that at least one of the runs knows. ``layers``: of both, from ``layers_of``.
+    """Return every number that at least one of the runs has. ``layers``: those of both runs, from ``layers_of``.
 
-    judge: say which is better; of two models that have nothing in common, nobody can.
+    judge: say which is better; numbers of two different models cannot be judged.
     """
     runs = (before, after)
     found = [
@@ -163,18 +182,18 @@ def compared_numbers(
         _number("lost", (_lost(some) for some in layers)),
         *[
             _number(key, (_timed(run, key) for run in runs), chance=_chance_of(key, runs))
-            for key in TIMES
+            for key in TIMING_NAMES
             if key in NUMBERS
         ],
         _number("peak_memory", (_peak_memory(run) for run in runs)),
-        _number("host_peak", (number(mapping(run, "memory").get("host_peak")) for run in runs)),
+        _number("host_peak", (read_number(mapping(run, "memory").get("host_peak")) for run in runs)),
     ]
     known = [one for one in found if one.before is not None or one.after is not None]
     return known if judge else [replace(one, better="") for one in known]
 
 
 def steps_in_common(before: Run, after: Run) -> int:
-    """Up to which step both runs have come, by the first optimizer that both have; 0 where there is none."""
+    """Return the last step that both runs reached, of the first optimizer that both have; 0 if there is none."""
     return next((stretch.last for _, stretch, *_ in _shared_lines(before, after)), 0)
 
 
@@ -192,7 +211,7 @@ def _number(
         meaning=about.meaning.format(stretch=at),
         before=before,
         after=after,
-        chance=None if chance is None else max(chance, about.of_itself * larger, about.at_least),
+        chance=None if chance is None else max(chance, about.relative_noise * larger, about.absolute_noise),
         owner=owner,
     )
 
@@ -201,33 +220,33 @@ def _number(
 
 
 @dataclass(frozen=True, slots=True)
-class _Stretch:
-    """The end of what two runs have in common."""
+class _StepRange:
+    """The last range of steps that two runs have in common."""
 
     first: int
     last: int
 
     @classmethod
-    def ending(cls, last: int) -> _Stretch:
-        length = max(math.ceil(last * STRETCH), SHORTEST_STRETCH)
+    def ending(cls, last: int) -> _StepRange:
+        length = max(math.ceil(last * END_SHARE), FEWEST_END_STEPS)
         return cls(max(1, last - length + 1), last)
 
     def __str__(self) -> str:
         return f"step {self.last:,}" if self.first == self.last else f"steps {self.first:,} to {self.last:,}"
 
-    def holds(self, bucket: Bucket) -> bool:
-        """Steps that a record has merged count by their middle."""
+    def holds(self, bucket: StepBucket) -> bool:
+        """Return whether a bucket lies in the range; a bucket of merged steps counts by its middle."""
         return self.first <= (bucket.first + bucket.last) / 2 <= self.last
 
 
-def _shared_lines(before: Run, after: Run) -> Iterator[tuple[int, _Stretch, list[Bucket], list[Bucket]]]:
-    """Of each optimizer that both runs have: the end of what they share, and the steps up to it."""
+def _shared_lines(before: Run, after: Run) -> Iterator[tuple[int, _StepRange, list[StepBucket], list[StepBucket]]]:
+    """Yield, for each optimizer that both runs have, the last shared range of steps and both runs' steps up to it."""
     old, new = by_optimizer(before.steps), by_optimizer(after.steps)
     for optimizer in sorted(old.keys() & new.keys())[:MOST_OPTIMIZERS]:
         lines = old[optimizer], new[optimizer]
         last = min(max(bucket.last for bucket in line) for line in lines)
         shared = [[bucket for bucket in line if bucket.first <= last] for line in lines]
-        yield optimizer, _Stretch.ending(last), shared[0], shared[1]
+        yield optimizer, _StepRange.ending(last), shared[0], shared[1]
 
 
 def _over_steps(before: Run, after: Run) -> Iterator[ComparedNumber]:
@@ -236,53 +255,53 @@ def _over_steps(before: Run, after: Run) -> Iterator[ComparedNumber]:
     for optimizer, stretch, *shared in _shared_lines(before, after):
         owner = names.get(optimizer, f"optimizer {optimizer}") if several else ""
         ends = [_end(line, stretch) for line in shared]
-        chance = _clear([wanders for _, wanders in ends])
+        chance = _clear([noise for _, noise in ends])
         yield _number("loss_at_end", (mean for mean, _ in ends), chance=chance, owner=owner, at=str(stretch))
         lowest = _number("lowest_loss", (_lowest(line) for line in shared), chance=chance, owner=owner)
-        # Of a loss that ended as no number, it says nothing how low it had been.
+        # For a loss that diverged, its earlier minimum means nothing.
         diverged = any(mean is not None and not math.isfinite(mean) for mean, _ in ends)
         yield replace(lowest, better="") if diverged else lowest
         yield _number("median_norm", (_median(bucket.norm for bucket in line) for line in shared), owner=owner)
         yield _number("last_scale", (_last_scale(run, optimizer) for run in (before, after)), owner=owner)
 
 
-def _end(line: Sequence[Bucket], stretch: _Stretch) -> tuple[float | None, float | None]:
-    """The mean loss, and how far the means of tenths of the stretch lie from it; None for what is not known.
+def _end(line: Sequence[StepBucket], stretch: _StepRange) -> tuple[float | None, float | None]:
+    """Return the mean loss over the range and its noise, from the means of tenths; None for what is unknown.
 
-    The loss is NaN where it was not finite at any step of the stretch: a mean of the others would praise it.
+    The loss is NaN if it was not finite at some step of the range: a mean of the others would be misleading.
     """
     within = [bucket.loss for bucket in line if stretch.holds(bucket) and bucket.loss.known]
     within = within or [bucket.loss for bucket in line[-1:] if bucket.loss.known]
     if not within:
         return None, None
-    total = Spread.over(within)
+    total = NumberStats.over(within)
     if total.bad or total.mean is None or total.low is None or total.high is None:
         return math.nan, None
-    means = [mean for mean in (Spread.over(block).mean for block in _blocks(within)) if mean is not None]
+    means = [mean for mean in (NumberStats.over(block).mean for block in _blocks(within)) if mean is not None]
     if len(means) >= FEWEST_BLOCKS:
         return total.mean, statistics.stdev(means)
-    # A few merged steps: their extremes are known, and a loss wanders no further than that.
+    # A few merged steps: their extremes are known, and bound the noise.
     return total.mean, total.high - total.low if total.finite >= FEWEST_BLOCKS else None
 
 
 def _blocks(line: Sequence[Part]) -> list[Sequence[Part]]:
-    """At most BLOCKS parts, all as long but for the last."""
+    """Split a list into at most BLOCKS parts of equal length, except the last."""
     length = math.ceil(len(line) / BLOCKS)
     return [line[start : start + length] for start in range(0, len(line), length)]
 
 
-def _clear(wander: Sequence[float | None]) -> float | None:
-    """The least difference that is clear, from how far the numbers of both runs wander; None where one does not say."""
-    known = [one for one in wander if one is not None]
-    return CLEAR * sum(known) if len(known) == len(wander) else None
+def _clear(noises: Sequence[float | None]) -> float | None:
+    """Return the smallest clear difference, from the noise of both runs; None if that of one is unknown."""
+    known = [one for one in noises if one is not None]
+    return CLEAR_FACTOR * sum(known) if len(known) == len(noises) else None
 
 
-def _lowest(line: Iterable[Bucket]) -> float | None:
+def _lowest(line: Iterable[StepBucket]) -> float | None:
     return min((bucket.loss.low for bucket in line if bucket.loss.low is not None), default=None)
 
 
-def _median(spreads: Iterable[Spread]) -> float | None:
-    """Of steps, where merged ones count as often as they were."""
+def _median(spreads: Iterable[NumberStats]) -> float | None:
+    """Return the median over steps; merged steps count as often as they occurred."""
     means = sorted((spread.mean, spread.finite) for spread in spreads if spread.mean is not None)
     half = sum(times for _, times in means) / 2
     passed = itertools.accumulate(times for _, times in means)
@@ -293,7 +312,7 @@ def _last_scale(run: Run, optimizer: int) -> float | None:
     return next((bucket.scale.mean for bucket in reversed(run.rows(optimizer)) if bucket.scale.mean is not None), None)
 
 
-def _not_finite(steps: Sequence[Bucket]) -> float | None:
+def _not_finite(steps: Sequence[StepBucket]) -> float | None:
     known = any(bucket.loss.known for bucket in steps)
     return float(sum(bucket.loss.bad for bucket in steps)) if known else None
 
@@ -309,7 +328,7 @@ def _skips(before: Run, after: Run) -> Iterator[ComparedNumber]:
         yield _number("losses_not_finite_in_all", bad_in_all)
     yield _number("skipped", (sum(bucket.skipped for bucket in run.steps) if run.steps else None for run in runs))
     taken, rates = [sum(bucket.count for bucket in steps) for steps in both], [skip_rate(steps) for steps in both]
-    # As often as something rare happens by chance: within two roots of its count.
+    # Two standard deviations of the count of a rare event.
     chance = 2 * math.sqrt(sum((rate or 0.0) / max(1, of) for rate, of in zip(rates, taken, strict=True)))
     yield _number("skip_rate", rates, chance=chance)
 
@@ -317,27 +336,27 @@ def _skips(before: Run, after: Run) -> Iterator[ComparedNumber]:
 # --- layers, time, memory ------------------------------------------------------------------------------------------
 
 
-def _worst_lost(layers: Sequence[Layer]) -> float | None:
+def _worst_lost(layers: Sequence[LayerGradients]) -> float | None:
     return max((layer.lost for layer in layers if layer.lost is not None), default=None)
 
 
-def _lost(layers: Sequence[Layer]) -> float | None:
+def _lost(layers: Sequence[LayerGradients]) -> float | None:
     known = [layer.underflow for layer in layers if layer.underflow is not None]
     values = sum(one.values for one in known)
     return None if not known else sum(one.lost for one in known) / values if values else 0.0
 
 
 def _timed(run: Run, key: str) -> float | None:
-    return number(mapping(run, "timing").get(key))
+    return read_number(mapping(run, "timing").get(key))
 
 
 def _chance_of(key: str, runs: tuple[Run, Run]) -> float | None:
-    """How much a number of ``timing`` goes up and down by itself: of the time alone does the record show it."""
-    return _clear([_time_wanders(run) for run in runs]) if key == "seconds_per_step" else 0.0
+    """Return the noise of a number of ``timing``; the record shows it only for the time per step."""
+    return _clear([_time_noise(run) for run in runs]) if key == "seconds_per_step" else 0.0
 
 
-def _time_wanders(run: Run) -> float | None:
-    """How far the means of tenths of the run lie from each other, without the first, in which it warms up."""
+def _time_noise(run: Run) -> float | None:
+    """Return the noise of the time per step, from the means of tenths of the run without the first, the warm-up."""
     line = next(iter(by_optimizer(run.steps).values()), [])
     blocks = _blocks(line) if line else []
     ends = [(block[-1].ended, block[-1].last) for block in blocks]
@@ -347,22 +366,22 @@ def _time_wanders(run: Run) -> float | None:
 
 def _peak_memory(run: Run) -> float | None:
     devices = as_mapping(mapping(run, "memory").get("devices")).values()
-    peaks = [number(as_mapping(device).get("peak_allocated")) for device in devices]
+    peaks = [read_number(as_mapping(device).get("peak_allocated")) for device in devices]
     return max((peak for peak in peaks if peak is not None), default=None)
 
 
-# --- words ---------------------------------------------------------------------------------------------------------
+# --- text ----------------------------------------------------------------------------------------------------------
 
 
-def _of_finite(old: float, new: float) -> str:
-    """A loss that is a number is better than one that is none, whichever it is."""
+def _judge_finite(old: float, new: float) -> str:
+    """Judge two losses of which at least one is not finite: a finite one is better."""
     if math.isfinite(old) == math.isfinite(new):
         return ""
     return "better" if math.isfinite(new) else "worse"
 
 
 def _amount(old: float, new: float, unit: str) -> str:
-    """How much it changed: "−12%", "+3.1 points", "×40"."""
+    """Return the size of a change: "−12%", "+3.1 points", "×40"."""
     if not (math.isfinite(old) and math.isfinite(new)):
         return ""
     if unit == "share":
@@ -376,18 +395,18 @@ def _amount(old: float, new: float, unit: str) -> str:
 
 
 def _signed(hundredths: float, unit: str) -> str:
-    much = abs(hundredths)
-    if much < 0.05:
+    magnitude = abs(hundredths)
+    if magnitude < 0.05:
         return f"{'down' if hundredths < 0 else 'up'} by less than 0.1{unit}"
-    told = f"{much:,.0f}" if much >= 10 else f"{much:.1f}"
-    return f"{'−' if hundredths < 0 else '+'}{told}{unit}"
+    digits = f"{magnitude:,.0f}" if magnitude >= 10 else f"{magnitude:.1f}"
+    return f"{'−' if hundredths < 0 else '+'}{digits}{unit}"
 
 
 _UNITS: Mapping[str, Callable[[float], str]] = {
     "": lambda value: f"{value:.4g}",
     "count": lambda value: f"{value:,.0f}",
-    "scale": scale_words,
-    "share": percent,
-    "seconds": duration,
-    "bytes": size,
+    "scale": format_scale,
+    "share": format_percent,
+    "seconds": format_duration,
+    "bytes": format_bytes,
 }

@@ -1,6 +1,6 @@
-"""A run, or two beside each other, as one HTML file that needs nothing else and sends nothing anywhere."""
+"""HTML pages of a run or of a comparison: one self-contained file each, which loads and sends nothing."""
 
 from ampwise.report.page.render import comparison_page, page, update
-from ampwise.report.page.templates import MARK
+from ampwise.report.page.templates import GENERATOR_MARK
 
-__all__ = ["MARK", "comparison_page", "page", "update"]
+__all__ = ["GENERATOR_MARK", "comparison_page", "page", "update"]

@@ -1,4 +1,4 @@
-// Curves over the steps: one chart a metric, zoomed together.
+// Curves over the steps: one chart per metric, zoomed together.
 
 const METRICS = [
   { name: 'loss', title: 'Loss', log: 10 },
@@ -8,12 +8,12 @@ const METRICS = [
   { name: 'lr', title: 'Learning rate', log: 10 },
 ];
 const HEIGHT = 190;
-const FEWEST_STEPS = 2; // that one can zoom to
-const INCREMENTS = [0.1, 0.2, 0.5, 1, 2, 4, 5, 8, 10, 20, 50, 100, 200]; // of logarithms
+const FEWEST_STEPS = 2; // smallest range to zoom to
+const INCREMENTS = [0.1, 0.2, 0.5, 1, 2, 4, 5, 8, 10, 20, 50, 100, 200]; // of logarithmic axes
 
 const charts = { plots: [], from: null, to: null, low: 0, last: 1, high: 1, apart: false, listeners: [] };
 
-// The values of a metric in one line, as { mean, low, high, bad }; a rate has no extremes of its own.
+// The values of a metric in one line, as { mean, low, high, bad }; a rate has no extremes.
 function measured(line, metric) {
   const found = line[metric.name];
   if (!found) return null;
@@ -22,7 +22,7 @@ function measured(line, metric) {
 
 const ends = (values) => values.filter((value) => value !== null);
 
-// Whether a metric is drawn by its logarithm: where it spans a hundredfold or more.
+// Whether a metric is drawn on a logarithmic axis: if it spans a factor of 100 or more.
 function base(metric, lines) {
   if (!metric.log) return 0;
   const values = lines.flatMap((line) => {
@@ -37,7 +37,7 @@ function base(metric, lines) {
 
 const logarithm = (value, log) => (log ? Math.log(value) / Math.log(log) : value);
 
-// A line is broken where a number was inf or NaN, and goes on over steps at which it was not measured.
+// A line is broken where a value was inf or NaN, and continues over steps at which it was not measured.
 function tables(lines, metric, log) {
   return lines.map((line) => {
     const found = measured(line, metric);
@@ -64,7 +64,7 @@ function ticks(metric, log) {
   });
 }
 
-// Short marks at the foot for skipped steps, at the top for numbers that are inf or NaN.
+// Short marks at the bottom for skipped steps, at the top for values that are inf or NaN.
 function marks(lines, metric) {
   return (plot) => {
     const { ctx, bbox } = plot;
@@ -77,7 +77,7 @@ function marks(lines, metric) {
       ctx.fillRect(x - devicePixelRatio * 0.75, top ? bbox.top : bbox.top + bbox.height - tick, devicePixelRatio * 1.5, tick);
     };
     for (const line of lines) {
-      const own = (shade) => (line.run ? tint(line, 100) : colour(shade)); // of two runs each has its own
+      const own = (shade) => (line.run ? tint(line, 100) : colour(shade)); // two runs have different colours
       if (metric.skips) line.skipped.forEach((skipped, at) => skipped && draw(line, at, false, own('--warning')));
       for (const at of Object.keys(measured(line, metric).bad)) draw(line, Number(at), true, own('--error'));
     }
@@ -86,7 +86,7 @@ function marks(lines, metric) {
 
 const tint = (line, percent) => `color-mix(in srgb, ${colour('--line' + line.colour)} ${percent}%, transparent)`;
 
-// Points are drawn where they are few enough to be told apart: a number may be measured at some steps only.
+// Points are drawn if they are few enough to be distinguished: a value may be measured at some steps only.
 function isSparse(plot, series, from, to) {
   let known = 0;
   for (let at = from; at <= to; at += 1) if (plot.data[series][at] !== null && plot.data[series][at] !== undefined) known += 1;
@@ -94,7 +94,7 @@ function isSparse(plot, series, from, to) {
 }
 
 function seriesOf(lines) {
-  // The edges of a band are drawn, or a spike of one step among many would be too thin to see.
+  // The edges of a band are drawn, so that a spike of a single step is visible.
   const edge = (line) => ({ stroke: () => tint(line, 45), width: 1, points: { show: false } });
   return lines.flatMap((line) => [
     { label: line.name, stroke: () => tint(line, 100), width: 1.6, dash: line.run === 'after' ? [6, 4] : undefined, points: { size: 4, show: isSparse } }, edge(line), edge(line),
@@ -108,12 +108,12 @@ function bandsOf(lines) {
   }));
 }
 
-// From where to where the axis of values goes.
+// The range of the value axis.
 function rangeOf(metric, log, low, high) {
   if (low === null || high === null) return [0, 1];
   if (metric.share) return [0, Math.max(high, 0.01)];
-  const room = (high - low) * 0.06;
-  if (log) return [low - (room || 1), high + (room || 1)];
+  const margin = (high - low) * 0.06;
+  if (log) return [low - (margin || 1), high + (margin || 1)];
   return uPlot.rangeNum(low, high, 0.06, true);
 }
 
@@ -137,7 +137,7 @@ function plotted(box, lines, metric, log, readout) {
   return new uPlot(options, uPlot.join(tables(lines, metric, log)), box);
 }
 
-// What a line says near a step, in words.
+// The value of a line near a step, as text.
 function spoken(line, metric, step) {
   const found = measured(line, metric);
   let at = -1;
@@ -153,14 +153,14 @@ function spoken(line, metric, step) {
   return `${place}: ${value}${spread}${bad}${skipped}`;
 }
 
-// For those who do not see the chart: from where to where, the extremes, what was odd.
+// Description of the chart for screen readers: first and last value, extremes, anomalies.
 function described(lines, metric) {
   return lines.map((line) => {
     const found = measured(line, metric);
     const known = found.mean.map((value, at) => [value, at]).filter(([value]) => value !== null);
     const bad = Object.values(found.bad).reduce((sum, count) => sum + count, 0);
     const odd = bad ? ` Inf or NaN at ${bad} steps.` : '';
-    if (!known.length) return `${line.name}: at no step a finite number.`;
+    if (!known.length) return `${line.name}: not finite at any step.`;
     const low = Math.min(...(found.low || found.mean).filter((value) => value !== null));
     const high = Math.max(...(found.high || found.mean).filter((value) => value !== null));
     const [start, end] = [known[0], known[known.length - 1]];
@@ -183,12 +183,12 @@ function figureOf(lines, metric, several) {
 
 function drawChart(lines, metric, several, { figure, box, readout }) {
   const finite = lines.filter((line) => ends(measured(line, metric).mean).length);
-  if (!finite.length) { box.textContent = 'At no step was this a finite number.'; return; }
+  if (!finite.length) { box.textContent = 'Not finite at any step.'; return; }
   const log = base(metric, finite);
   const say = (at) => {
     const step = at === null || at === undefined ? null : plot.data[0][at];
-    const told = step === null ? [] : lines.map((line) => [line, spoken(line, metric, step)]).filter(([, words]) => words);
-    readout.textContent = told.map(([line, words]) => (several ? `${line.name}, ${words}` : words)).join(' · ');
+    const readings = step === null ? [] : lines.map((line) => [line, spoken(line, metric, step)]).filter(([, words]) => words);
+    readout.textContent = readings.map(([line, words]) => (several ? `${line.name}, ${words}` : words)).join(' · ');
   };
   const plot = plotted(box, finite, metric, log, say);
   charts.plots.push(plot);
@@ -196,14 +196,14 @@ function drawChart(lines, metric, several, { figure, box, readout }) {
   figure.addEventListener('blur', () => readout.removeAttribute('aria-live'));
 }
 
-// Arrow keys walk along the steps, and what is there is read out.
+// Arrow keys move along the steps and read out the values.
 function steered(event, plot, readout) {
   const moves = { ArrowLeft: -1, ArrowRight: 1, PageUp: -20, PageDown: 20 };
   const zooms = { '+': 'in', '=': 'in', '-': 'out', 0: 'all' };
   if (event.shiftKey && event.key in { ArrowLeft: 1, ArrowRight: 1 }) zoom(event.key === 'ArrowLeft' ? 'left' : 'right');
   else if (event.key in moves) {
     readout.setAttribute('aria-live', 'polite');
-    const [first, last] = plot.series[0].idxs; // of those in sight
+    const [first, last] = plot.series[0].idxs; // of the visible steps
     const at = Math.min(last, Math.max(first, plot.cursor.idx == null ? first : plot.cursor.idx + moves[event.key]));
     plot.setCursor({ left: plot.valToPos(plot.data[0][at], 'x'), top: 10 });
   } else if (event.key in zooms) zoom(zooms[event.key]);
@@ -211,7 +211,7 @@ function steered(event, plot, readout) {
   event.preventDefault();
 }
 
-// One chart has a new range: so have all, and whoever listens.
+// Apply a new range to all charts and notify listeners.
 let zooming = false;
 function zoomed(from, to) {
   if (zooming || from === null || to === null || (from === charts.from && to === charts.to)) return;
@@ -222,7 +222,7 @@ function zoomed(from, to) {
   tellRange();
 }
 
-// A range of at least a few steps, within those that there are.
+// A range of at least a few steps, within the run's steps.
 function wideEnough(from, to) {
   const { low, high } = charts;
   const span = Math.min(Math.max(to - from, FEWEST_STEPS), high - low);
@@ -255,7 +255,7 @@ function setRange(from, to) {
   else { [charts.from, charts.to] = [from, to]; tellRange(); }
 }
 
-// Everything anew, as at first and after each change of the data or the colours; range and focus stay.
+// Redraw everything, at first and after each change of data or colours; range and focus are kept.
 function drawCharts(lines, titles) {
   const chosen = charts.from !== null && (charts.from > charts.low || charts.to < charts.high) ? [charts.from, charts.to] : null;
   const focused = document.activeElement?.dataset.metric;
@@ -266,13 +266,13 @@ function drawCharts(lines, titles) {
   const worth = METRICS.filter((metric) => isWorthIt(lines, metric));
   const made = worth.map((metric) => ({ metric, having: lines.filter((line) => measured(line, metric)) })).map(({ metric, having }) =>
     ({ metric, having, parts: figureOf(having, { ...metric, title: titles[metric.name] || metric.title }, lines.length > 1) }));
-  one('#charts').append(...made.map(({ parts }) => parts.figure)); // all, before the width of any is asked for
+  one('#charts').append(...made.map(({ parts }) => parts.figure)); // all of them, before reading any width
   for (const { metric, having, parts } of made) drawChart(having, metric, lines.length > 1, parts);
   setRange(...(chosen ? wideEnough(...chosen) : [charts.low, charts.high]));
   if (focused) restoreFocus(focused, walked);
 }
 
-// Where the steps begin and end; a chart of one step has room for a second.
+// The first and last step; a chart of one step has space for a second.
 function measure(lines) {
   lines.forEach((line, at) => { line.colour = line.colour ?? at % 6; });
   const ends = lines.map((line) => line.last[line.last.length - 1]);

@@ -1,22 +1,22 @@
-// A difference: the error of each module along the depth, forward and backward, by its logarithm.
+// Difference page: the error of each module by depth, forward and backward, on a logarithmic axis.
 
 const drawn = { data: null, plots: [] };
 const TALL = 240;
-const LOWEST = 1e-12; // an error below that is none
+const LOWEST = 1e-12; // a smaller error counts as 0
 
 const exponents = (values) => values.map((value) => (value === null || value < LOWEST ? null : Math.log10(value)));
 const worded = (value) => (value === null ? '' : value < 1e-5 ? short(Number(value.toPrecision(2))) : `${Number((value * 100).toPrecision(2))}%`);
 
-// What is known of a module, in words.
-function told(pass, at) {
+// The error of a module, as text.
+function describe(pass, at) {
   const name = drawn.data.names[at];
-  if (pass.infinite.includes(at)) return `${name}: not finite on one side, or of other shapes`;
+  if (pass.infinite.includes(at)) return `${name}: not finite on one side, or different shapes`;
   if (pass.errors[at] === null) return `${name}: not compared`;
   const explained = pass.explained[at] === null ? '' : `, rounding explains ${worded(pass.explained[at])}`;
   return `${name}: ${pass.errors[at] === 0 ? 'the same' : `${worded(pass.errors[at])} off`}${explained}${pass.beyond.includes(at) ? ', beyond' : ''}`;
 }
 
-// For those who do not see the chart.
+// Description of the chart for screen readers.
 function summed(pass) {
   const known = pass.errors.map((value, at) => [value, at]).filter(([value]) => value !== null && value > 0);
   if (!known.length) return 'No module differs.';
@@ -25,7 +25,7 @@ function summed(pass) {
   return `From ${worded(known[0][0])} at the first module that differs to ${worded(known[known.length - 1][0])} at the last, at most ${worded(worst[0])} at ${drawn.data.names[worst[1]]}.${odd}`;
 }
 
-// Points beyond in the colour of errors, and marks at the top for what is infinite.
+// Points beyond what rounding explains in the colour of errors, and marks at the top for infinite values.
 function flags(pass) {
   return (plot) => {
     const { ctx, bbox } = plot, dot = 4 * devicePixelRatio;
@@ -60,11 +60,11 @@ function chartOf(pass, box, readout) {
       { label: 'error', stroke: () => colour(pass.colour), width: 1.8, points, spanGaps: true },
       { label: 'explained', stroke: () => colour('--soft'), width: 1.2, dash: [6, 4], points: { show: false }, spanGaps: true },
     ],
-    hooks: { draw: [flags(pass)], setCursor: [(plot) => { readout.textContent = plot.cursor.idx == null ? '' : told(pass, plot.cursor.idx); }] },
+    hooks: { draw: [flags(pass)], setCursor: [(plot) => { readout.textContent = plot.cursor.idx == null ? '' : describe(pass, plot.cursor.idx); }] },
   }, [pass.errors.map((_, at) => at), exponents(pass.errors), exponents(pass.explained)], box);
 }
 
-// Arrow keys walk along the modules, and what is there is read out.
+// Arrow keys move along the modules and read out the errors.
 function walked(event, plot, readout) {
   const moves = { ArrowLeft: -1, ArrowRight: 1, PageUp: -10, PageDown: 10 };
   if (!(event.key in moves)) return;
@@ -105,7 +105,7 @@ function fitAll() {
   }
 }
 
-// A link to a rule that is folded up opens it.
+// A link to a folded rule opens it.
 function unfold() {
   const target = location.hash.length > 1 && document.getElementById(decodeURIComponent(location.hash.slice(1)));
   if (target && target.tagName === 'DETAILS') target.open = true;

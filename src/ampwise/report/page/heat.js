@@ -1,24 +1,24 @@
 // The heat map: layers from top to bottom, steps from left to right.
 
-// Cells are whole numbers: shares in millionths, sizes as logarithms; the map says how fine.
+// Cells are integers: shares in millionths, sizes as logarithms; the map has their units.
 const shareOf = (cell) => cell / heat.map.per_million;
 const sizeOf = (cell) => 2 ** (cell / heat.map.per_power);
 const WHATS = [
-  { name: 'lost', ramp: 'heat', value: (cell) => Math.sqrt(shareOf(cell)), told: (cell) => percent(shareOf(cell)) },
-  { name: 'norm', title: 'norm of the gradients', ramp: 'size', told: (cell) => rough(sizeOf(cell)) },
-  { name: 'largest', title: 'largest gradient', ramp: 'size', told: (cell) => rough(sizeOf(cell)) },
+  { name: 'lost', ramp: 'heat', value: (cell) => Math.sqrt(shareOf(cell)), text: (cell) => percent(shareOf(cell)) },
+  { name: 'norm', title: 'norm of the gradients', ramp: 'size', text: (cell) => rough(sizeOf(cell)) },
+  { name: 'largest', title: 'largest gradient', ramp: 'size', text: (cell) => rough(sizeOf(cell)) },
 ];
 const rough = (value) => short(Number(value.toPrecision(3)));
 const heat = { maps: [], layers: [], map: null, what: WHATS[0], row: 0, column: 0, from: 0, to: 1 };
-const LABELS = 220; // pixels for names, where rows are high enough for them
-const FOOT = 18; // pixels for the numbers of steps
+const LABELS = 220; // pixels for names, if rows are high enough
+const FOOT = 18; // pixels for step numbers
 
 const lostTitle = (map) => (map.was_fp16 ? 'share lost in FP16' : 'share FP16 would lose without a loss scale');
 const NEGLIGIBLE = 0.001;
 const lossless = (map) => map.lost.every((row) => row.every((cell) => !(cell >= NEGLIGIBLE * map.per_million)));
 const titleOf = (what, map) => what.title || lostTitle(map);
 
-// The range of a quantity that has no ends of its own.
+// The range of a quantity without fixed limits.
 function span(cells) {
   let low = Infinity, high = -Infinity;
   for (const row of cells) for (const cell of row) if (typeof cell === 'number') { low = Math.min(low, cell); high = Math.max(high, cell); }
@@ -40,7 +40,7 @@ function rgb(text) {
   return [0, 2, 4].map((at) => parseInt(long.slice(at, at + 2), 16));
 }
 
-// Which columns are in sight, and where each begins; a column reaches to the next.
+// The visible columns and where each begins; a column extends to the next.
 function columnsInSight(map) {
   const places = map.first.map((first, at) => ({ at, start: first, stop: at + 1 < map.first.length ? map.first[at + 1] : map.last[at] + Math.max(1, (map.last[at] - map.first[0]) / Math.max(1, map.first.length - 1)) }));
   return places.filter(({ start, stop }) => stop > heat.from && start <= heat.to);
@@ -70,7 +70,7 @@ function drawHeat() {
     for (const { at, start, stop } of columns) {
       const shade = paint(heat.map[heat.what.name][row][at]);
       if (!shade) continue;
-      // On whole pixels, or the ground would shine through between two columns.
+      // On whole pixels, so that no background shows between two columns.
       const from = Math.floor(Math.max(left, x(start))), to = Math.ceil(Math.min(width, x(stop)));
       pen.fillStyle = shade;
       pen.fillRect(from, row * tall, Math.max(1, to - from), tall - (tall > 6 ? 1 : 0));
@@ -116,12 +116,12 @@ function numberSteps(pen, x, left, width, height) {
   }
 }
 
-// A long name without its middle.
-function fitted(pen, name, room) {
-  if (pen.measureText(name).width <= room) return name;
+// A long name, shortened in the middle.
+function fitted(pen, name, width) {
+  if (pen.measureText(name).width <= width) return name;
   let kept = name.length - 1;
   const cut = () => name.slice(0, Math.floor(kept / 2)) + '…' + name.slice(name.length - Math.ceil(kept / 2));
-  while (kept > 2 && pen.measureText(cut()).width > room) kept -= 1;
+  while (kept > 2 && pen.measureText(cut()).width > width) kept -= 1;
   return cut();
 }
 
@@ -134,7 +134,7 @@ function frameCell(pen, x, tall, left, width) {
   pen.strokeRect(from, heat.row * tall, Math.max(3, Math.min(width, x(column.stop)) - from), tall);
 }
 
-// A cell in words.
+// A cell as text.
 function cellWords(row, column) {
   const map = heat.map, layer = heat.layers[map.rows[row]];
   const cell = map.lost[row][column], low = map.lost_low ? map.lost_low[row][column] : cell;
@@ -142,7 +142,7 @@ function cellWords(row, column) {
   const scale = map.exponent[column] === null ? '' : `, loss scale ${[...new Set([map.exponent[column], map.exponent_high[column]])].map((exponent) => power(2, exponent)).join(' to ')}`;
   if (cell === null) return `${layer.name}, ${when}${scale}: no gradient`;
   if (cell === 'bad') return `${layer.name}, ${when}${scale}: inf or NaN`;
-  if (cell === 'zero') return `${layer.name}, ${when}${scale}: nothing but zeros`;
+  if (cell === 'zero') return `${layer.name}, ${when}${scale}: all zeros`;
   const range = typeof low === 'number' ? [...new Set([percent(shareOf(low)), percent(shareOf(cell))])].join(' to ') : percent(shareOf(cell));
   const size = (what) => (typeof map[what][row][column] === 'number' ? rough(sizeOf(map[what][row][column])) : 'not known');
   return `${layer.name}, ${when}${scale}: ${lostTitle(map)} ${range}; norm ${size('norm')}, largest ${size('largest')}`;
@@ -193,18 +193,18 @@ function heatLegend() {
   const stops = [0, 1, 2, 3].map((at) => `var(--${heat.what.ramp}${at})`);
   const ramp = (colours) => { const bar = made('span', '', { class: 'ramp' }); bar.style.background = `linear-gradient(to right, ${colours})`; return bar; };
   const half = `color-mix(in srgb, ${stops[1]}, ${stops[2]})`;
-  legend.replaceChildren(heat.what.told(low), ramp([stops[0], `${stops[1]} 67%`, half]), heat.what.told(middle), ramp([half, `${stops[2]} 33%`, stops[3]]), heat.what.told(high));
+  legend.replaceChildren(heat.what.text(low), ramp([stops[0], `${stops[1]} 67%`, half]), heat.what.text(middle), ramp([half, `${stops[2]} 33%`, stops[3]]), heat.what.text(high));
   const cells = map[heat.what.name].flat();
-  const extra = [['zero', 'nothing but zeros', '--dead'], ['bad', 'inf or NaN', '--broken']].filter(([kind]) => cells.includes(kind));
+  const extra = [['zero', 'all zeros', '--dead'], ['bad', 'inf or NaN', '--broken']].filter(([kind]) => cells.includes(kind));
   for (const [, words, shade] of extra) {
     const swatch = made('span', '', { class: 'swatch' });
     swatch.style.background = `var(${shade})`;
     legend.append(document.createTextNode(' · '), swatch, document.createTextNode(words));
   }
   const number = (count, what) => `${count.toLocaleString('en-US')} ${what}${count === 1 ? '' : 's'}`;
-  const left = heat.left ? `, the worst of them (${heat.left.toLocaleString('en-US')} more have no room),` : '';
-  const merged = map.merged ? '; where steps are together, the largest' : '; each reaches to the next';
-  one('#heat-about').textContent = `${number(map.rows.length, 'layer')}${left} in the order of the model, ${number(map.steps, 'sampled step')}${merged}${map.was_fp16 && lossless(map) ? '; FP16 lost next to nothing' : ''}`;
+  const left = heat.left ? `, the worst ones (${heat.left.toLocaleString('en-US')} more do not fit),` : '';
+  const merged = map.merged ? '; merged steps show the largest' : '; each extends to the next';
+  one('#heat-about').textContent = `${number(map.rows.length, 'layer')}${left} in the order of the model, ${number(map.steps, 'sampled step')}${merged}${map.was_fp16 && lossless(map) ? '; FP16 lost almost nothing' : ''}`;
 }
 
 function fillHeatChoices() {
@@ -221,7 +221,7 @@ function setHeat(data) {
   Object.assign(heat, { maps: data.heat, layers: data.layers, left: data.layers_left, map: data.heat[Math.max(0, before)] || null });
   one('#heat').hidden = !heat.map;
   if (!heat.map) return;
-  // Of a run that loses nothing, how large gradients are says more.
+  // For a run that loses nothing, the size of gradients is more informative.
   if (before < 0) heat.what = lossless(heat.map) ? WHATS[1] : WHATS[0];
   showMap();
 }

@@ -1,4 +1,4 @@
-// One layer's gradients over powers of two, against what formats can hold, at a loss scale of one's choice.
+// Histogram of one layer's gradients over powers of two, with the ranges of formats, at a chosen loss scale.
 
 const FATES = ['lost', 'subnormal', 'normal', 'overflow'];
 const layers = { list: [], formats: [], chosen: 0, format: 'fp16', k: 0, runs: 0 };
@@ -15,7 +15,7 @@ function svg(tag, attributes, text = '') {
   return element;
 }
 
-// The powers of two from left to right: what all layers hold, so that they can be compared.
+// The range of powers of two on the axis: the same for all layers, so that they can be compared.
 function bounds() {
   const held = layers.list.filter((layer) => layer.counts.length);
   if (!held.length) return [-24, 0];
@@ -58,7 +58,7 @@ function axisShapes(x, low, high) {
   return shapes;
 }
 
-// A format's range at this scale: below it nothing, then fewer bits, then all of them, then too large.
+// A format's range at this scale: flushed to zero, subnormal, normal, overflow.
 function stripShapes(format, place, x, low, high) {
   const y = BARS.top + BARS.height + 20 + place * (BARS.strip + 3);
   const group = svg('g', { class: format.name === layers.format ? 'chosen' : '' });
@@ -77,7 +77,7 @@ function stripShapes(format, place, x, low, high) {
 
 function barWords(layer, format) {
   const fates = fatesOf(layer, format, layers.k);
-  if (!fates.total) return `${layer.name}: nothing but zeros`;
+  if (!fates.total) return `${layer.name}: all zeros`;
   return `${layer.name} in ${format.label} at a loss scale of ${power(2, layers.k)}: ` + FATES.map((fate) => `${fate} ${counted(fates[fate], fates.total)}`).join(', ');
 }
 
@@ -92,10 +92,10 @@ function fillFates() {
   });
   one('#fates tbody').replaceChildren(...rows);
   const others = [['zero', layer.zeros], ['inf', layer.infs], ['NaN', layer.nans]].filter(([, count]) => count).map(([what, count]) => `${count.toLocaleString('en-US')} ${what}`);
-  one('#fates-others').textContent = `${nonzeros(layer).toLocaleString('en-US')} values over ${layer.steps.toLocaleString('en-US')} sampled step${layer.steps === 1 ? '' : 's'}${others.length ? ', besides ' + others.join(', ') : ''}.`;
+  one('#fates-others').textContent = `${nonzeros(layer).toLocaleString('en-US')} values over ${layer.steps.toLocaleString('en-US')} sampled step${layer.steps === 1 ? '' : 's'}${others.length ? ', plus ' + others.join(', ') : ''}.`;
 }
 
-// The column of the table that follows the slider.
+// The table column that depends on the slider.
 function fillColumn() {
   const format = formatOf(layers.format);
   const heading = one('[data-fate-heading]');

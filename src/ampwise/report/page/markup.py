@@ -1,4 +1,4 @@
-"""Text from a record as markup: escaped, with `names` in code and powers of two raised."""
+"""Convert text from a record to markup: escaped, with `names` as code and exponents as superscripts."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from typing import Any
 
 from markupsafe import Markup, escape
 
-from ampwise.printers.terminal import printable
+from ampwise.finding.terminal import printable
 
 __all__ = ["FILTERS", "finalize"]
 
 
 def finalize(value: Any) -> Any:
-    """What every text goes through on its way into a template: nothing hides or reorders characters."""
+    """Make every value that a template prints safe: no characters that hide or reorder others."""
     return value if isinstance(value, (Markup, int, float)) else printable(str(value))
 
 
 def prose(text: str) -> Markup:
-    """Sentences in which `names` stand between backquotes, and code below may be indented.
+    """Return text as markup: `names` in backquotes and indented lines become code.
 
     >>> prose("`a<b>` is\\n  less")
     Markup('<code>a&lt;b&gt;</code> is<br><code class="indented">  less</code>')
@@ -34,7 +34,7 @@ def _line(line: str) -> Markup:
 
 
 def raised(text: str) -> Markup:
-    """Powers of two with their exponents raised.
+    """Return text with the exponents of powers of two as superscripts.
 
     >>> raised("at most 2^-24")
     Markup('at most 2<sup>−24</sup>')
@@ -44,16 +44,16 @@ def raised(text: str) -> Markup:
 
 
 def source(text: str) -> Markup:
-    """Lines of code, which stay lines."""
+    """Return lines of code, escaped line by line."""
     return Markup("\n").join(printable(line) for line in text.split("\n"))
 
 
 def diff_lines(text: str) -> list[tuple[str, str]]:
-    """The lines of a unified diff, each with what it does: "added", "removed", "head" or "same"."""
-    return [(_deed(line), line.expandtabs(4)) for line in text.splitlines()]
+    """Return the lines of a unified diff, each with its kind: "added", "removed", "head" or "same"."""
+    return [(_diff_kind(line), line.expandtabs(4)) for line in text.splitlines()]
 
 
-def _deed(line: str) -> str:
+def _diff_kind(line: str) -> str:
     if line.startswith(("---", "+++", "@@")):
         return "head"
     return {"+": "added", "-": "removed"}.get(line[:1], "same")

@@ -1,4 +1,4 @@
-// Numbers: how they are unpacked, written, and what a format makes of a census. The same rules as census/algebra.py.
+// Unpack and format numbers, and classify a census by a format's limits. The same rules as census/algebra.py.
 
 const one = (selector, root = document) => root.querySelector(selector);
 const all = (selector, root = document) => [...root.querySelectorAll(selector)];
@@ -10,7 +10,7 @@ async function unpacked(text) {
   return new Response(stream).json();
 }
 
-// An element with a text and attributes; text is only ever text.
+// Create an element with a text and attributes; the text is never markup.
 function made(tag, text = '', attributes = {}) {
   const element = document.createElement(tag);
   element.textContent = text;
@@ -39,7 +39,7 @@ function percent(share) {
 const steps = (first, last) =>
   first === last ? 'step ' + first.toLocaleString('en-US') : `steps ${first.toLocaleString('en-US')} to ${last.toLocaleString('en-US')}`;
 
-// --- What a format makes of the values of a layer, times 2^k.
+// --- How a format represents the values of a layer, times 2^k.
 
 // Binade e holds magnitudes above 2^e and at most 2^(e+1).
 function binadeOf(magnitude) {
@@ -91,7 +91,7 @@ function fatesOf(layer, format, k) {
   return { total, lost: [lost, lost], subnormal: under, normal, overflow: over };
 }
 
-// What becomes of a whole binade, for a colour; where its values differ, what most of it is.
+// The fate of a whole binade, for its colour; if its values differ, that of most of them.
 function fateOfBinade(exponent, format, k) {
   const scaled = exponent + k;
   if (scaled > format.overflow_binade) return 'overflow';

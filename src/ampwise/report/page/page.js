@@ -1,4 +1,4 @@
-// The page as a whole: its data, its colours, its links, and news of a run that goes on.
+// The page as a whole: its data, colours and links, and updates of a live run.
 
 const shown = { data: null };
 
@@ -13,7 +13,7 @@ function show(data) {
   setHeat(data);
 }
 
-// Colours are read from the styles when something is drawn: when they change, all is drawn again.
+// Colours are read from the styles when something is drawn: when they change, everything is redrawn.
 function redraw() {
   if (shown.data) show(shown.data);
 }
@@ -24,18 +24,18 @@ function followColours() {
   addEventListener('afterprint', () => { delete document.documentElement.dataset.paper; folded().forEach((each) => { each.open = each.dataset.was === 'true'; }); redraw(); });
 }
 
-// What is unfolded on paper: not the same lines of code a second time.
-const folded = () => all('details:not(.twice-told)');
+// What is unfolded for printing: not the same lines of code a second time.
+const folded = () => all('details:not(.repeated)');
 
-// A link to something that is folded up opens it.
+// A link to a folded element opens it.
 function openTarget() {
   const target = location.hash.length > 1 && document.getElementById(decodeURIComponent(location.hash.slice(1)));
   for (let each = target; each; each = each.parentElement) if (each.tagName === 'DETAILS') each.open = true;
 }
 
-// --- A run that goes on.
+// --- Live updates.
 
-const seen = new Map(); // the markup of each part, as it came last
+const seen = new Map(); // the last markup of each part
 
 function takeIn(news) {
   document.title = news.title;
@@ -56,19 +56,19 @@ function replacePart(part, markup) {
   if (again) (again.matches('a, summary, pre, [tabindex]') ? again : one('a, summary, pre', again))?.focus({ preventScroll: true });
 }
 
-// Someone who drags, or has marked a text to copy, is not disturbed: the news can wait.
+// No update while the user drags or has selected text.
 let held = false;
 const isBusy = () => held || document.hidden || !getSelection().isCollapsed;
 
 const WORDS = {
   following: 'This page follows the run.',
-  other: 'The server was started anew: open the address that it printed. This is the last that was seen.',
-  gone: 'The server no longer answers: this is the last that was seen.',
+  other: 'The server was restarted: open the address that it printed. This is the last state received.',
+  gone: 'The server no longer responds: this is the last state received.',
 };
 
 function tellState(state) {
-  const told = one('#live');
-  if (told.dataset.state !== state) told.textContent = WORDS[told.dataset.state = state];
+  const status = one('#live');
+  if (status.dataset.state !== state) status.textContent = WORDS[status.dataset.state = state];
 }
 
 async function ask(version) {
@@ -89,7 +89,7 @@ async function follow(seconds) {
     tellState(answer === null ? 'gone' : answer.ok || answer.status === 304 ? 'following' : 'other');
     if (!answer?.ok) continue;
     const news = await answer.json();
-    if (isBusy()) continue; // by now
+    if (isBusy()) continue; // it may have become busy since
     version = answer.headers.get('ETag') || '';
     takeIn(news);
   }

@@ -1,18 +1,18 @@
-"""A run, or two beside each other, as a page."""
+"""Render the page of a run or of a comparison."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
 from ampwise.report.layers import layers_of
-from ampwise.report.page.compared import comparison_payload, comparison_view
+from ampwise.report.page.chart_data import chart_data
+from ampwise.report.page.comparison_view import comparison_chart_data, comparison_view
 from ampwise.report.page.markup import finalize
-from ampwise.report.page.payload import payload
-from ampwise.report.page.templates import filled, shared, template
-from ampwise.report.page.view import view
+from ampwise.report.page.run_view import run_view
+from ampwise.report.page.templates import render_template, shared_variables, template
 
 if TYPE_CHECKING:
-    from ampwise.record.reader import Run
+    from ampwise.runs.reader import Run
 
 __all__ = ["comparison_page", "page", "update"]
 
@@ -20,23 +20,23 @@ SCRIPTS = ("numbers.js", "charts.js", "heat.js", "layers.js", "page.js")
 
 
 def page(run: Run, *, live: bool = False, every: float = 2.0) -> str:
-    """The whole file. live: it asks the server that it came from for what is new, every so many seconds."""
+    """Return the whole file. live: it polls its server for updates, every ``every`` seconds."""
     layers = layers_of(run)
-    shown, drawn = view(run, layers), payload(run, layers)
-    return filled("page.html", shown, drawn, scripts=SCRIPTS, live=every if live else 0)
+    shown, drawn = run_view(run, layers), chart_data(run, layers)
+    return render_template("page.html", shown, drawn, scripts=SCRIPTS, live=every if live else 0)
 
 
 def comparison_page(before: Run, after: Run) -> str:
-    """Two runs beside each other."""
-    shown, drawn = comparison_view(before, after), comparison_payload(before, after)
-    return filled("comparison.html", shown, drawn, scripts=SCRIPTS)
+    """Return the page that compares two runs."""
+    shown, drawn = comparison_view(before, after), comparison_chart_data(before, after)
+    return render_template("comparison.html", shown, drawn, scripts=SCRIPTS)
 
 
 def update(run: Run) -> dict[str, Any]:
-    """What a live page takes in: the parts that are text, as markup, and the numbers that its charts are drawn from."""
+    """Return an update for a live page: its parts as markup, and the data of its charts."""
     layers = layers_of(run)
-    shown = view(run, layers)
+    shown = run_view(run, layers)
     page = template("page.html")
-    context = page.new_context(shown | shared())
+    context = page.new_context(shown | shared_variables())
     parts = {name: "".join(block(context)) for name, block in page.blocks.items() if name != "main"}
-    return {"title": finalize(shown["title"]), "parts": parts, "data": payload(run, layers)}
+    return {"title": finalize(shown["title"]), "parts": parts, "data": chart_data(run, layers)}

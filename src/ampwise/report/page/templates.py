@@ -1,4 +1,4 @@
-"""The files that pages are made of, and a page made of them: styles, script and data all in one."""
+"""Render page templates into one self-contained file with styles, script and data."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from typing import TYPE_CHECKING, Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
+from ampwise.finding.strict_json import dumps
 from ampwise.report.page.markup import FILTERS, finalize
-from ampwise.strict_json import dumps
 
 if TYPE_CHECKING:
     from jinja2 import Template
 
-__all__ = ["MARK", "filled", "shared", "template"]
+__all__ = ["GENERATOR_MARK", "render_template", "shared_variables", "template"]
 
-MARK = '<meta name="generator" content="ampwise report">'  # by which an earlier page of ours is known
+GENERATOR_MARK = '<meta name="generator" content="ampwise report">'  # identifies a page that ampwise wrote
 STYLES = ("vendor/uPlot.min.css", "page.css")
 LIBRARY = "vendor/uPlot.iife.min.js"
 
 
-def filled(
+def render_template(
     name: str,
     shown: Mapping[str, Any],
     data: Mapping[str, Any] | None = None,
@@ -35,15 +35,15 @@ def filled(
     styles: tuple[str, ...] = (),
     live: float = 0,
 ) -> str:
-    """A template with its variables.
+    """Render a template.
 
-    data: what the scripts draw charts from. scripts: in the order in which they need each other; a page without has
-    no charts either. styles: of its own. live: seconds after which it asks its server for what is new.
+    shown: its variables. data: the numbers of its charts. scripts: in the order of their dependencies; a page without
+    scripts has no charts. styles: additional style sheets. live: seconds between polls of the server; 0 for none.
     """
     script = _script(scripts) if scripts else ""
     return template(name).render(
-        dict(shown) | shared(),
-        mark=Markup(MARK),
+        dict(shown) | shared_variables(),
+        mark=Markup(GENERATOR_MARK),
         policy=_policy(script, asks=bool(live)),
         css=Markup("\n".join(_asset(style) for style in (*STYLES, *styles))),
         script=Markup(script),
@@ -52,14 +52,14 @@ def filled(
     )
 
 
-def shared() -> dict[str, Any]:
-    """What every template may use."""
+def shared_variables() -> dict[str, Any]:
+    """Return the variables that every template may use."""
     return {"parts": template("parts.html").module}
 
 
 @cache
 def template(name: str) -> Template:
-    """A template that escapes what it is given, and refuses what it is not."""
+    """Return a template that escapes its variables, and raises for undefined ones."""
     environment = Environment(
         loader=PackageLoader("ampwise.report", "page"),
         autoescape=True,
@@ -73,7 +73,7 @@ def template(name: str) -> Template:
 
 
 def _policy(script: str, *, asks: bool) -> str:
-    """The page runs our script and no other, and fetches nothing, whatever a record has smuggled in."""
+    """Return a Content-Security-Policy: only our script runs, and nothing is fetched, whatever a record contains."""
     allowed = ["default-src 'none'", "base-uri 'none'", "form-action 'none'", "style-src 'unsafe-inline'"]
     if script:
         digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
@@ -82,7 +82,7 @@ def _policy(script: str, *, asks: bool) -> str:
 
 
 def _packed(data: Mapping[str, Any]) -> str:
-    """A fifth of the size; every browser unpacks it by itself. The same data always gives the same text."""
+    """Return compressed data, a fifth of the size, which browsers can unpack. Equal data gives equal text."""
     return base64.b64encode(gzip.compress(dumps(data, indent=None).encode(), mtime=0)).decode()
 
 

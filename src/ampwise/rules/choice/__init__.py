@@ -1,1 +1,1 @@
-"""Rules about a choice that somebody is about to make: each ``check`` takes a ``Choice`` and says no, or be careful."""
+"""Rules about a planned precision choice: each ``check`` takes a ``Choice`` and advises against it or cautions."""

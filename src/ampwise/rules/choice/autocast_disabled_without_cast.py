@@ -1,30 +1,32 @@
-"""Autocast switched off around a loss, proposed."""
+"""Proposal: disable autocast around the loss."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ampwise.evidence.choice.answers import ToKnow, no
-from ampwise.evidence.choice.choice import Choice
 from ampwise.finding import Finding
+from ampwise.rules.evidence.choice.advice import SuggestedCommand, advise_against
+from ampwise.rules.evidence.choice.choice import PrecisionChoice
 from ampwise.rules.source.autocast_disabled_without_cast import RULE
 
 __all__ = ["RULE", "check"]
 
 
-def check(choice: Choice) -> Iterator[Finding]:
+def check(choice: PrecisionChoice) -> Iterator[Finding]:
     if choice.proposes("autocast-off-for-loss"):
         kind = choice.target.kind or "cuda"
-        yield no(
+        yield advise_against(
             RULE,
             choice,
-            "switching autocast off casts nothing: scores that came in 16 bits stay in 16 bits, and exp, log and "
-            "sum, which autocast would have run in FP32, now run in 16 bits too",
+            "disabling autocast does not cast anything: scores that arrive in 16-bit stay in 16-bit, and exp, log and "
+            "sum, which autocast would run in FP32, now run in 16-bit too",
             costs={
                 "enabled=False alone": "worse than leaving it on",
                 "enabled=False and .float()": f'two lines: `with torch.autocast("{kind}", enabled=False):` and '
-                "`scores = scores.float()`; the decorator of torch.cuda.amp is deprecated and CUDA only",
+                "`scores = scores.float()`; the decorator in torch.cuda.amp is deprecated and CUDA only",
                 '@ampwise.keep("fp32")': "one line that does both",
             },
-            know=ToKnow("ampwise check train.py", "blocks without a cast (AMP406), deprecated names (AMP310)"),
+            know=SuggestedCommand(
+                "ampwise check train.py", "blocks without a cast (AMP406), deprecated names (AMP310)"
+            ),
         )

@@ -1,12 +1,12 @@
-"""Autocast, or all of mixed precision, taken out because something goes wrong."""
+"""Proposal: drop autocast, or mixed precision altogether, because of a NaN."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ampwise.evidence.choice.answers import ToKnow, no
-from ampwise.evidence.choice.choice import Choice
 from ampwise.finding import Finding, Rule, Severity
+from ampwise.rules.evidence.choice.advice import SuggestedCommand, advise_against
+from ampwise.rules.evidence.choice.choice import PrecisionChoice
 
 __all__ = ["RULE", "check"]
 
@@ -14,15 +14,15 @@ RULE = Rule(
     code="AMP705",
     name="autocast-off-as-a-cure",
     severity=Severity.WARNING,
-    summary="Autocast is turned off for good because of a NaN, before anybody knows where it comes from.",
+    summary="Autocast is turned off permanently because of a NaN whose cause is unknown.",
     why=(
-        "A NaN comes from the batch, from a learning rate, from a loss that takes the log of zero, or from one "
-        "operation that leaves the range of FP16. Only the last has to do with precision, and it needs one module in "
-        "FP32, not all. Turned off, the speed is gone and the cause is not known; where it was another one, the NaN "
-        "comes back."
+        "A NaN can come from the batch, the learning rate, a loss that takes the log of zero, or an operation that "
+        "exceeds the range of FP16. Only the last is a precision problem, and it takes one module in FP32 to fix, not "
+        "the whole model. Turning autocast off gives up the speed and leaves the cause unknown; if the cause was a "
+        "different one, the NaN comes back."
     ),
-    fix="Run the bad step again in FP32. Finite there: keep the module it names in FP32. NaN there too: look "
-    "elsewhere.",
+    fix="Rerun the bad step in FP32. If it is finite there, keep the reported module in FP32; if it is still NaN, "
+    "precision is not the cause.",
     bad="# with torch.autocast(device):  # NaN, so turned off\nloss = loss_fn(model(x), y)",
     good=(
         "$ ampwise run --capsule capsules train.py\n"
@@ -31,19 +31,19 @@ RULE = Rule(
 )
 
 
-def check(choice: Choice) -> Iterator[Finding]:
+def check(choice: PrecisionChoice) -> Iterator[Finding]:
     if choice.proposes("autocast-off", "drop-mixed-precision"):
-        yield no(
+        yield advise_against(
             RULE,
             choice,
-            "turning autocast off hides what is wrong: a NaN of the data, the learning rate or the loss stays, and "
-            "one of FP16 needs one module in FP32, not all of them",
+            "turning autocast off hides the cause: a NaN from the data, the learning rate or the loss remains, and a "
+            "NaN from FP16 needs one module in FP32, not all of them",
             costs={
-                "off for good": f"the speed of 16 bits{_speed(choice)}, and the cause is not known",
-                "off for one run, as a test": "two minutes; NaN there too means that it is not the precision",
-                "the bad step replayed": "about ten steps' time; it names the operation, its line, and what mends it",
+                "off permanently": f"the speed of 16-bit{_speed(choice)}, and the cause stays unknown",
+                "off for one run, as a test": "two minutes; if it is still NaN, precision is not the cause",
+                "replaying the bad step": "the time of about ten steps; reports the operation, its line and the fix",
             },
-            know=ToKnow(
+            know=SuggestedCommand(
                 "ampwise run --capsule capsules train.py, then ampwise replay capsules/step-000012 --build "
                 "train.py:make --precision fp32",
                 "whether the same step is finite in FP32, and which operation went bad first",
@@ -51,6 +51,6 @@ def check(choice: Choice) -> Iterator[Finding]:
         )
 
 
-def _speed(choice: Choice) -> str:
+def _speed(choice: PrecisionChoice) -> str:
     gain = None if choice.half is None else choice.gain(choice.half)
     return "" if gain is None else f" ({gain.text} {gain.over.upper()}, derived)"

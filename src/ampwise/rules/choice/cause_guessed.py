@@ -1,12 +1,12 @@
-"""A cause that is blamed, or ruled out, without a look."""
+"""Proposal: blame a cause, or rule one out, without checking."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ampwise.evidence.choice.answers import ToKnow, no
-from ampwise.evidence.choice.choice import Choice
 from ampwise.finding import Finding, Rule, Severity
+from ampwise.rules.evidence.choice.advice import SuggestedCommand, advise_against
+from ampwise.rules.evidence.choice.choice import PrecisionChoice
 
 __all__ = ["RULE", "check"]
 
@@ -14,43 +14,47 @@ RULE = Rule(
     code="AMP714",
     name="cause-guessed",
     severity=Severity.WARNING,
-    summary="A cause is blamed or ruled out before anything was looked at.",
+    summary="A cause is blamed or ruled out before anything was checked.",
     why=(
-        "What was tried may have been done wrongly: a clip before unscale_, a scaler that never updates, autocast "
-        "that is never entered. And what is slow is seldom a bug of torch: it is a small model, a size that is off, "
-        "waiting for data, or TF32 that was on before. Each of these shows in a minute."
+        "What was tried may have been done wrong: clipping before unscale_, a scaler that never updates, autocast "
+        "that is never entered. And a missing speedup is seldom a torch bug: the model is small, sizes are "
+        "misaligned, the GPU waits for data, or TF32 was already on. Each of these takes a minute to check."
     ),
-    fix="Have what was done checked first, then look at the run.",
+    fix="Check the code first, then the run.",
     bad="# we have a GradScaler, so it is not that",
     good="$ ampwise check train.py\n$ ampwise run train.py",
 )
-COSTS = {"guessing": "days, and the fault stays", "looking": "a second for the source, minutes for the run"}
+COSTS = {"guessing": "days, and the bug stays", "checking": "a second for the source, minutes for the run"}
 
 
-def check(choice: Choice) -> Iterator[Finding]:
+def check(choice: PrecisionChoice) -> Iterator[Finding]:
     if choice.proposes("tried-already"):
-        yield no(
+        yield advise_against(
             RULE,
             choice,
-            "tried is not done right: a scaler that never updates, or a clip before unscale_, is tried and fails",
+            "having tried it does not mean it was done right: a scaler that never updates, or clipping before "
+            "unscale_, fails too",
             costs=COSTS,
-            know=ToKnow("ampwise check train.py", "whether what was tried was done right; nothing is run"),
+            know=SuggestedCommand("ampwise check train.py", "whether it was done right, without running anything"),
         )
     if choice.proposes("torch-bug"):
-        yield no(
+        yield advise_against(
             RULE,
             choice,
-            "little speed-up is seldom a bug of torch: a small model, sizes that are no multiple of 8, casts, "
-            "waiting for data, or TF32 that was on already",
+            "a missing speedup is seldom a torch bug: small models, sizes that are not multiples of 8, casts, waiting "
+            "for data, or TF32 that was already on",
             costs=COSTS,
-            know=ToKnow(f"ampwise compare {choice.subject}", "the ratio, where the time goes, and the reason"),
+            know=SuggestedCommand(f"ampwise compare {choice.subject}", "the speedup, where the time goes, and why"),
         )
     if choice.proposes("just-works"):
-        yield no(
+        yield advise_against(
             RULE,
             choice,
-            "most mistakes with mixed precision raise no error: clipped scaled gradients, lost updates and flushed "
-            "gradients only train worse",
+            "most mixed-precision mistakes raise no error: clipped scaled gradients, lost updates and underflowed "
+            "gradients only make training worse",
             costs=COSTS,
-            know=ToKnow("ampwise run train.py", "skipped steps, lost gradients, scale and norms of a run as it is"),
+            know=SuggestedCommand(
+                "ampwise run train.py",
+                "skipped steps, lost gradients, loss scale and gradient norms of the run as it is",
+            ),
         )

@@ -1,13 +1,13 @@
-"""Activation checkpointing that is left out because of autocast."""
+"""Proposal: leave out activation checkpointing because of autocast."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ampwise.evidence.choice.answers import ToKnow, no
-from ampwise.evidence.choice.choice import Choice
-from ampwise.evidence.choice.memory import memory_command
 from ampwise.finding import Finding, Rule, Severity
+from ampwise.rules.evidence.choice.advice import SuggestedCommand, advise_against
+from ampwise.rules.evidence.choice.choice import PrecisionChoice
+from ampwise.rules.evidence.choice.memory import memory_command
 
 __all__ = ["RULE", "check"]
 
@@ -15,28 +15,27 @@ RULE = Rule(
     code="AMP721",
     name="checkpointing-avoided",
     severity=Severity.INFO,
-    summary="Activation checkpointing is left out because autocast is on, though the two go together.",
+    summary="Activation checkpointing is left out because autocast is on, though the two work together.",
     why=(
-        "torch.utils.checkpoint remembers whether autocast was on and in which type, and computes again under the "
-        "same. It saves what autocast cannot: activations that are there at all. Only a block that sets autocast by "
-        "itself, or casts by hand, may come out in another type when it is computed again."
+        "torch.utils.checkpoint records whether autocast was on, and in which dtype, and recomputes under the same "
+        "setting. It saves what autocast cannot: it drops activations altogether. Only a block that sets autocast "
+        "itself, or casts explicitly, may produce another dtype when it is recomputed."
     ),
     fix="Use torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False) inside the autocast block.",
-    bad="x = block(x)  # checkpointing does not go with autocast",
+    bad="x = block(x)  # checkpointing does not work with autocast",
     good="x = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False)",
 )
 
 
-def check(choice: Choice) -> Iterator[Finding]:
+def check(choice: PrecisionChoice) -> Iterator[Finding]:
     if choice.proposes("no-checkpointing"):
-        yield no(
+        yield advise_against(
             RULE,
             choice,
-            "checkpointing goes with autocast: what is computed again runs under the autocast that was on the first "
-            "time",
+            "checkpointing works with autocast: the recomputation runs under the autocast setting of the first pass",
             costs={
                 "without": "all activations are kept",
-                "with": "one more forward pass of what is checkpointed",
+                "with": "one more forward pass of the checkpointed part",
             },
-            know=ToKnow(f"{memory_command(choice)} --checkpointing", "what it saves"),
+            know=SuggestedCommand(f"{memory_command(choice)} --checkpointing", "the memory it saves"),
         )

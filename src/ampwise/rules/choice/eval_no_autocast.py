@@ -1,27 +1,27 @@
-"""Validation in FP32, proposed."""
+"""Proposal: validate in FP32."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ampwise.evidence.choice.answers import ToKnow, careful
-from ampwise.evidence.choice.choice import Choice
 from ampwise.finding import Finding
+from ampwise.rules.evidence.choice.advice import SuggestedCommand, caution
+from ampwise.rules.evidence.choice.choice import PrecisionChoice
 from ampwise.rules.source.eval_no_autocast import RULE
 
 __all__ = ["RULE", "check"]
 
 
-def check(choice: Choice) -> Iterator[Finding]:
+def check(choice: PrecisionChoice) -> Iterator[Finding]:
     if choice.proposes("eval-in-fp32"):
-        yield careful(
+        yield caution(
             RULE,
             choice,
-            "validation in FP32 is not wrong: it is slower, takes more memory, and measures another model than the one "
-            "that will be used in 16 bits",
+            "validating in FP32 is not wrong, but it is slower, takes more memory, and measures a different model "
+            "from the 16-bit one that will be deployed",
             costs={
-                "without autocast": "time and memory, and an overflow of FP16 that shows only in use",
-                "with autocast": "one line around the loop, no GradScaler",
+                "without autocast": "time and memory, and an FP16 overflow that appears only in deployment",
+                "with autocast": "one line around the loop; no GradScaler",
             },
-            know=ToKnow("ampwise check train.py --select AMP501", "the loops that evaluate without it"),
+            know=SuggestedCommand("ampwise check train.py --select AMP501", "the evaluation loops without autocast"),
         )

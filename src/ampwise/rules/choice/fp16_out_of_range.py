@@ -1,12 +1,12 @@
-"""FP16 where values beyond its range are to be expected."""
+"""Proposal: use FP16 where values are likely to exceed its range."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ampwise.evidence.choice.answers import ToKnow, careful
-from ampwise.evidence.choice.choice import Choice
 from ampwise.finding import Finding, Rule, Severity
+from ampwise.rules.evidence.choice.advice import SuggestedCommand, caution
+from ampwise.rules.evidence.choice.choice import PrecisionChoice
 
 __all__ = ["RULE", "check"]
 
@@ -14,13 +14,15 @@ RULE = Rule(
     code="AMP716",
     name="fp16-out-of-range",
     severity=Severity.WARNING,
-    summary="FP16 is chosen where values beyond 65504 are to be expected: large transformers, weights trained in BF16.",
+    summary="FP16 is chosen where values above 65504 are likely: large transformers, weights trained in BF16.",
     why=(
-        "BF16 goes to 3.4e38 and FP16 ends at 65504. A model that was trained in BF16 never learned to stay below, "
-        "and the activations of deep transformers grow: their first overflow is an inf in a feed-forward layer, and "
-        "then NaN. No loss scale helps, since it is the forward pass. From Ampere on BF16 runs at the same rate."
+        "BF16 reaches 3.4e38; FP16 ends at 65504. A model trained in BF16 never learned to stay below that, and the "
+        "activations of deep transformers grow: the first overflow is an inf in a feed-forward layer, followed by "
+        "NaN. Loss scaling does not help, because the overflow is in the forward pass. From Ampere on, BF16 runs at "
+        "the same rate."
     ),
-    fix="Take BF16 where there are units for it; else keep the layers that overflow in FP32, which a replay names.",
+    fix="Use BF16 where the device has tensor cores for it; otherwise keep the overflowing layers in FP32, which a "
+    "replay reports.",
     bad='model = AutoModel.from_pretrained("trained-in-bf16")\nengine = ampwise.Engine(model, optimizer, "fp16")',
     good='engine = ampwise.Engine(model, optimizer, "bf16")',
 )
@@ -28,34 +30,36 @@ RANGE = ("nan", "scale-collapse", "skipped")
 GROWING = ("transformer", "moe", "diffusion")
 
 
-def check(choice: Choice) -> Iterator[Finding]:
+def check(choice: PrecisionChoice) -> Iterator[Finding]:
     reason = _reason(choice)
     if reason is None:
         return
     bf16 = bool(choice.target.has("bf16"))
-    yield careful(
+    yield caution(
         RULE,
         choice,
-        f"{reason}; FP16 ends at 65504, and no loss scale helps a forward pass"
+        f"{reason}; FP16 ends at 65504, and loss scaling does not help the forward pass"
         + ("; BF16 runs at the same rate here, without a scale" if bf16 else ""),
         costs={
-            "FP16": "a GradScaler, and modules to keep in FP32 where a replay names them",
+            "FP16": "a GradScaler, and modules that a replay reports kept in FP32",
             **({"BF16": "3 of 11 significant bits"} if bf16 else {}),
-            "FP32": "the speed of 16 bits",
+            "FP32": "the speed of 16-bit",
         },
-        know=ToKnow("ampwise run train.py", "how near to 65504 the run comes, and where (--activations)"),
-        do=None if bf16 else 'Keep what overflows in FP32: Policy("fp16").keep("fp32", name); the replay names it.',
+        know=SuggestedCommand("ampwise run train.py", "how close the run gets to 65504, and where (--activations)"),
+        do=None
+        if bf16
+        else 'Keep what overflows in FP32: Policy("fp16").keep("fp32", name); the replay reports the name.',
     )
 
 
-def _reason(choice: Choice) -> str | None:
+def _reason(choice: PrecisionChoice) -> str | None:
     if choice.half != "fp16":
         return None
     if choice.proposes("bf16-checkpoint"):
-        return "weights that were trained in BF16 never learned to stay in the range of FP16"
+        return "weights trained in BF16 never learned to stay within the range of FP16"
     if choice.want == "fp16" and choice.target.has("bf16"):
         if choice.symptom in RANGE:
-            return "inf and NaN in FP16 are first of all a matter of range"
+            return "inf and NaN in FP16 are usually a range problem"
         if choice.model.kind in GROWING:
             return f"the activations of {choice.model.title} grow with depth"
     return None

@@ -1,12 +1,12 @@
-"""A gain that is taken for granted."""
+"""Proposal: assume a speedup without measuring it."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ampwise.evidence.choice.answers import ToKnow, no
-from ampwise.evidence.choice.choice import Choice
 from ampwise.finding import Finding, Rule, Severity
+from ampwise.rules.evidence.choice.advice import SuggestedCommand, advise_against
+from ampwise.rules.evidence.choice.choice import PrecisionChoice
 
 __all__ = ["RULE", "check"]
 
@@ -14,36 +14,37 @@ RULE = Rule(
     code="AMP713",
     name="gain-not-measured",
     severity=Severity.INFO,
-    summary="Mixed precision is assumed to be faster, and nobody has measured it.",
+    summary="Mixed precision is assumed to be faster, but it was not measured.",
     why=(
-        "What it gains goes from nothing (small models, loaders that are waited for, sizes that are off, "
-        "convolutions that had TF32 already) to six times and more. A whole step, forward, backward, clip and "
-        "optimizer, taken a few dozen times in turns tells which, in minutes."
+        "The speedup ranges from none (small models, slow data loaders, misaligned sizes, convolutions that already "
+        "used TF32) to 6x and more. Timing a few dozen whole steps of each precision in turn (forward, backward, "
+        "clipping and optimizer) tells which, in minutes."
     ),
-    fix="Measure whole steps: below 1.1 stay in FP32, to 1.5 it is optional, above use it.",
-    bad="# it is faster anyway, no time to look",
+    fix="Measure whole steps: below 1.1x stay in FP32, up to 1.5x it is optional, above that use it.",
+    bad="# it is faster anyway, no time to measure",
     good="$ ampwise compare train:make --precisions fp32,bf16",
 )
 
 
-def check(choice: Choice) -> Iterator[Finding]:
+def check(choice: PrecisionChoice) -> Iterator[Finding]:
     if choice.proposes("always-helps", "skip-measuring"):
         half = choice.half or "bf16"
-        yield no(
+        yield advise_against(
             RULE,
             choice,
-            f"it does not always help{_expected(choice, half)}: small models, waiting for data and sizes that are "
-            "off gain nothing, and five minutes tell",
+            f"it does not always help{_expected(choice, half)}: small models, slow data loaders and misaligned sizes "
+            "gain nothing, and measuring takes five minutes",
             costs={
-                "assuming": "code to look after for weeks, for a gain that may be none",
+                "assuming": "code to maintain, for a speedup that may not exist",
                 "measuring": "five minutes",
             },
-            know=ToKnow(
-                f"ampwise compare {choice.subject} --precisions fp32,{half}", "the ratio, and the reason when it is low"
+            know=SuggestedCommand(
+                f"ampwise compare {choice.subject} --precisions fp32,{half}",
+                "the speedup, and the reason when it is low",
             ),
         )
 
 
-def _expected(choice: Choice, half: str) -> str:
+def _expected(choice: PrecisionChoice, half: str) -> str:
     gain = choice.gain(half)
-    return "" if gain is None else f" ({gain.text} to be expected here, derived)"
+    return "" if gain is None else f" ({gain.text} expected here, derived)"

@@ -1,27 +1,27 @@
-"""Norms of scaled gradients, proposed."""
+"""Proposal: read gradient norms while they are still scaled."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ampwise.evidence.choice.answers import ToKnow, no
-from ampwise.evidence.choice.choice import Choice
 from ampwise.finding import Finding
+from ampwise.rules.evidence.choice.advice import SuggestedCommand, advise_against
+from ampwise.rules.evidence.choice.choice import PrecisionChoice
 from ampwise.rules.source.grad_inspect_before_unscale import RULE
 
 __all__ = ["RULE", "check"]
 
 
-def check(choice: Choice) -> Iterator[Finding]:
+def check(choice: PrecisionChoice) -> Iterator[Finding]:
     if choice.proposes("norms-after-backward") and choice.want != "bf16":
-        yield no(
+        yield advise_against(
             RULE,
             choice,
-            "a norm read right after backward() is the true one times the loss scale, 65536 at first, and jumps "
-            "whenever the scale does",
+            "a norm read right after backward() is the unscaled norm times the loss scale, initially 65536, and jumps "
+            "whenever the scale changes",
             costs={
-                "reading it there": "numbers that mean nothing, and alarms at every change of the scale",
-                "scaler.unscale_(optimizer) first": "one line, once a step",
+                "reading it there": "meaningless numbers, and alarms whenever the scale changes",
+                "scaler.unscale_(optimizer) first": "one line per step",
             },
-            know=ToKnow("ampwise run train.py", "gradients by parameter, in true units, without a line of code"),
+            know=SuggestedCommand("ampwise run train.py", "unscaled gradients per parameter, without extra code"),
         )

@@ -1,12 +1,12 @@
-"""A loop without what real training needs."""
+"""Proposal: use a minimal training loop."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ampwise.evidence.choice.answers import ToKnow, no
-from ampwise.evidence.choice.choice import Choice
 from ampwise.finding import Finding, Rule, Severity
+from ampwise.rules.evidence.choice.advice import SuggestedCommand, advise_against
+from ampwise.rules.evidence.choice.choice import PrecisionChoice
 
 __all__ = ["RULE", "check"]
 
@@ -16,27 +16,28 @@ RULE = Rule(
     severity=Severity.INFO,
     summary="The basic loop is copied, and accumulation, clipping, skipped steps and ranks are left for later.",
     why=(
-        "The basic loop is right as long as nothing is added. Clipping needs unscale_, accumulation needs one update "
-        "a window and the loss divided, a scheduler has to know of skipped steps, a checkpoint has to hold the "
-        "scaler, and ranks have to agree. Each of these is added sooner or later, and goes wrong without an error."
+        "The basic loop is correct as long as nothing is added. Clipping needs unscale_; accumulation needs a divided "
+        "loss and one update per optimizer step; a scheduler must account for skipped steps; a checkpoint must "
+        "include the scaler; ranks must agree. Each of these gets added sooner or later, and getting it wrong raises "
+        "no error."
     ),
-    fix="Use ampwise.Engine, which has them all; or paste the loop below whole.",
-    bad="scaler.scale(loss).backward()\nscaler.step(optimizer)\nscaler.update()  # the rest later",
+    fix="Use ampwise.Engine, which handles all of them, or paste the complete loop below.",
+    bad="scaler.scale(loss).backward()\nscaler.step(optimizer)\nscaler.update()  # clipping, accumulation: later",
     good="engine = ampwise.Engine(model, optimizer, clip_norm=1.0, accumulate=4, scheduler=scheduler)",
 )
 
 
-def check(choice: Choice) -> Iterator[Finding]:
+def check(choice: PrecisionChoice) -> Iterator[Finding]:
     if choice.proposes("simple-loop"):
-        yield no(
+        yield advise_against(
             RULE,
             choice,
-            "clipping, accumulation, schedulers and ranks are what loops break on, each without an error; left out, "
-            "they come back one at a time",
+            "loops break on clipping, accumulation, schedulers and multiple ranks, each without an error; whatever is "
+            "left out gets added later, one piece at a time",
             costs={
-                "the short loop": "right until something is added to it",
-                "the whole loop": "a dozen lines",
-                "Engine": "three lines, with all of it",
+                "the short loop": "correct until something is added to it",
+                "the complete loop": "a dozen lines",
+                "Engine": "three lines, everything included",
             },
-            know=ToKnow("ampwise check train.py", "what a loop lacks"),
+            know=SuggestedCommand("ampwise check train.py", "what the loop is missing"),
         )

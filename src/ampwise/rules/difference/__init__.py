@@ -1,1 +1,1 @@
-"""Rules about a step on two sides: which difference rounding does not explain, and what it is."""
+"""Rules about one step computed in two ways: which differences exceed rounding, and why."""

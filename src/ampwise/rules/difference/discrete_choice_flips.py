@@ -1,13 +1,13 @@
-"""A choice that falls otherwise."""
+"""A discrete choice that comes out differently on the two sides."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import islice
 
-from ampwise.evidence.difference import Differing, Spot
-from ampwise.evidence.difference_words import keep_fix, proof, spot_text, title
 from ampwise.finding import Finding, Place, Rule, Severity
+from ampwise.rules.evidence.difference import ErrorLocation, StepDifference
+from ampwise.rules.evidence.difference_text import diff_command, keep_fix, side_title, spot_text
 
 __all__ = ["RULE", "check"]
 
@@ -15,15 +15,15 @@ RULE = Rule(
     code="AMP536",
     name="discrete-choice-flips",
     severity=Severity.WARNING,
-    summary="A choice falls otherwise on the two sides: an index, a mask, the size of a part, a module that runs.",
+    summary="A discrete choice differs between the two sides: an index, a mask, a split size, or which module runs.",
     why=(
-        "A router that picks an expert, a top-k, an argmax, a threshold decide by comparing. Where two candidates are "
-        "closer than a rounding, the choice flips, and what follows is not a little but altogether different: another "
-        "expert, another token. Errors after that are no measure of the precision."
+        "A router that picks an expert, a top-k, an argmax or a threshold decides by comparing. When two candidates "
+        "are closer than the rounding error, the choice flips, and everything after it is not slightly but completely "
+        "different: another expert, another token. Errors after that point do not measure precision."
     ),
     fix=(
-        "Compute what is compared in FP32, from its inputs on: a router is small, and models with experts keep it "
-        "there. `ampwise.diff` shows what is left."
+        "Compute the compared values in FP32, starting from their inputs: a router is small, and mixture-of-experts "
+        "models keep it in FP32. `ampwise.diff` shows the remaining error."
     ),
     bad="chosen = self.router(x).topk(2).indices  # under autocast",
     good="""policy = ampwise.Policy("bf16").keep("fp32", "*.router")""",
@@ -32,11 +32,12 @@ RULE = Rule(
 MOST = 5
 
 
-def check(differing: Differing) -> Iterator[Finding]:
+def check(differing: StepDifference) -> Iterator[Finding]:
     for spot in islice(differing.caused_by("choice"), MOST):
         yield RULE.at(
             spot.place,
-            f"{spot.where} {spot_text(spot)}, as {title(differing.b)} chooses otherwise than {title(differing.a)}",
+            f"{spot.where} {spot_text(spot)}: {side_title(differing.b)} chooses differently from "
+            f"{side_title(differing.a)}",
             evidence={"phase": spot.phase},
             fix=_fix(differing, spot),
         )
@@ -44,12 +45,12 @@ def check(differing: Differing) -> Iterator[Finding]:
     if once and not any(differing.caused_by("choice")):
         yield RULE.at(
             Place(module=once[0].label),
-            f"`{once[0].label}` runs in {once[0].only} alone (and {len(once) - 1} more such calls)"
+            f"`{once[0].label}` runs only in {once[0].only} (and {len(once) - 1} more such calls)"
             if len(once) > 1
-            else f"`{once[0].label}` runs in {once[0].only} alone",
+            else f"`{once[0].label}` runs only in {once[0].only}",
             evidence={"calls": len(once)},
         )
 
 
-def _fix(differing: Differing, spot: Spot) -> str:
-    return f"{keep_fix(differing, spot, 'what makes the values that are compared')}. {proof(differing, spot)}"
+def _fix(differing: StepDifference, spot: ErrorLocation) -> str:
+    return f"{keep_fix(differing, spot, 'the code that computes the compared values')}. {diff_command(differing, spot)}"

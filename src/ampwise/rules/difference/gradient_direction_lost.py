@@ -1,12 +1,12 @@
-"""Gradients of parameters that point elsewhere."""
+"""Parameter gradients that point in a different direction."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ampwise.evidence.difference import Differing, ParameterRow
-from ampwise.evidence.difference_words import error_text, title
 from ampwise.finding import Finding, Place, Rule, Severity
+from ampwise.rules.evidence.difference import ParameterRow, StepDifference
+from ampwise.rules.evidence.difference_text import error_text, side_title
 
 __all__ = ["RULE", "check"]
 
@@ -14,28 +14,28 @@ RULE = Rule(
     code="AMP533",
     name="gradient-direction-lost",
     severity=Severity.WARNING,
-    summary="The gradient of a parameter points elsewhere than on the other side.",
+    summary="A parameter's gradient points in a different direction on the two sides.",
     why=(
-        "An error of a gradient that is spread evenly over its values is averaged out over the steps, as the noise of "
-        "a batch is. One that turns the gradient is not: the cosine of the angle says how much of a step still goes "
-        "where it should. Below 0.9 a fifth of its square goes elsewhere. Gradients that are tiny beside all others "
-        "are not counted: some are zero in exact arithmetic (the bias of the keys in an attention), and rounding is "
-        "all that they are."
+        "A gradient error that is spread evenly over the values averages out over the steps, like batch noise. An "
+        "error that turns the gradient does not: the cosine of the angle says how much of a step still goes in the "
+        "right direction. Below 0.9, a fifth of its squared length goes elsewhere. Gradients that are tiny compared "
+        "to all others are not counted: some are zero in exact arithmetic (such as the key bias in attention) and "
+        "consist only of rounding error."
     ),
     fix=(
-        "Look at the first place that rounding does not explain, which is where it begins, and keep that in FP32; "
-        "where every place is explained, the format is too narrow for this depth."
+        "Start at the first reported location that rounding does not explain, and keep it in FP32. If rounding "
+        "explains every location, the format is too narrow for this depth."
     ),
     bad="loss = ((x - target) * 1e-3).square().mean()  # in BF16: x and target have cancelled",
     good="loss = ((x.float() - target.float()) * 1e-3).square().mean()",
 )
 
 LEAST_COSINE = 0.9
-LEAST_SHARE = 1e-3  # of the typical gradient
+LEAST_SHARE = 1e-3  # relative to the typical gradient
 NAMED = 5
 
 
-def check(differing: Differing) -> Iterator[Finding]:
+def check(differing: StepDifference) -> Iterator[Finding]:
     turned = sorted((row for row in differing.parameters if _is_turned(row)), key=_cosine)
     if not turned:
         return
@@ -43,8 +43,8 @@ def check(differing: Differing) -> Iterator[Finding]:
     others = f" (and of {len(turned) - 1} more of {len(differing.parameters)})" if len(turned) > 1 else ""
     yield RULE.at(
         Place(parameter=worst.name),
-        f"the gradient of `{worst.name}`{others} has a cosine of {_cosine(worst):.2f} with that of "
-        f"{title(differing.a)}, and is {error_text(worst.compared.error)} off",
+        f"the gradient of `{worst.name}`{others} has a cosine of {_cosine(worst):.2f} with the one in "
+        f"{side_title(differing.a)}, and is {error_text(worst.compared.error)} off",
         evidence={
             "cosine": _cosine(worst),
             "relative_error": worst.compared.error,
@@ -67,10 +67,10 @@ def _cosine(row: ParameterRow) -> float:
     return 1.0 if cosine is None else cosine
 
 
-def _fix(differing: Differing) -> str:
+def _fix(differing: StepDifference) -> str:
     if differing.first is not None:
-        return f"It begins at {differing.first.where}: mend that first, then run `ampwise diff` again."
+        return f"It starts at {differing.first.where}: fix that first, then run `ampwise diff` again."
     return (
-        "No place is to blame: the error of many roundings adds up. Try a wider format for the first or the last "
-        'layers, and see with `ampwise.diff(fn, …, b=Policy("bf16").keep("fp32", "…"))`.'
+        "No single location is responsible: many rounding errors add up. Try a wider format for the first or last "
+        'layers, and check with `ampwise.diff(fn, …, b=Policy("bf16").keep("fp32", "…"))`.'
     )

@@ -1,14 +1,14 @@
-"""A function that does not do the same twice."""
+"""A function that gives different results in two identical runs."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
 
-from ampwise.evidence.compared import FLOOR_TIMES
-from ampwise.evidence.difference import Differing
-from ampwise.evidence.difference_words import error_text
 from ampwise.finding import Finding, Place, Rule, Severity
+from ampwise.rules.evidence.difference import StepDifference
+from ampwise.rules.evidence.difference_text import error_text
+from ampwise.rules.evidence.tensor_difference import FLOOR_TIMES
 
 __all__ = ["RULE", "check"]
 
@@ -16,15 +16,15 @@ RULE = Rule(
     code="AMP534",
     name="not-repeatable",
     severity=Severity.WARNING,
-    summary="Two runs of one side differ, by as much as the two sides do.",
+    summary="Two runs of the same side differ by as much as the two sides do.",
     why=(
-        "Weights, batch and random numbers are the same in each run. What differs then is another batch (the function "
-        "takes the next item of something), random numbers that no generator was asked for, a clock, or sums whose "
-        "order is left to chance (atomic additions on a GPU; those differ by a few roundings). Differences between the "
-        "sides that are no larger than that say nothing about the precision."
+        "Weights, batch and random seeds are the same in each run. What remains is a different batch (the function "
+        "takes the next item of an iterator), random numbers from an unseeded source, a clock, or sums in "
+        "nondeterministic order (atomic adds on a GPU; those differ by a few roundings). Differences between the "
+        "sides that are no larger than that say nothing about precision."
     ),
     fix=(
-        "Take what changes out of the function, and give it as an argument; for sums in a fixed order, "
+        "Move whatever changes out of the function and pass it as an argument; for deterministic sums, call "
         "`torch.use_deterministic_algorithms(True)`."
     ),
     bad="ampwise.diff(lambda: loss_fn(*next(batches)))",
@@ -32,15 +32,15 @@ RULE = Rule(
 )
 
 
-def check(differing: Differing) -> Iterator[Finding]:
+def check(differing: StepDifference) -> Iterator[Finding]:
     floor = differing.floor
     if not floor or not _matters(differing):
         return
-    how = "other shapes" if math.isinf(floor) else f"{error_text(floor)} off"
+    how = "of a different shape" if math.isinf(floor) else f"{error_text(floor)} off"
     source = ""
     if differing.draws_from:
         named = ", ".join(f"`{name}`" for name in differing.draws_from)
-        source = f"; it takes the next items of {named}, which are others each time"
+        source = f"; it takes the next items of {named}, which differ each time"
     yield RULE.at(
         Place(module=differing.floor_at),
         f"two runs of a ({differing.a.label}) differ: `{differing.floor_at}` is {how} the second time{source}",
@@ -48,8 +48,8 @@ def check(differing: Differing) -> Iterator[Finding]:
     )
 
 
-def _matters(differing: Differing) -> bool:
-    """Whether there is a place at which the noise is as large as what is looked for, or no rounding explains it."""
+def _matters(differing: StepDifference) -> bool:
+    """Return whether the noise is as large as the difference anywhere, or exceeds what rounding explains."""
     found = [each for row in differing.rows for each in row.outputs]
     found += [*differing.returned, *(row.compared for row in differing.parameters)]
     return differing.unsteady or any(each.floor and each.error <= FLOOR_TIMES * each.floor for each in found)

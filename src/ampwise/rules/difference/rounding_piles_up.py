@@ -1,13 +1,13 @@
-"""Errors that no place is to blame for, and that are large in the end."""
+"""Rounding errors that accumulate without a single cause."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ampwise.evidence.difference import FORWARD, Differing
-from ampwise.evidence.difference_growth import Growth
-from ampwise.evidence.difference_words import error_text, title
 from ampwise.finding import Finding, Place, Rule, Severity
+from ampwise.rules.evidence.difference import FORWARD, StepDifference
+from ampwise.rules.evidence.difference_growth import Growth
+from ampwise.rules.evidence.difference_text import error_text, side_title
 
 __all__ = ["RULE", "check"]
 
@@ -15,33 +15,35 @@ RULE = Rule(
     code="AMP537",
     name="rounding-piles-up",
     severity=Severity.WARNING,
-    summary="Every place is explained by rounding, and still the errors add up to a large one.",
+    summary="Rounding explains every location, yet the errors accumulate to a large one.",
     why=(
-        "Each layer adds its own rounding to what it is given, and may amplify a little of it. Over many layers, or in "
-        "a format of few bits, that is a third of the signal or more. Training tolerates noise of that kind better "
-        "than one would think, as it differs from batch to batch, but not without a limit."
+        "Each layer adds its own rounding error to its input's error, and may amplify it slightly. Over many layers, "
+        "or in a format with few bits, that can reach a third of the signal or more. Training tolerates this kind of "
+        "noise well, because it differs from batch to batch, but not without limit."
     ),
     fix=(
-        "Compare the losses over some hundred steps before relying on this format. What helps: fewer parts in it (the "
-        "first and last layers in BF16), block formats (MXFP8) instead of one scale for a tensor, normalised layers."
+        "Compare the losses over a few hundred steps before relying on this format. To reduce the error, run fewer "
+        "parts in it (the first and last layers in BF16), use block formats (MXFP8) instead of one scale per tensor, "
+        "or add normalisation."
     ),
     bad='ampwise.diff(loss_fn, x, y, b="nvfp4")  # 40% off at the last layer',
     good='ampwise.diff(loss_fn, x, y, b="mxfp8")',
 )
 
 
-def check(differing: Differing) -> Iterator[Finding]:
+def check(differing: StepDifference) -> Iterator[Finding]:
     if differing.piled_up is not None:
         phase, growth = differing.piled_up
         yield _found(differing, growth, phase)
 
 
-def _found(differing: Differing, growth: Growth, phase: str) -> Finding:
-    what = "what" if phase == FORWARD else "the gradient by what"
-    pace = "" if growth.factor is None else f" (times {growth.factor:.2g} from one module to the next)"
+def _found(differing: StepDifference, growth: Growth, phase: str) -> Finding:
+    what = "what" if phase == FORWARD else "the gradient of what"
+    pace = "" if growth.factor is None else f" (growing {growth.factor:.2g}x from one module to the next)"
     return RULE.at(
         Place(module=growth.largest_at),
-        f"{what} `{growth.largest_at}` returns is {error_text(growth.largest)} off in {title(differing.b)}, after "
-        f"{error_text(growth.first)} at the first of {growth.modules} modules{pace}; each by itself is explained",
+        f"{what} `{growth.largest_at}` returns is {error_text(growth.largest)} off in {side_title(differing.b)}, after "
+        f"{error_text(growth.first)} at the first of {growth.modules} modules{pace}; rounding explains each one by "
+        "itself",
         evidence={"phase": phase, "largest": growth.largest, "first": growth.first, "modules": growth.modules},
     )

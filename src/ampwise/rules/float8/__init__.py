@@ -1,1 +1,1 @@
-"""Layers that run in FP8: what their scales lose."""
+"""Rules about FP8 layers: values lost at their scales."""

@@ -1,1 +1,1 @@
-"""What gradients, losses and the loss scale are like over a run."""
+"""Rules about gradients, losses and the loss scale over a run."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ampwise.evidence.health import Health
 from ampwise.finding import Finding, Place, Rule, Severity
+from ampwise.rules.evidence.gradient_health import GradientHealth
 
 __all__ = ["RULE", "check"]
 
@@ -13,26 +13,26 @@ RULE = Rule(
     code="AMP604",
     name="dead-layer",
     severity=Severity.WARNING,
-    summary="A parameter's gradient is exactly zero at every step that was looked at.",
+    summary="A parameter's gradient is exactly zero at every sampled step.",
     why=(
-        "Such a parameter learns nothing: its units are shut for good (ReLU behind a large negative bias), its output "
-        "is not used or is detached, or in FP16 its gradient is so small that all of it is flushed to zero. Others "
-        "had gradients at the same steps, so the step itself was not empty. A bias right before a normalisation has "
-        "a gradient of zero by its nature; there it does no harm, and `bias=False` saves it."
+        "Such a parameter learns nothing: its units are permanently off (ReLU after a large negative bias), its "
+        "output is unused or detached, or in FP16 its gradient is so small that all of it underflows. Other "
+        "parameters had gradients at the same steps, so the step itself was not empty. A bias right before a "
+        "normalisation layer always has a zero gradient; that is harmless, and `bias=False` saves it."
     ),
     fix=(
-        "See whether the layer's output reaches the loss; try a smaller learning rate or a leaky activation; in FP16 "
-        "see whether it has a gradient in FP32."
+        "Check that the layer's output reaches the loss; try a smaller learning rate or a leaky activation; in FP16, "
+        "check whether it has a gradient in FP32."
     ),
     bad="hidden = features(x).detach()\nloss = loss_fn(head(hidden), y)",
     good="hidden = features(x)\nloss = loss_fn(head(hidden), y)",
 )
 
-SAMPLES = 3  # a layer that starts at zero, as in LoRA, gives the one before it no gradient at the first step
+SAMPLES = 3  # a layer initialised to zero, as in LoRA, passes no gradient back at the first step
 NAMED = 8
 
 
-def check(health: Health) -> Iterator[Finding]:
+def check(health: GradientHealth) -> Iterator[Finding]:
     if health.samples < SAMPLES:
         return
     dead = [name for name, values in health.values.items() if values and values == health.zeros[name]]
@@ -40,10 +40,10 @@ def check(health: Health) -> Iterator[Finding]:
     if not dead or not alive:
         return
     others = f" (and of {len(dead) - 1} more parameters)" if len(dead) > 1 else ""
-    flushed = ", unless FP16 has flushed a gradient that is there" if health.precision == "fp16" else ""
+    flushed = ", unless its gradient underflows in FP16" if health.precision == "fp16" else ""
     yield RULE.at(
         Place(parameter=dead[0], step=health.recent[-1].last),
-        f"the gradient is exactly zero in all {health.samples} samples{others}: it learns nothing{flushed}",
+        f"the gradient is exactly zero in all {health.samples} samples{others}: the layer learns nothing{flushed}",
         evidence={
             "samples": health.samples,
             "parameters": len(dead),

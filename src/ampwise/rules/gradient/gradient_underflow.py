@@ -1,13 +1,13 @@
-"""Gradients that FP16 turns to zero, or keeps with few bits."""
+"""Gradients that FP16 rounds to zero, or keeps with few bits."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ampwise.evidence.health import Health
-from ampwise.evidence.settings import fitting_scale
-from ampwise.evidence.wording import scale_text
 from ampwise.finding import Finding, Place, Rule, Severity
+from ampwise.rules.evidence.gradient_health import GradientHealth
+from ampwise.rules.evidence.number_text import scale_text
+from ampwise.rules.evidence.scaler_settings import fitting_scale
 
 __all__ = ["RULE", "check"]
 
@@ -15,27 +15,26 @@ RULE = Rule(
     code="AMP601",
     name="gradient-underflow",
     severity=Severity.WARNING,
-    summary="Gradients are too small for FP16, at the loss scale they have or without one.",
+    summary="Gradients are too small for FP16 at their loss scale, or without one.",
     why=(
-        "FP16 turns magnitudes up to 2⁻²⁵ to zero and keeps those below 2⁻¹⁴ with fewer bits. The loss scale lifts "
-        "gradients above that; where it does not, weights stop learning without a word. Exact zeros alone say little: "
-        "a healthy run can have 65% of them, from rows of an embedding that no batch used. So the values just above "
-        "the limit are counted, and from how their number falls off towards it follows, as an estimate, how many "
-        "were lost below."
+        "FP16 rounds magnitudes up to 2⁻²⁵ to zero and keeps those below 2⁻¹⁴ with fewer bits. Loss scaling lifts "
+        "gradients above that; where it does not, weights silently stop learning. Exact zeros alone say little: a "
+        "healthy run can have 65% of them, from embedding rows that no batch used. So the values just above the limit "
+        "are counted, and the number lost below it is estimated from how the counts fall off towards it."
     ),
     fix="Start with a higher `init_scale`, or train in BF16, which has FP32's range.",
     bad='scaler = torch.amp.GradScaler("cuda", init_scale=1.0, growth_interval=10**9)',
     good='scaler = torch.amp.GradScaler("cuda", init_scale=2.0**16)',
 )
 
-LOST = 0.05  # of a parameter's gradient; the estimate may be off by a factor of 2, and below that nobody will notice
-FEWER_BITS = 0.5  # then the typical gradient is no longer held as FP16 holds numbers
-LEAST = 64  # values, below which a share is chance
+LOST = 0.05  # of a parameter's gradient; the estimate may be off by a factor of 2, and less than this is harmless
+FEWER_BITS = 0.5  # then the typical gradient has less than full FP16 precision
+LEAST = 64  # values: with fewer, the fraction is noise
 NAMED = 3  # parameters in a message
-SAMPLES = 3  # in a row, without one value above zero
+SAMPLES = 3  # consecutive samples without a nonzero value
 
 
-def check(health: Health) -> Iterator[Finding]:
+def check(health: GradientHealth) -> Iterator[Finding]:
     if health.precision != "fp16":
         return
     if _all_gone(health):
@@ -68,30 +67,33 @@ def check(health: Health) -> Iterator[Finding]:
     )
 
 
-def _all_gone(health: Health) -> bool:
-    """Not one value was left, in several samples: the loss cannot be all flat."""
+def _all_gone(health: GradientHealth) -> bool:
+    """Return whether every value was zero in several samples: the loss cannot be entirely flat."""
     return health.samples >= SAMPLES and bool(health.values) and health.values == health.zeros
 
 
-def _nothing_left(health: Health) -> Finding:
+def _nothing_left(health: GradientHealth) -> Finding:
     scale = health.recent[-1].scale
     at = "without a loss scale" if scale is None else f"at loss scale {scale_text(scale)}"
     return RULE.at(
         Place(step=health.recent[-1].last),
-        f"every gradient of all {len(health.values)} parameters is exactly zero {at}: FP16 has flushed them, or the "
+        f"every gradient of all {len(health.values)} parameters is exactly zero {at}: they underflow in FP16, or the "
         "loss does not depend on the parameters",
         evidence={"samples": health.samples},
     )
 
 
-def _fix(health: Health, scale: float | None) -> str:
+def _fix(health: GradientHealth, scale: float | None) -> str:
     fitting = fitting_scale(health)
     if fitting is None or fitting <= (scale or 1.0):
         higher = "a" if scale is None else "a higher"
-        return f"Train in BF16: the largest gradients leave no room for {higher} loss scale in FP16."
+        return f"Train in BF16: the largest gradients do not allow {higher} loss scale in FP16."
     if scale is None:
         return (
-            f"Use a GradScaler with FP32 parameters, under autocast: `init_scale={scale_text(fitting)}` fits these "
-            "gradients; or train in BF16, with FP32's range."
+            f"Use a GradScaler with FP32 parameters under autocast (`init_scale={scale_text(fitting)}` suits these "
+            "gradients), or train in BF16, which has FP32's range."
         )
-    return f"`GradScaler(init_scale={scale_text(fitting)})` fits these gradients; or train in BF16, with FP32's range."
+    return (
+        f"Use `GradScaler(init_scale={scale_text(fitting)})`, which suits these gradients, or train in BF16, which "
+        "has FP32's range."
+    )

@@ -1,13 +1,13 @@
-"""A loss scale that falls and falls."""
+"""A loss scale that keeps falling."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ampwise.evidence.health import Health
-from ampwise.evidence.scaling import collapse
-from ampwise.evidence.wording import scale_text
 from ampwise.finding import Finding, Place, Rule, Severity
+from ampwise.rules.evidence.gradient_health import GradientHealth
+from ampwise.rules.evidence.number_text import scale_text
+from ampwise.rules.evidence.scale_behaviour import collapse
 
 __all__ = ["RULE", "check"]
 
@@ -15,23 +15,23 @@ RULE = Rule(
     code="AMP607",
     name="scale-collapse",
     severity=Severity.ERROR,
-    summary="The loss scale falls step after step: nothing is learned, and torch's scaler has no floor.",
+    summary="The loss scale keeps falling: nothing is learned, and torch's scaler has no lower limit.",
     why=(
-        "At the start a scaler may skip a dozen steps until its scale fits. Later, eight skips in a row mean a scale "
-        "256 times below one that had worked, and a scale below 1 makes gradients smaller than they are: then the "
-        "scale is not the cause, and lowering it does not help. After some 165 overflows in a row torch's scale "
-        "is 0.0, the check for infinities passes, and the next step destroys the weights."
+        "At the start, a scaler may skip a dozen steps until its scale fits. Later, eight skips in a row mean a scale "
+        "256 times below one that worked, and a scale below 1 makes gradients smaller than they are: the scale is "
+        "then not the cause, and lowering it does not help. After about 165 overflows in a row torch's scale is 0.0, "
+        "the check for inf passes, and the next step destroys the weights."
     ),
     fix=(
-        "Find what is not finite in the forward pass, the loss or the data; ampwise's GradScaler has a floor "
+        "Find what is not finite in the forward pass, the loss or the data; ampwise's GradScaler has a lower limit "
         "(`min_scale`) and stops there."
     ),
-    bad='scaler = torch.amp.GradScaler("cuda")  # no floor',
+    bad='scaler = torch.amp.GradScaler("cuda")  # no lower limit',
     good='scaler = ampwise.GradScaler("cuda", min_scale=1.0)',
 )
 
 
-def check(health: Health) -> Iterator[Finding]:
+def check(health: GradientHealth) -> Iterator[Finding]:
     found = collapse(health)
     if found is None:
         return

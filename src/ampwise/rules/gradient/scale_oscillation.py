@@ -1,12 +1,12 @@
-"""A loss scale that goes up and down all the time."""
+"""A loss scale that keeps rising and falling."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ampwise.evidence.health import Health
-from ampwise.evidence.scaling import oscillation
 from ampwise.finding import Finding, Place, Rule, Severity
+from ampwise.rules.evidence.gradient_health import GradientHealth
+from ampwise.rules.evidence.scale_behaviour import oscillation
 
 __all__ = ["RULE", "check"]
 
@@ -14,26 +14,26 @@ RULE = Rule(
     code="AMP608",
     name="scale-oscillation",
     severity=Severity.WARNING,
-    summary="The loss scale grows, overflows at once and falls, again and again.",
+    summary="The loss scale repeatedly grows, overflows immediately and falls.",
     why=(
-        "A scaler that tries a higher scale once in 2000 steps and loses that step works as it should. With a short "
-        "`growth_interval`, or a `growth_factor` that takes several skips to undo, a good part of all steps is lost "
-        "to trying, and with them their batches."
+        "A scaler that tries a higher scale once in 2000 steps and loses that step works as intended. With a short "
+        "`growth_interval`, or a `growth_factor` that takes several skips to undo, many steps are lost to such "
+        "attempts, along with their batches."
     ),
-    fix="Use a longer `growth_interval`; torch's own is 2000.",
+    fix="Use a longer `growth_interval`; torch's default is 2000.",
     bad='scaler = torch.amp.GradScaler("cuda", growth_interval=1)',
     good='scaler = torch.amp.GradScaler("cuda", growth_interval=2000)',
 )
 
 
-def check(health: Health) -> Iterator[Finding]:
+def check(health: GradientHealth) -> Iterator[Finding]:
     found = oscillation(health)
     if found is None:
         return
     interval = "" if health.growth_interval is None else f" with growth_interval={health.growth_interval}"
     yield RULE.at(
         Place(step=health.last_step),
-        f"{found.undone} of {found.growths} growths of the loss scale overflowed at once{interval}: "
+        f"{found.undone} of {found.growths} increases of the loss scale overflowed immediately{interval}: "
         f"{found.skipped:.0%} of the last {len(health.window)} steps were skipped",
         evidence={"times": found.undone},
     )

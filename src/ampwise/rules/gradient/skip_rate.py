@@ -1,12 +1,12 @@
-"""Many steps skipped, without one cause that has a rule of its own."""
+"""Many skipped steps whose cause has no rule of its own."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ampwise.evidence.health import Health
-from ampwise.evidence.scaling import collapse, oscillation, skip_share
 from ampwise.finding import Finding, Place, Rule, Severity
+from ampwise.rules.evidence.gradient_health import GradientHealth
+from ampwise.rules.evidence.scale_behaviour import collapse, oscillation, skip_share
 
 __all__ = ["RULE", "check"]
 
@@ -16,11 +16,11 @@ RULE = Rule(
     severity=Severity.WARNING,
     summary="More than one step in twenty is skipped because gradients are not finite.",
     why=(
-        "A skipped step costs its time and its batch, and batches that overflow are not just any: they are the ones "
-        "with the largest gradients. By design a scaler skips one step in each growth interval, 0.05%; the search at "
-        "the start is not counted. More of it means that single batches have gradients far above the usual ones."
+        "A skipped step costs its time and its batch, and the batches that overflow are not random: they have the "
+        "largest gradients. By design a scaler skips one step per growth interval, 0.05%; the search at the start is "
+        "not counted. A higher rate means that some batches have gradients far above the usual."
     ),
-    fix="Look at the batches that overflow; mask outliers in the data, use a longer `growth_interval`, or BF16.",
+    fix="Inspect the batches that overflow; mask outliers in the data, use a longer `growth_interval`, or use BF16.",
     bad='scaler = torch.amp.GradScaler("cuda", growth_interval=10)',
     good='with torch.autocast("cuda", dtype=torch.bfloat16):\n    loss = loss_fn(model(x), y)',
 )
@@ -29,13 +29,13 @@ TOO_MANY = 0.05  # of the last steps
 SKIPS = 5  # at least
 
 
-def check(health: Health) -> Iterator[Finding]:
+def check(health: GradientHealth) -> Iterator[Finding]:
     share = skip_share(health)
     skips = sum(row.skipped for row in health.window)
     if share is None or share <= TOO_MANY or skips < SKIPS:
         return
     if collapse(health) or oscillation(health):
-        return  # said there, with the cause
+        return  # those rules report the cause
     yield RULE.at(
         Place(step=health.last_step),
         f"{skips} of the last {len(health.window)} steps were skipped ({share:.0%})",

@@ -1,13 +1,13 @@
-"""Gradients that come nearer to FP16's lower end, sample after sample."""
+"""Gradients that approach FP16's lower limit."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from ampwise.evidence.health import Health
-from ampwise.evidence.trend import Point, Series, steady_slope
 from ampwise.finding import Finding, Place, Rule, Severity
+from ampwise.rules.evidence.gradient_health import GradientHealth
+from ampwise.rules.evidence.trend import Point, Series, steady_slope
 
 __all__ = ["RULE", "check"]
 
@@ -15,33 +15,33 @@ RULE = Rule(
     code="AMP602",
     name="underflow-rising",
     severity=Severity.WARNING,
-    summary="Gradients shrink towards the values that FP16 turns to zero.",
+    summary="Gradients shrink towards the range that FP16 rounds to zero.",
     why=(
-        "Gradients that halve again and again reach the end of FP16's range sooner or later, and the scaler follows "
-        "only one doubling in each growth interval. Long before anything is lost, the median of a gradient moves "
-        "towards the limit in even steps of its exponent: a line that can be drawn on. Reported when the fall goes on "
-        "through all of the last samples (a jump, noise, or a fall that has ended does not count), the first values "
-        "have fewer bits already, and half of them would be lost before the run is five times as long as the fall."
+        "Gradients that keep halving eventually reach the end of FP16's range, and the scaler compensates only one "
+        "doubling per growth interval. Long before anything is lost, the median exponent of a gradient falls linearly "
+        "towards the limit, so it can be extrapolated. Reported when the fall continues through all recent samples (a "
+        "jump, noise, or a fall that has ended does not count), the first values already have fewer bits, and half of "
+        "them would be lost before the run is five times as long as the fall."
     ),
-    fix="Raise the loss scale, shorten `growth_interval` so that it follows, or train in BF16.",
+    fix="Raise the loss scale, shorten `growth_interval` so that the scale keeps up, or train in BF16.",
     bad='scaler = torch.amp.GradScaler("cuda", growth_interval=10**9)',
     good='scaler = torch.amp.GradScaler("cuda", growth_interval=500)',
 )
 
-FIX_WITHOUT_SCALER = "Use a GradScaler with FP32 parameters, under autocast; or train in BF16."
-TOUCHED = 0.02  # of the values subnormal or lost: before, there is nothing to be seen of it yet
-FALLEN = 1.0  # powers of two, at least: less is what the noise of batches does
-HORIZON = 4.0  # times as long as the fall was watched; further no line should be drawn
+FIX_WITHOUT_SCALER = "Use a GradScaler with FP32 parameters under autocast, or train in BF16."
+TOUCHED = 0.02  # of the values subnormal or lost: below that there is no visible effect yet
+FALLEN = 1.0  # powers of two, at least: less is batch noise
+HORIZON = 4.0  # times the length of the observed fall: no extrapolation beyond that
 LEAST = 64  # values
 
 
 @dataclass(frozen=True, slots=True)
 class _Fall:
-    slope: float  # powers of two a step
+    slope: float  # powers of two per step
     half_lost: int  # step
 
 
-def check(health: Health) -> Iterator[Finding]:
+def check(health: GradientHealth) -> Iterator[Finding]:
     if health.precision != "fp16":
         return
     falls = {
@@ -57,8 +57,8 @@ def check(health: Health) -> Iterator[Finding]:
     when = "already" if fall.half_lost <= last else f"by step {fall.half_lost}"
     yield RULE.at(
         Place(parameter=first, step=last),
-        f"the gradient halves every {-1 / fall.slope:.3g} steps: {found.share:.0%} of it is too small for all of "
-        f"FP16's bits, and half will be lost {when} if this goes on{others}",
+        f"the gradient halves every {-1 / fall.slope:.3g} steps: {found.share:.0%} of it is too small for full FP16 "
+        f"precision, and half will be lost {when} if this continues{others}",
         evidence={
             "subnormal_or_lost_share": round(found.share, 4),
             "octaves_per_step": fall.slope,
@@ -70,7 +70,7 @@ def check(health: Health) -> Iterator[Finding]:
 
 
 def _fall(margins: Series | None) -> _Fall | None:
-    """The latest fall that is still going on, or one over the whole run."""
+    """Return the latest fall that is still going on, or one over the whole run."""
     if margins is None:
         return None
     return _steady_fall(margins.recent) or _steady_fall(margins.points)

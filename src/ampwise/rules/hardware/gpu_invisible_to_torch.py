@@ -1,12 +1,12 @@
-"""An NVIDIA driver beside a torch that sees no device."""
+"""An NVIDIA driver is present, but torch sees no device."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 from ampwise.finding import Finding, Place, Rule, Severity
-from ampwise.hardware.machine import MachineUse
-from ampwise.hardware.torch_facts import TorchFacts
+from ampwise.hardware.machine import MachineRequirements
+from ampwise.hardware.torch_info import TorchInfo
 
 __all__ = ["RULE", "check"]
 
@@ -16,17 +16,17 @@ RULE = Rule(
     severity=Severity.WARNING,
     summary="An NVIDIA driver is running, but torch sees no GPU.",
     why=(
-        "`torch.cuda.is_available()` is False without an error when torch was built without CUDA, when the "
-        "driver is older than torch's CUDA needs, or when the environment hides the devices. A script that "
-        "falls back to the CPU then trains there, slowly, and says nothing."
+        "`torch.cuda.is_available()` is False without an error when torch was built without CUDA, when the driver is "
+        "older than torch's CUDA needs, or when the environment hides the devices. A script that falls back to the "
+        "CPU then trains there, slowly and without a message."
     ),
-    fix="Install a torch built for this driver's CUDA, or show the devices to this process.",
+    fix="Install a torch built for this driver's CUDA, or make the devices visible to this process.",
     bad="$ pip install torch --index-url https://download.pytorch.org/whl/cpu",
     good="$ pip install torch",
 )
 
 
-def check(use: MachineUse) -> Iterator[Finding]:
+def check(use: MachineRequirements) -> Iterator[Finding]:
     torch = use.machine.torch
     if use.machine.driver is None or torch is None or torch.devices:
         return
@@ -39,16 +39,16 @@ def check(use: MachineUse) -> Iterator[Finding]:
     )
 
 
-def _diagnosis(torch: TorchFacts) -> tuple[str, str]:
+def _diagnosis(torch: TorchInfo) -> tuple[str, str]:
     if torch.cuda is None:
         built = f"is built for ROCm {torch.hip}" if torch.hip else "is built without CUDA"
         return built, "Install a build with CUDA; https://pytorch.org/get-started/locally/ gives the command."
     if torch.problem:
         return (
             f"cannot use it: {torch.problem}",
-            "Most often the driver is older than this CUDA: update it, or install a build for an older one.",
+            "Usually the driver is too old for this CUDA version: update it, or install a build for an older CUDA.",
         )
     return (
         f"(CUDA {torch.cuda}) sees no device",
-        "See whether CUDA_VISIBLE_DEVICES hides them, and whether the container was started with its GPUs.",
+        "Check whether CUDA_VISIBLE_DEVICES hides the devices, and whether the container was started with its GPUs.",
     )

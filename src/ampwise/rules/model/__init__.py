@@ -1,1 +1,1 @@
-"""The sizes of a model, as its products run."""
+"""Rules about the matmul sizes of a model as it runs."""

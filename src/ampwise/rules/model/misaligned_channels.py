@@ -1,11 +1,11 @@
-"""Convolutions with numbers of channels that the matrix units cannot load in whole words."""
+"""Convolutions whose channel counts are not 16-byte aligned."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ampwise.evidence.products import Products
 from ampwise.finding import Finding, Place, Rule, Severity
+from ampwise.rules.evidence.matmuls import StepMatmuls
 
 __all__ = ["RULE", "check"]
 
@@ -13,19 +13,19 @@ RULE = Rule(
     code="AMP509",
     name="misaligned-channels",
     severity=Severity.INFO,
-    summary="A convolution's number of channels is not a multiple of 8.",
+    summary="A convolution's channel count is not a multiple of 8.",
     why=(
-        "Convolutions run on matrix units with the channels of a pixel side by side: words of 16 bytes are 8 channels "
-        "of FP16 or BF16. With other numbers the library pads copies, or takes slower kernels. The three channels of "
-        "an image are another matter: for those there are kernels of their own."
+        "Convolutions run on tensor cores with the channels of a pixel contiguous: a 16-byte word is 8 channels of "
+        "FP16 or BF16. With other counts the library pads copies or uses slower kernels. The three channels of an "
+        "image are an exception: there are special kernels for them."
     ),
-    fix="Round the number of channels up: 60 to 64, 100 to 104. Use channels_last, in which they lie side by side.",
+    fix="Round the channel count up: 60 to 64, 100 to 104. Use channels_last, which makes them contiguous.",
     bad="conv = nn.Conv2d(60, 100, 3)",
     good="conv = nn.Conv2d(64, 104, 3)",
 )
 
 
-def check(products: Products) -> Iterator[Finding]:
+def check(products: StepMatmuls) -> Iterator[Finding]:
     for layer in products.layers:
         if layer.kind != "convolution" or not products.is_worth(layer):
             continue

@@ -1,22 +1,22 @@
-"""Layers whose sizes the matrix units cannot load in whole words, as a step of training runs them."""
+"""Layers whose sizes are not 16-byte aligned in a training step."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ampwise.evidence.products import Products
 from ampwise.finding import Finding, Place
+from ampwise.rules.evidence.matmuls import StepMatmuls
 from ampwise.rules.source.misaligned_dims import RULE
 
 __all__ = ["RULE", "check"]
 
 FIX = (
-    "Pad it, which changes nothing that it computes: ampwise.pad_(model), with head= where an embedding makes the "
-    "logits; or round the size up where the layer is made."
+    "Pad it, which does not change its results: ampwise.pad_(model), with head= if an embedding produces the logits; "
+    "or round the size up where the layer is created."
 )
 
 
-def check(products: Products) -> Iterator[Finding]:
+def check(products: StepMatmuls) -> Iterator[Finding]:
     for layer in products.layers:
         if layer.kind != "linear" or layer.product.precision == "fp8" or not products.is_worth(layer):
             continue

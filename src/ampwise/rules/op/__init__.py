@@ -1,1 +1,1 @@
-"""Where a training step went bad: the operation, or what came into it. One of these rules speaks for each step."""
+"""Rules about where a training step went bad: the operation, or its input. One rule applies to each bad step."""

@@ -1,13 +1,13 @@
-"""NaN made of infinities that were put there by hand."""
+"""NaN from arithmetic on infinities that the script wrote."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ampwise.evidence.incident import Birth, Incident
-from ampwise.evidence.incident_words import made_of, operation, title
-from ampwise.evidence.telling_incident import told
 from ampwise.finding import Finding, Rule, Severity
+from ampwise.rules.evidence.failure import Failure, Origin
+from ampwise.rules.evidence.failure_finding import failure_finding
+from ampwise.rules.evidence.failure_text import format_title, operation_text, value_text
 
 __all__ = ["RULE", "check"]
 
@@ -15,14 +15,14 @@ RULE = Rule(
     code="AMP917",
     name="cancelled-infinities",
     severity=Severity.ERROR,
-    summary="Infinities that the script put there were used as numbers: inf - inf, or 0 · inf, is NaN.",
+    summary="Infinities that the script wrote were used in arithmetic: inf - inf and 0 · inf are NaN.",
     why=(
-        'An infinity that stands for "never" or "masked" is no fault as long as it is only compared, or goes '
-        "through exp. Arithmetic makes NaN of it: inf - inf, inf/inf, and 0 · inf, which is also what multiplying by "
-        "a mask of 0 and 1 does. In the backward pass a gradient of 0 meets the infinity in the same way."
+        'An infinity that means "never" or "masked" is fine as long as it is only compared, or goes through exp. '
+        "Arithmetic turns it into NaN: inf - inf, inf/inf, and 0 · inf, which is also what multiplying by a 0/1 mask "
+        "does. In the backward pass, a zero gradient multiplies the infinity in the same way."
     ),
     fix=(
-        "Use a large finite number in place of the infinity (`torch.finfo(x.dtype).min`), and choose with "
+        "Use a large finite number instead of the infinity (`torch.finfo(x.dtype).min`), and select with "
         "`masked_fill` or `torch.where` instead of multiplying by a mask."
     ),
     bad='distance = points.masked_fill(~valid, float("inf"))\nloss = (distance * valid).sum()',
@@ -30,16 +30,20 @@ RULE = Rule(
 )
 
 
-def check(incident: Incident) -> Iterator[Finding]:
+def check(incident: Failure) -> Iterator[Finding]:
     if incident.kind == RULE.name and incident.birth is not None:
-        yield told(RULE, incident, _what(incident.birth))
+        yield failure_finding(RULE, incident, _what(incident.birth))
 
 
-def _what(birth: Birth) -> str:
+def _what(birth: Origin) -> str:
     if birth.by_hand:
-        return f"{operation(birth)} puts {made_of(birth.made)} there, as the source has it, and it is used as a number"
+        return (
+            f"{operation_text(birth)} writes {value_text(birth.made)}, as coded in the source, and it is then used in "
+            "arithmetic"
+        )
     where = "in the backward pass " if birth.phase == "backward" else ""
     return (
-        f"{operation(birth)} {where}makes NaN of infinities in {title(birth.dtype)} that were put there on purpose: "
-        "inf - inf, inf/inf or 0 · inf"
+        f"{operation_text(birth)} {where}turns intentional infinities in {format_title(birth.dtype)} "
+        f"into NaN: inf - inf, inf/inf "
+        "or 0 · inf"
     )

@@ -1,13 +1,13 @@
-"""An operation that torch did not bring, and that cannot be looked into."""
+"""A custom operation, whose internals cannot be traced."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ampwise.evidence.incident import NARROW, Birth, Incident
-from ampwise.evidence.incident_words import made_of, operation, title
-from ampwise.evidence.telling_incident import told
 from ampwise.finding import Finding, Rule, Severity
+from ampwise.rules.evidence.failure import NARROW, Failure, Origin
+from ampwise.rules.evidence.failure_finding import failure_finding
+from ampwise.rules.evidence.failure_text import format_title, operation_text, value_text
 
 __all__ = ["RULE", "check"]
 
@@ -15,15 +15,15 @@ RULE = Rule(
     code="AMP913",
     name="custom-op",
     severity=Severity.ERROR,
-    summary="An operation of another package, or of one's own, makes NaN or inf of finite inputs.",
+    summary="A custom operation returns NaN or inf for finite inputs.",
     why=(
-        "A custom operation is one call to the tracer, whatever it does inside: what is known is that all that went "
-        "in was finite, and what came out was not. Kernels written for FP32 often sum up in FP16 when they are given "
-        "FP16, and autocast does not know them: they get what the operation before has made."
+        "To the tracer a custom operation is a single call, whatever it does inside: all that is known is that its "
+        "inputs were finite and its outputs were not. Kernels written for FP32 often accumulate in FP16 when given "
+        "FP16, and autocast does not handle them: they receive whatever the previous operation returned."
     ),
     fix=(
-        "Give it FP32 (`custom_fwd(cast_inputs=torch.float32)` on its autograd.Function, or `.float()` at the call), "
-        "and look inside of it with the inputs of this step: a capsule has them."
+        "Pass it FP32 (`custom_fwd(cast_inputs=torch.float32)` on its autograd.Function, or `.float()` at the call), "
+        "and debug it with the inputs of this step, which a capsule contains."
     ),
     bad='with torch.autocast("cuda", torch.float16):\n    y = torch.ops.mine.attention(q, k, v)',
     good=(
@@ -32,16 +32,18 @@ RULE = Rule(
 )
 
 
-# Where it has FP32 already.
-IN_FULL = "Look inside of it with the inputs of this step, which a capsule has: at its divisions, roots and logarithms."
+# For inputs that are already FP32.
+IN_FULL = "Debug it with the inputs of this step, which a capsule contains: check its divisions, roots and logarithms."
 
 
-def check(incident: Incident) -> Iterator[Finding]:
+def check(incident: Failure) -> Iterator[Finding]:
     if incident.kind == RULE.name and incident.birth is not None:
-        yield told(RULE, incident, _what(incident.birth), advice="" if incident.birth.dtype in NARROW else IN_FULL)
+        yield failure_finding(
+            RULE, incident, _what(incident.birth), advice="" if incident.birth.dtype in NARROW else IN_FULL
+        )
 
 
-def _what(birth: Birth) -> str:
-    given = "though all that it was given is finite" if not birth.from_infinities else "of infinities it was given"
-    gives = f"gives {made_of(birth.made)} in {title(birth.dtype)} {given}"
-    return f"{operation(birth)}, which `{birth.op.split('.')[0]}` brings, {gives}; what it does inside cannot be seen"
+def _what(birth: Origin) -> str:
+    given = "though its inputs are finite" if not birth.from_infinities else "from infinite inputs"
+    gives = f"returns {value_text(birth.made)} in {format_title(birth.dtype)} {given}"
+    return f"{operation_text(birth)}, from `{birth.op.split('.')[0]}`, {gives}; its internals cannot be traced"

@@ -1,13 +1,13 @@
-"""A softmax over nothing but -inf."""
+"""A softmax over a row of -inf."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ampwise.evidence.incident import Birth, Incident
-from ampwise.evidence.incident_words import counted, operation
-from ampwise.evidence.telling_incident import told
 from ampwise.finding import Finding, Rule, Severity
+from ampwise.rules.evidence.failure import Failure, Origin
+from ampwise.rules.evidence.failure_finding import failure_finding
+from ampwise.rules.evidence.failure_text import counted_text, operation_text
 
 __all__ = ["RULE", "check"]
 
@@ -15,29 +15,29 @@ RULE = Rule(
     code="AMP908",
     name="fully-masked-row",
     severity=Severity.ERROR,
-    summary="A softmax over a row that is masked throughout: there is nothing to share out.",
+    summary="A softmax runs over a fully masked row.",
     why=(
-        "Masking scores with -inf is right, and no fault by itself: exp(-inf) is 0. But where a whole row is -inf, "
-        "each share is 0/0, which is NaN. Rows like that come from samples that are all padding, from a causal mask "
-        "joined with padding on the left, and from masks of `finfo.min` that were added up and became -inf."
+        "Masking scores with -inf is correct in itself: exp(-inf) is 0. But if a whole row is -inf, each weight is "
+        "0/0, which is NaN. Such rows come from samples that are all padding, from a causal mask combined with left "
+        "padding, and from masks of `finfo.min` that were added up and became -inf."
     ),
     fix=(
-        "Let each row have something to look at, or set the rows without to 0 after the softmax. Choose "
-        "between masks (`masked_fill`) instead of adding them up. Then leave these positions out of the loss."
+        "Leave at least one position unmasked in each row, or set fully masked rows to 0 after the softmax. Combine "
+        "masks with `masked_fill` instead of adding them. Then exclude these positions from the loss."
     ),
     bad='weights = scores.masked_fill(mask, float("-inf")).softmax(-1)',
     good=(
-        "nothing_left = mask.all(-1, keepdim=True)\n"
-        'weights = scores.masked_fill(mask & ~nothing_left, float("-inf")).softmax(-1).masked_fill(nothing_left, 0.0)'
+        "all_masked = mask.all(-1, keepdim=True)\n"
+        'weights = scores.masked_fill(mask & ~all_masked, float("-inf")).softmax(-1).masked_fill(all_masked, 0.0)'
     ),
 )
 
 
-def check(incident: Incident) -> Iterator[Finding]:
+def check(incident: Failure) -> Iterator[Finding]:
     if incident.kind == RULE.name and incident.birth is not None:
-        yield told(RULE, incident, _what(incident.birth))
+        yield failure_finding(RULE, incident, _what(incident.birth))
 
 
-def _what(birth: Birth) -> str:
-    rows = counted(birth.masked_rows, None, "row") if birth.masked_rows else "a row is"
-    return f"{operation(birth)} gives NaN: {rows} -inf throughout, and with nothing to share out it is 0/0"
+def _what(birth: Origin) -> str:
+    rows = counted_text(birth.masked_rows, None, "row") if birth.masked_rows else "a row is"
+    return f"{operation_text(birth)} gives NaN: {rows} all -inf, so the softmax is 0/0"

@@ -1,13 +1,13 @@
-"""A result that FP32 holds and FP16 does not."""
+"""A result within the range of FP32 but not of FP16."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ampwise.evidence.incident import Birth, Incident
-from ampwise.evidence.incident_words import because, how_far, made_of, operation, title
-from ampwise.evidence.telling_incident import told
 from ampwise.finding import Finding, Rule, Severity
+from ampwise.rules.evidence.failure import Failure, Origin
+from ampwise.rules.evidence.failure_finding import failure_finding
+from ampwise.rules.evidence.failure_text import format_title, operation_text, overflow_text, reason_suffix, value_text
 
 __all__ = ["RULE", "check"]
 
@@ -15,26 +15,26 @@ RULE = Rule(
     code="AMP904",
     name="half-overflow",
     severity=Severity.ERROR,
-    summary="A result of the forward pass is beyond what FP16 holds; FP32 and BF16 hold it.",
+    summary="A result of the forward pass exceeds the range of FP16; FP32 and BF16 can hold it.",
     why=(
-        "FP16 ends at 65504: what is larger becomes inf, and a subtraction, a softmax or a normalisation makes NaN of "
-        "it later, often far from here. The loss scale has no part in it, since it multiplies the loss and not the "
-        "activations. BF16 reaches 3.39e38, as FP32 does, with 8 bits of precision instead of 11."
+        "FP16 ends at 65504: larger values become inf, and a subtraction, a softmax or a normalisation later turns it "
+        "into NaN, often far from here. The loss scale is not involved: it multiplies the loss, not the activations. "
+        "BF16 reaches 3.39e38, like FP32, with 8 bits of precision instead of 11."
     ),
     fix=(
-        "Train in BF16 where the hardware has it. Else keep this module, or this line, in FP32; or make what goes in "
-        "smaller: normalise before it, divide before a product and not after."
+        "Train in BF16 if the hardware supports it. Otherwise keep this module or line in FP32, or make its inputs "
+        "smaller: normalise first, and divide before a matmul, not after."
     ),
     bad='with torch.autocast("cuda", torch.float16):\n    scores = q @ k.transpose(-2, -1) / math.sqrt(d)',
     good='with torch.autocast("cuda", torch.float16):\n    scores = (q / math.sqrt(d)) @ k.transpose(-2, -1)',
 )
 
 
-def check(incident: Incident) -> Iterator[Finding]:
+def check(incident: Failure) -> Iterator[Finding]:
     if incident.kind == RULE.name and incident.birth is not None:
-        yield told(RULE, incident, _what(incident.birth))
+        yield failure_finding(RULE, incident, _what(incident.birth))
 
 
-def _what(birth: Birth) -> str:
-    does = "overflows" if birth.made == "inf" else f"gives {made_of(birth.made)}"
-    return f"{operation(birth)} {does} in {title(birth.dtype)}{because(how_far(birth))}"
+def _what(birth: Origin) -> str:
+    does = "overflows" if birth.made == "inf" else f"gives {value_text(birth.made)}"
+    return f"{operation_text(birth)} {does} in {format_title(birth.dtype)}{reason_suffix(overflow_text(birth))}"

@@ -1,13 +1,13 @@
-"""A mean over no values, or a deviation of a single one."""
+"""A mean over no values, or a standard deviation over one."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ampwise.evidence.incident import Birth, Incident
-from ampwise.evidence.incident_words import operation
-from ampwise.evidence.telling_incident import told
 from ampwise.finding import Finding, Rule, Severity
+from ampwise.rules.evidence.failure import Failure, Origin
+from ampwise.rules.evidence.failure_finding import failure_finding
+from ampwise.rules.evidence.failure_text import operation_text
 
 __all__ = ["RULE", "check"]
 
@@ -17,11 +17,11 @@ RULE = Rule(
     severity=Severity.ERROR,
     summary="A mean was taken over no values, or a standard deviation over one.",
     why=(
-        "The mean of nothing is 0/0, which is NaN. It comes up when a mask or a filter leaves nothing of a batch, "
-        "when all labels are `ignore_index` (cross entropy averages over those that are not), and for the standard "
-        "deviation of one value, which torch divides by n - 1 = 0. Rare batches do it, so that it shows late."
+        "The mean of nothing is 0/0, which is NaN. It happens when a mask or filter removes everything from a batch, "
+        "when all labels are `ignore_index` (cross entropy averages over the others), and for the standard deviation "
+        "of one value, which torch divides by n - 1 = 0. Only rare batches cause it, so it shows up late."
     ),
-    fix="Divide the sum by the count, but by no less than 1; or leave out batches with nothing to learn from.",
+    fix="Divide the sum by the count, clamped to at least 1, or skip batches with nothing to learn from.",
     bad="loss = F.cross_entropy(logits, labels)  # all labels are -100",
     good=(
         'total = F.cross_entropy(logits, labels, reduction="sum")\nloss = total / (labels != -100).sum().clamp_min(1)'
@@ -29,19 +29,19 @@ RULE = Rule(
 )
 
 
-def check(incident: Incident) -> Iterator[Finding]:
+def check(incident: Failure) -> Iterator[Finding]:
     if incident.kind == RULE.name and incident.birth is not None:
-        yield told(RULE, incident, _what(incident.birth))
+        yield failure_finding(RULE, incident, _what(incident.birth))
 
 
-def _what(birth: Birth) -> str:
-    return f"{operation(birth)} gives NaN: {_why(birth)}"
+def _what(birth: Origin) -> str:
+    return f"{operation_text(birth)} gives NaN: {_why(birth)}"
 
 
-def _why(birth: Birth) -> str:
+def _why(birth: Origin) -> str:
     name, empty = birth.name, any(0 in each.shape for each in birth.inputs)
     if name.startswith("nll_loss") and not empty:
-        return "no label counts, all of them are `ignore_index` or weigh 0, and the mean of nothing is 0/0"
+        return "all labels are `ignore_index` or have weight 0, and the mean of nothing is 0/0"
     if name.startswith(("var", "std")) and not empty:
-        return "there is one value or none, and it divides by one less than there are"
-    return "there is nothing to take it over, and 0/0 is NaN"
+        return "there is at most one value, and it divides by n - 1"
+    return "there are no values, and 0/0 is NaN"

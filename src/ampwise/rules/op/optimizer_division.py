@@ -4,11 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ampwise.evidence.incident import NARROW, Incident, OptimizerFacts
-from ampwise.evidence.incident_words import bad_values, because, listed, made_of, operation, title
-from ampwise.evidence.telling_incident import told
-from ampwise.evidence.wording import number
 from ampwise.finding import Finding, Rule, Severity
+from ampwise.rules.evidence.failure import NARROW, Failure, OptimizerFacts
+from ampwise.rules.evidence.failure_finding import failure_finding
+from ampwise.rules.evidence.failure_text import (
+    bad_values_text,
+    format_title,
+    join_items,
+    operation_text,
+    reason_suffix,
+    value_text,
+)
+from ampwise.rules.evidence.number_text import number_text
 
 __all__ = ["RULE", "check"]
 
@@ -16,15 +23,15 @@ RULE = Rule(
     code="AMP912",
     name="optimizer-division",
     severity=Severity.ERROR,
-    summary="The optimizer's own arithmetic made the weights NaN or inf, from gradients that were finite.",
+    summary="The optimizer's own arithmetic made the weights NaN or inf although the gradients were finite.",
     why=(
-        "Adam and its like divide by sqrt(v) + eps, in the format of the parameters. In FP16 the default eps of 1e-8 "
-        "is 0, and so is v, to which a thousandth of the squared gradient is added, for gradients below 5e-3: 0/0 is "
-        "NaN, and m/0 inf. The gradients were sound, so that no scaler has skipped the step; the next loss is NaN."
+        "Adam and similar optimizers divide by sqrt(v) + eps, in the parameters' format. In FP16 the default eps of "
+        "1e-8 is 0, and so is v, to which a thousandth of the squared gradient is added, for gradients below 5e-3: "
+        "0/0 is NaN, and m/0 is inf. The gradients were fine, so no scaler skipped the step; the next loss is NaN."
     ),
     fix=(
-        "Keep the parameters in FP32 and compute in half under autocast (`ampwise.Engine` does); if they must be "
-        "FP16, give an eps that FP16 holds and that keeps updates small: 1e-4."
+        "Keep the parameters in FP32 and use autocast (`ampwise.Engine` does); if they must be FP16, use an eps that "
+        "FP16 can represent and that keeps updates small: 1e-4."
     ),
     bad="model.half()\noptimizer = torch.optim.Adam(model.parameters(), lr=1e-3)",
     good="optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)\nengine = ampwise.Engine(model, optimizer)",
@@ -33,35 +40,37 @@ RULE = Rule(
 OF_TORCH = ("Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop")
 
 
-def check(incident: Incident) -> Iterator[Finding]:
+def check(incident: Failure) -> Iterator[Finding]:
     if incident.kind == RULE.name:
         facts = incident.optimizer
-        reasons = listed(_reasons(facts)) if facts is not None else ""
+        reasons = join_items(_reasons(facts)) if facts is not None else ""
         advice = _advice(facts) if facts is not None else ""
-        yield told(RULE, incident, f"{_what(incident)}{because(reasons)}", advice=advice)
+        yield failure_finding(RULE, incident, f"{_what(incident)}{reason_suffix(reasons)}", advice=advice)
 
 
-def _what(incident: Incident) -> str:
+def _what(incident: Failure) -> str:
     optimizer = "the optimizer" if incident.optimizer is None else incident.optimizer.name
     if incident.source is not None:
-        had = bad_values(incident.source.values)
-        return f"{optimizer} left `{incident.source.name}` with {had}, from gradients that were finite"
+        had = bad_values_text(incident.source.values)
+        return f"{optimizer} left `{incident.source.name}` with {had} although the gradients were finite"
     birth = incident.birth
     return (
-        f"{optimizer}: {operation(birth)} in its step gives {made_of(birth.made)}" if birth is not None else optimizer
+        f"{optimizer}: {operation_text(birth)} in its step gives {value_text(birth.made)}"
+        if birth is not None
+        else optimizer
     )
 
 
 def _reasons(facts: OptimizerFacts) -> list[str]:
-    """Why it divided by 0."""
+    """Return why it divided by 0."""
     reasons = []
     if facts.eps_becomes == 0:
-        reasons.append(f"its eps of {number(facts.eps)} is 0 in {title(facts.dtype)}" if facts.eps else "its eps is 0")
+        reasons.append(
+            f"its eps of {number_text(facts.eps)} is 0 in {format_title(facts.dtype)}" if facts.eps else "its eps is 0"
+        )
     if facts.zero_denominators:
         of = f" of {facts.bad_weights:,}" if facts.bad_weights > facts.zero_denominators else ""
-        reasons.append(
-            f"the second moment of {facts.zero_denominators:,}{of} bad weights is 0, so that it divides by 0"
-        )
+        reasons.append(f"the second moment of {facts.zero_denominators:,}{of} bad weights is 0, so it divides by 0")
     return reasons
 
 
@@ -69,7 +78,7 @@ def _advice(facts: OptimizerFacts) -> str:
     if facts.eps_becomes != 0:
         return ""
     eps = "1e-4" if facts.dtype in NARROW else "1e-8"
-    plain = "Give it an eps above 0: the updates of weights that had no gradient yet are divided by it alone."
-    home = "torch.optim." if facts.name in OF_TORCH else ""
+    plain = "Use an eps above 0: for weights that have had no gradient yet, it is the whole divisor."
+    prefix = "torch.optim." if facts.name in OF_TORCH else ""
     fix = RULE.fix if facts.dtype in NARROW else plain
-    return f"{fix}\n    optimizer = {home}{facts.name}(model.parameters(), eps={eps})"
+    return f"{fix}\n    optimizer = {prefix}{facts.name}(model.parameters(), eps={eps})"

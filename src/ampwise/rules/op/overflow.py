@@ -1,13 +1,13 @@
-"""A result beyond FP32's range, or one that is not finite in any format."""
+"""A result that exceeds FP32's range, or is not finite in any format."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ampwise.evidence.incident import Birth, Incident
-from ampwise.evidence.incident_words import because, how_far, made_of, operation, title
-from ampwise.evidence.telling_incident import told
 from ampwise.finding import Finding, Rule, Severity
+from ampwise.rules.evidence.failure import Failure, Origin
+from ampwise.rules.evidence.failure_finding import failure_finding
+from ampwise.rules.evidence.failure_text import format_title, operation_text, overflow_text, reason_suffix, value_text
 
 __all__ = ["RULE", "check"]
 
@@ -15,26 +15,26 @@ RULE = Rule(
     code="AMP905",
     name="overflow",
     severity=Severity.ERROR,
-    summary="A result of the forward pass overflows, and FP32 would not hold it either.",
+    summary="A result of the forward pass overflows, and would in FP32 too.",
     why=(
-        "FP32 and BF16 end near 3.4e38, and exp reaches that at 88.7. A result that is larger is no matter of mixed "
-        "precision: weights or activations have grown without bound, or a formula has an intermediate result (a "
-        "power, an exponential, a product of many) far larger than its outcome."
+        "FP32 and BF16 end near 3.4e38, which exp reaches at 88.7. A larger result is not a mixed-precision problem: "
+        "weights or activations have grown without bound, or a formula has an intermediate result (a power, an "
+        "exponential, a long product) far larger than its final one."
     ),
     fix=(
-        "Write the formula so that the large intermediate result does not occur (logsumexp, log-probabilities, the "
-        "maximum subtracted first), or bound what goes in: clip gradients, lower the learning rate, normalise."
+        "Rewrite the formula to avoid the large intermediate result (logsumexp, log-probabilities, subtracting the "
+        "maximum first), or bound the inputs: clip gradients, lower the learning rate, normalise."
     ),
     bad="share = torch.exp(x) / torch.exp(x).sum(-1, keepdim=True)",
     good="share = torch.softmax(x, -1)",
 )
 
 
-def check(incident: Incident) -> Iterator[Finding]:
+def check(incident: Failure) -> Iterator[Finding]:
     if incident.kind == RULE.name and incident.birth is not None:
-        yield told(RULE, incident, _what(incident.birth))
+        yield failure_finding(RULE, incident, _what(incident.birth))
 
 
-def _what(birth: Birth) -> str:
-    does = "overflows" if birth.made == "inf" else f"gives {made_of(birth.made)}"
-    return f"{operation(birth)} {does} in {title(birth.dtype)}{because(how_far(birth))}"
+def _what(birth: Origin) -> str:
+    does = "overflows" if birth.made == "inf" else f"gives {value_text(birth.made)}"
+    return f"{operation_text(birth)} {does} in {format_title(birth.dtype)}{reason_suffix(overflow_text(birth))}"

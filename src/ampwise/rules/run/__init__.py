@@ -1,1 +1,1 @@
-"""Rules about the run itself, and what goes on around it."""
+"""Rules about a guarded run: recovery, checkpoints, sinks and ranks."""

@@ -1,12 +1,12 @@
-"""A run that has its old precision again."""
+"""A run that returned to its original precision."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ampwise.evidence.fault_words import evidence_of, one_line, steps
-from ampwise.evidence.faults import ClimbedBack
 from ampwise.finding import Finding, Place, Rule, Severity
+from ampwise.rules.evidence.guard_event_text import event_evidence, one_line, step_count_text
+from ampwise.rules.evidence.guard_events import PrecisionRestored
 
 __all__ = ["RULE", "check"]
 
@@ -14,21 +14,22 @@ RULE = Rule(
     code="AMP806",
     name="climbed-back",
     severity=Severity.INFO,
-    summary="After a healthy stretch the run has the precision again that it had before.",
+    summary="After a healthy period, the run returned to its previous precision.",
     why=(
-        "A wider format was taken because of a fault. Where one is asked to, the guard goes back to the faster one "
-        "after a stated number of healthy steps. If the fault comes back, so does the wider format."
+        "The run had switched to a wider format because of a failure. If configured to, the guard returns to the "
+        "faster format after a given number of healthy steps. If the failure recurs, so does the wider format."
     ),
-    fix="Nothing to do. If the precision changes back and forth, ask for the wider one from the start.",
+    fix="Nothing to do. If the precision keeps changing back and forth, use the wider one from the start.",
     bad='engine = Engine(model, optimizer, precision="fp16")',
     good='engine = Engine(model, optimizer, precision="bf16")',
 )
 
 
-def check(climbed: ClimbedBack) -> Iterator[Finding]:
+def check(climbed: PrecisionRestored) -> Iterator[Finding]:
     yield RULE.at(
         Place(step=climbed.step),
-        f"back from {one_line(climbed.before)} to {one_line(climbed.after)}, after {steps(climbed.healthy_steps)} "
-        "without trouble",
-        evidence=evidence_of(climbed),
+        f"back from {one_line(climbed.before)} to {one_line(climbed.after)}, after "
+        f"{step_count_text(climbed.healthy_steps)} "
+        "without failures",
+        evidence=event_evidence(climbed),
     )

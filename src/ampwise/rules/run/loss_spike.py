@@ -1,24 +1,23 @@
-"""A loss that jumps, as the guard sees it: at the step, and with what is done about it.
+"""A sudden jump of the loss in a guarded run: reported at its step, with the action taken.
 
-The same rule as in ``gradient``, where the watch judges a run by all of its jumps.
+Shares its RULE with ``gradient``, which judges a watched run by all of its jumps.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ampwise.evidence.fault_words import evidence_of
-from ampwise.evidence.faults import LossSpike
-from ampwise.evidence.wording import number
 from ampwise.finding import Finding, Place
+from ampwise.rules.evidence.guard_event_text import event_evidence
+from ampwise.rules.evidence.guard_events import LossSpike
+from ampwise.rules.evidence.number_text import number_text
 from ampwise.rules.gradient.loss_spike import RULE
 
 __all__ = ["RULE", "check"]
 
-GOES_BACK = "; the run goes back to its last good state"
-GONE_BACK = (
-    "Look at the batches that are passed over from now on. If it comes again, clip gradients or lower the learning "
-    "rate."
+ROLLS_BACK = "; the run rolls back to its last good state"
+FIX_AFTER_ROLLBACK = (
+    "Inspect the batches that are now skipped. If it recurs, clip gradients or lower the learning rate."
 )
 
 
@@ -26,8 +25,9 @@ def check(spike: LossSpike) -> Iterator[Finding]:
     rolls_back = spike.action == "rollback"
     yield RULE.at(
         Place(step=spike.step),
-        f"the loss jumped to {number(spike.loss)} from a usual {number(spike.usual)}, {spike.spreads:.0f} times its "
-        f"ordinary spread{GOES_BACK if rolls_back else ''}",
-        evidence=evidence_of(spike),
-        fix=GONE_BACK if rolls_back else None,
+        f"the loss jumped to {number_text(spike.loss)} from a usual {number_text(spike.usual)}, "
+        f"{spike.spreads:.0f} times its "
+        f"usual spread{ROLLS_BACK if rolls_back else ''}",
+        evidence=event_evidence(spike),
+        fix=FIX_AFTER_ROLLBACK if rolls_back else None,
     )

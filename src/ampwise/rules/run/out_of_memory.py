@@ -1,12 +1,12 @@
-"""A step that did not fit into memory."""
+"""A step that ran out of memory."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ampwise.evidence.fault_words import evidence_of, one_line
-from ampwise.evidence.faults import OutOfMemory
 from ampwise.finding import Finding, Place, Rule, Severity
+from ampwise.rules.evidence.guard_event_text import event_evidence, one_line
+from ampwise.rules.evidence.guard_events import StepOutOfMemory
 
 __all__ = ["RULE", "check"]
 
@@ -16,26 +16,26 @@ RULE = Rule(
     severity=Severity.WARNING,
     summary="A step ran out of memory.",
     why=(
-        "A batch longer than the others, or memory in pieces, is enough. What the step held is released. Where it "
-        "is allowed, its batch is then run in smaller pieces whose gradients are summed: the same effective batch, "
-        "in more passes. Statistics over a batch (batch normalisation) are those of a piece then."
+        "An unusually long batch or fragmented memory is enough. The step's memory is released. If splitting is "
+        "allowed, its batch is then run in smaller pieces whose gradients are summed: the same effective batch in "
+        "more passes. Batch statistics (batch normalisation) are then computed per piece."
     ),
     fix=(
         "Use a smaller batch with accumulation, or activation checkpointing; "
-        "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True helps where memory is in pieces."
+        "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True helps against fragmentation."
     ),
     bad="engine = Engine(model, optimizer)",
     good="engine = Engine(model, optimizer, accumulate=4)",
 )
 
 
-def check(memory: OutOfMemory) -> Iterator[Finding]:
+def check(memory: StepOutOfMemory) -> Iterator[Finding]:
     if memory.splits:
-        then = f"it goes on with each batch in {memory.pieces:,} pieces, and the same effective batch"
+        then = f"training continues with each batch in {memory.pieces:,} pieces and the same effective batch size"
     else:
-        then = "its batch may not be split, so the step was not made"
+        then = "splitting the batch is not allowed, so the step was not taken"
     yield RULE.at(
         Place(step=memory.step),
         f"the step ran out of memory; {then} ({one_line(memory.error)})",
-        evidence=evidence_of(memory),
+        evidence=event_evidence(memory),
     )

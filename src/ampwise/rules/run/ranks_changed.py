@@ -1,12 +1,12 @@
-"""A run that goes on with another number of ranks."""
+"""A run resumed with a different number of ranks."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ampwise.evidence.fault_words import evidence_of
-from ampwise.evidence.faults import RanksChanged
 from ampwise.finding import Finding, Place, Rule, Severity
+from ampwise.rules.evidence.guard_event_text import event_evidence
+from ampwise.rules.evidence.guard_events import RanksChanged
 
 __all__ = ["RULE", "check"]
 
@@ -14,13 +14,13 @@ RULE = Rule(
     code="AMP815",
     name="ranks-changed",
     severity=Severity.INFO,
-    summary="The run was resumed on another number of ranks than it was saved with.",
+    summary="The run was resumed with a different number of ranks than it was saved with.",
     why=(
-        "Weights and optimizer state are sharded anew and are the same. What each rank had for itself is not: its "
-        "random numbers and its place in the data. So the effective batch and the order of the data differ from "
-        "here, and the run is not bit for bit the one it would have been."
+        "Weights and optimizer state are resharded and unchanged. Per-rank state is not: random numbers and the "
+        "position in the data. So the effective batch size and the data order differ from here on, and the run is not "
+        "bitwise identical to an uninterrupted one."
     ),
-    fix="Keep the effective batch as it was: change the batch of a rank, or the accumulation, by the same factor.",
+    fix="Keep the effective batch size: change the per-rank batch size or the accumulation by the same factor.",
     bad="$ torchrun --nproc-per-node 4 train.py --batch 32  # saved with 8 ranks",
     good="$ torchrun --nproc-per-node 4 train.py --batch 64",
 )
@@ -29,10 +29,10 @@ RULE = Rule(
 def check(changed: RanksChanged) -> Iterator[Finding]:
     yield RULE.at(
         Place(),
-        f"saved with {_ranks(changed.before)}, resumed with {_ranks(changed.after)}: the effective batch is "
-        f"{changed.after / changed.before:.3g} times what it was, unless the batch of a rank changed too; each rank "
-        "draws other random numbers, and its data begins the epoch anew",
-        evidence=evidence_of(changed),
+        f"saved with {_ranks(changed.before)}, resumed with {_ranks(changed.after)}: the effective batch size is "
+        f"{changed.after / changed.before:.3g} times the previous one, unless the per-rank batch size changed too; "
+        "each rank gets new random numbers and restarts the epoch's data",
+        evidence=event_evidence(changed),
     )
 
 

@@ -1,13 +1,13 @@
-"""A loss scale that can fall no further."""
+"""A loss scale at its lower limit."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ampwise.evidence.fault_words import evidence_of, steps
-from ampwise.evidence.faults import ScaleAtFloor
-from ampwise.evidence.wording import scale_text
 from ampwise.finding import Finding, Place, Rule, Severity
+from ampwise.rules.evidence.guard_event_text import event_evidence, step_count_text
+from ampwise.rules.evidence.guard_events import ScaleAtFloor
+from ampwise.rules.evidence.number_text import scale_text
 
 __all__ = ["RULE", "check"]
 
@@ -17,14 +17,14 @@ RULE = Rule(
     severity=Severity.WARNING,
     summary="Gradients overflow at the lowest loss scale allowed: the scale is not the cause.",
     why=(
-        "A loss scale keeps small gradients of FP16 from vanishing; where gradients overflow, it is lowered. At its "
-        "floor they are hardly scaled at all, so something else is wrong: a value in the forward pass that FP16 "
-        "cannot hold, or bad data. From here the guard goes back to the last good state, and then to another "
+        "Loss scaling keeps small FP16 gradients from underflowing; when gradients overflow, the scale is lowered. At "
+        "its lower limit they are hardly scaled at all, so something else is wrong: a value in the forward pass that "
+        "FP16 cannot hold, or bad data. The guard now rolls back to the last good state, and then changes the "
         "precision."
     ),
     fix=(
-        "Look at the finding that names the operation (AMP9...). If the model overflows in FP16 again and again, "
-        "train it in BF16, or keep the operation in FP32."
+        "See the finding that reports the operation (AMP9...). If the model keeps overflowing in FP16, train it in "
+        "BF16, or keep the operation in FP32."
     ),
     bad='engine = Engine(model, optimizer, precision="fp16")',
     good='engine = Engine(model, optimizer, precision="bf16")',
@@ -34,7 +34,7 @@ RULE = Rule(
 def check(floor: ScaleAtFloor) -> Iterator[Finding]:
     yield RULE.at(
         Place(step=floor.step),
-        f"{steps(floor.streak)} in a row overflowed, and the loss scale is at its floor of {scale_text(floor.scale)}: "
-        "a lower scale will not help",
-        evidence=evidence_of(floor),
+        f"{step_count_text(floor.streak)} in a row overflowed with the loss scale at its lower limit of "
+        f"{scale_text(floor.scale)}: a lower scale will not help",
+        evidence=event_evidence(floor),
     )

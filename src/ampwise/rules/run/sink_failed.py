@@ -1,11 +1,11 @@
-"""A sink that took no more rows."""
+"""A sink that failed or fell behind."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ampwise.evidence.delivery import SinkTrouble, When
 from ampwise.finding import Finding, Place, Rule, Severity
+from ampwise.rules.evidence.sink_failure import SinkFailure, SinkPhase
 
 __all__ = ["RULE", "check"]
 
@@ -13,47 +13,47 @@ RULE = Rule(
     code="AMP801",
     name="sink-failed",
     severity=Severity.WARNING,
-    summary="A sink failed, or fell behind: it is without some of the run's numbers.",
+    summary="A sink failed or fell behind, and lacks some of the run's numbers.",
     why=(
-        "Numbers go to a sink in a thread of its own, so that a full disk, a server that is away or a package that is "
-        "broken stops nothing: the sink is left alone from then on, and the training and its record go on. What the "
-        "sink shows is not the whole run."
+        "Each sink runs in its own thread, so a full disk, an unreachable server or a broken package does not stop "
+        "the run: the sink is dropped, and training and its record continue. The sink then does not show the whole "
+        "run."
     ),
-    fix="Mend what the message says, or name another target. The record has all of it: `ampwise report RUN`.",
+    fix="Fix the reported problem, or choose another target. The record is complete: `ampwise report RUN`.",
     bad="$ ampwise run --sink tensorboard:/mnt/full/logs train.py",
     good="$ ampwise run --sink tensorboard:logs train.py",
 )
 
 
-WAYS_OUT = {
-    When.OPENING: "Mend what the message says, or name another target.",
-    When.SENDING: "Mend what the message says, or name another target.",
-    When.CLOSING: "Look whether the sink has the last rows; mend what the message says.",
-    When.WAITING: "Look whether its server can be reached, or set AMPWISE_SINK_WAIT to more seconds.",
-    When.KEEPING_UP: "Use a sink that is nearer: jsonl or tensorboard on this machine.",
+FIXES = {
+    SinkPhase.OPENING: "Fix the reported problem, or choose another target.",
+    SinkPhase.SENDING: "Fix the reported problem, or choose another target.",
+    SinkPhase.CLOSING: "Check whether the sink has the last rows, and fix the reported problem.",
+    SinkPhase.WAITING: "Check whether its server is reachable, or set AMPWISE_SINK_WAIT to more seconds.",
+    SinkPhase.KEEPING_UP: "Use a local sink, such as jsonl or tensorboard on this machine.",
 }
-KEPT = "The record has all of it: `ampwise report RUN`."
+KEPT = "The record is complete: `ampwise report RUN`."
 
 
-def check(trouble: SinkTrouble) -> Iterator[Finding]:
+def check(trouble: SinkFailure) -> Iterator[Finding]:
     yield RULE.at(
         Place(),
         f"the sink `{trouble.sink}` {_what_happened(trouble)}",
         evidence={"sink": trouble.sink, "when": str(trouble.when), "sent": trouble.sent, "lost": trouble.lost},
-        fix=f"{WAYS_OUT[trouble.when]} {KEPT}",
+        fix=f"{FIXES[trouble.when]} {KEPT}",
     )
 
 
-def _what_happened(trouble: SinkTrouble) -> str:
-    unsure = trouble.in_hand > 1  # one row has come through or not: it has not, or we would know
+def _what_happened(trouble: SinkFailure) -> str:
+    unsure = trouble.in_hand > 1  # a single row in flight is known to be lost
     rows = ("at least " if unsure else "") + ("1 row" if trouble.sent == 1 else f"{trouble.sent:,} rows")
     lost = ("up to " if unsure else "") + f"{trouble.lost:,}"
-    if trouble.when is When.OPENING:
+    if trouble.when is SinkPhase.OPENING:
         return f"could not be opened: {trouble.error}"
-    if trouble.when is When.SENDING:
-        return f"failed after {rows}, and got no more: {trouble.error}"
-    if trouble.when is When.CLOSING:
-        return f"got {rows}, and failed when it was closed: {trouble.error}"
-    if trouble.when is When.WAITING:
-        return f"was still busy when the run was over, and was not waited for: {rows} sent, {lost} not"
-    return f"is slower than the training: {lost} rows were left out, {rows} sent"
+    if trouble.when is SinkPhase.SENDING:
+        return f"failed after {rows} and was dropped: {trouble.error}"
+    if trouble.when is SinkPhase.CLOSING:
+        return f"received {rows}, and failed on closing: {trouble.error}"
+    if trouble.when is SinkPhase.WAITING:
+        return f"was still busy when the run ended and was abandoned: {rows} sent, {lost} not"
+    return f"is slower than the training: {lost} rows were dropped, {rows} sent"

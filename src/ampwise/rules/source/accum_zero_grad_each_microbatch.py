@@ -1,15 +1,15 @@
-"""Gradients that are to accumulate, set to zero with every micro-batch."""
+"""Accumulated gradients that are cleared on every micro-batch."""
 
 from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
 
+from ampwise.check.source.accumulation import AccumulationWindow, accumulation_windows
+from ampwise.check.source.events import SourceEvent
+from ampwise.check.source.names import dotted_text
+from ampwise.check.source.project import SourceFile
 from ampwise.finding import Finding, Rule, Severity
-from ampwise.source.accumulation import Window, windows_of
-from ampwise.source.events import Event
-from ampwise.source.names import dotted_text
-from ampwise.source.project import Code
 
 __all__ = ["RULE", "check"]
 
@@ -17,11 +17,11 @@ RULE = Rule(
     code="AMP206",
     name="accum-zero-grad-each-microbatch",
     severity=Severity.WARNING,
-    summary="`zero_grad` runs with every micro-batch, so nothing accumulates.",
+    summary="`zero_grad` runs on every micro-batch, so nothing accumulates.",
     why=(
-        "The step is taken after n micro-batches, but the gradients of all of them except the last are thrown away: "
-        "n - 1 of n backward passes are wasted, the batch is n times smaller than meant, and where the loss is divided "
-        "by n the update is too."
+        "The step is taken after n micro-batches, but only the gradients of the last one remain: n - 1 of n backward "
+        "passes are wasted, the effective batch is n times smaller than intended, and if the loss is divided by n, so "
+        "is the update."
     ),
     fix="Call `optimizer.zero_grad()` right after the step, in the branch that takes it.",
     bad=(
@@ -38,18 +38,20 @@ NEEDS = ((".backward(",), ("zero_grad", "grad = None"), ("autocast", "caler", "f
 WHOLE_MODEL = frozenset(("model", "net", "network"))
 
 
-def check(code: Code) -> Iterator[Finding]:
+def check(code: SourceFile) -> Iterator[Finding]:
     for region in code.regions:
-        found: set[Event] = set()
-        for window in windows_of(region):
+        found: set[SourceEvent] = set()
+        for window in accumulation_windows(region):
             for event, _ in window.visits("zero grad"):
                 if event not in found and _clears_what_accumulates(event, window):
                     found.add(event)
-                    yield RULE.at(event.place, "the gradients of the micro-batches before are thrown away")
+                    yield RULE.at(event.place, "this discards the gradients of the earlier micro-batches")
 
 
-def _clears_what_accumulates(event: Event, window: Window) -> bool:
-    """The optimizer that is stepped, or the whole model; with two optimizers it may be the other one's business."""
+def _clears_what_accumulates(event: SourceEvent, window: AccumulationWindow) -> bool:
+    """Return whether this clears the stepped optimizer or the whole model; with two optimizers, it may belong to the
+    other.
+    """
     steps = {step.other if step.kind == "scaler step" else step.key for step in _steps(window)}
     if len(steps) != 1 or not isinstance(event.node, ast.Call) or window.further_guards(event):
         return False
@@ -59,5 +61,5 @@ def _clears_what_accumulates(event: Event, window: Window) -> bool:
     return (dotted_text(receiver) or "").rpartition(".")[2] in WHOLE_MODEL
 
 
-def _steps(window: Window) -> Iterator[Event]:
+def _steps(window: AccumulationWindow) -> Iterator[SourceEvent]:
     return (event for event in window.region.events if event.kind in ("scaler step", "optimizer step"))

@@ -5,12 +5,12 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
+from ampwise.check.source.frame import Frame
+from ampwise.check.source.half_models import trained_half_models
+from ampwise.check.source.precision import argument_of
+from ampwise.check.source.project import SourceFile
+from ampwise.check.source.torch_names import FP16
 from ampwise.finding import Finding, Rule, Severity
-from ampwise.source.frame import Frame
-from ampwise.source.half_models import trained_half_models
-from ampwise.source.precision import keyword
-from ampwise.source.project import Code
-from ampwise.source.vocabulary import FP16
 
 __all__ = ["RULE", "check"]
 
@@ -21,10 +21,10 @@ RULE = Rule(
     summary="Adam runs on FP16 parameters with an eps that is zero in FP16.",
     why=(
         "Adam keeps its state in the dtype of the parameters. FP16 rounds everything up to 2**-25, about 3e-8, to "
-        "zero: the default eps of 1e-8 vanishes, and so do the squares of gradients below 1.7e-4. Where both are "
-        "zero the update is a division by zero, and the weight becomes inf or NaN."
+        "zero: the default eps of 1e-8 vanishes, and so do the squares of gradients below 1.7e-4. If both are zero, "
+        "the update divides by zero and the weight becomes inf or NaN."
     ),
-    fix="Keep the parameters in FP32 and use autocast; if they must be FP16, give an eps of at least 1e-6.",
+    fix="Keep the parameters in FP32 and use autocast; if they must be FP16, use an eps of at least 1e-6.",
     bad="model.half()\noptimizer = torch.optim.Adam(model.parameters(), lr=1e-3)",
     good=(
         "optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)\n"
@@ -38,7 +38,7 @@ DEFAULT_EPS = 1e-8
 LARGEST_THAT_ROUNDS_TO_ZERO = 2.0**-25
 
 
-def check(code: Code) -> Iterator[Finding]:
+def check(code: SourceFile) -> Iterator[Finding]:
     text = code.script.text
     if "optim" not in text or "backward(" not in text:
         return
@@ -51,14 +51,14 @@ def check(code: Code) -> Iterator[Finding]:
             reported.add(pair.optimizer)
             place = pair.frame.outline.script.place(pair.optimizer)
             since = pair.model.spot(place)
-            yield RULE.at(place, f"eps {eps:g} is zero in FP16, the dtype the parameters were given in {since}")
+            yield RULE.at(place, f"eps {eps:g} is zero in FP16, the dtype of the parameters since {since}")
 
 
 def _eps(call: ast.Call, frame: Frame) -> float | None:
-    """The eps in use; None when it cannot be told, or when a fused kernel adds it in FP32."""
+    """Return the eps in use; None when it is unknown, or when a fused kernel adds it in FP32."""
     if any(word.arg is None or word.arg == "fused" for word in call.keywords) or len(call.args) > 2:
         return None
-    given = keyword(call, "eps")
+    given = argument_of(call, "eps")
     if given is None:
         return DEFAULT_EPS
     values = frame.values(given)

@@ -1,11 +1,11 @@
-"""A backward inside the autocast region."""
+"""A backward() call inside the autocast region."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
+from ampwise.check.source.project import SourceFile
 from ampwise.finding import Finding, Rule, Severity
-from ampwise.source.project import Code
 
 __all__ = ["RULE", "check"]
 
@@ -15,9 +15,9 @@ RULE = Rule(
     severity=Severity.WARNING,
     summary="`backward()` is called inside the autocast region.",
     why=(
-        "Backward operations run in the dtype their forward used, whether autocast is on or not. What autocast "
-        "adds there hits only operations that have no recorded dtype: custom functions, hooks and double backward "
-        "get casts they were not written for. torch recommends against it."
+        "Backward operations run in the dtype of their forward operation, whether autocast is on or not. Autocast "
+        "then only affects operations that have no recorded dtype: custom functions, hooks and double backward get "
+        "casts they were not written for. torch recommends against it."
     ),
     fix="End the `with` block after the loss, and call `backward()` outside it.",
     bad='with torch.autocast("cuda"):\n    loss = loss_fn(model(x), y)\n    scaler.scale(loss).backward()',
@@ -26,7 +26,7 @@ RULE = Rule(
 NEEDS = (("autocast",), (".backward(",))
 
 
-def check(code: Code) -> Iterator[Finding]:
+def check(code: SourceFile) -> Iterator[Finding]:
     seen = set()
     for event in code.events:
         autocast = event.context.autocast
@@ -34,4 +34,6 @@ def check(code: Code) -> Iterator[Finding]:
             continue
         if autocast.known and autocast.may_be_on:
             seen.add(event.node)
-            yield RULE.at(event.place, f"this backward runs inside the autocast region of {autocast.spot(event.place)}")
+            yield RULE.at(
+                event.place, f"this backward() runs inside the autocast region of {autocast.spot(event.place)}"
+            )

@@ -6,16 +6,16 @@ import ast
 import re
 from collections.abc import Iterator
 
+from ampwise.check.source.constructors import find_constructors
+from ampwise.check.source.events import EventContext
+from ampwise.check.source.frame import Frame
+from ampwise.check.source.lazy_pattern import LazyPattern
+from ampwise.check.source.outline import Binding
+from ampwise.check.source.precision import argument_of
+from ampwise.check.source.project import SourceFile
+from ampwise.check.source.statement_order import runs_before
+from ampwise.check.source.walk import CodeSite
 from ampwise.finding import Edit, Finding, Rule, Severity
-from ampwise.source.conditions import runs_before
-from ampwise.source.events import Context
-from ampwise.source.frame import Frame
-from ampwise.source.instances import makers
-from ampwise.source.outline import Binding
-from ampwise.source.pattern import Pattern
-from ampwise.source.precision import keyword
-from ampwise.source.project import Code
-from ampwise.source.walk import Site
 
 __all__ = ["RULE", "check"]
 
@@ -26,12 +26,12 @@ RULE = Rule(
     summary="`nn.BCELoss` or `F.binary_cross_entropy` is evaluated inside autocast.",
     why=(
         "A sigmoid in FP16 is exactly 0 below -17.4 and exactly 1 above 8.4, so its logarithm is infinite. CUDA "
-        "autocast therefore refuses `binary_cross_entropy` with a RuntimeError, whatever the dtype of its inputs. "
-        "`BCEWithLogitsLoss` takes the scores from before the sigmoid and runs in FP32 by itself."
+        "autocast therefore raises a RuntimeError for `binary_cross_entropy`, whatever the dtype of its inputs. "
+        "`BCEWithLogitsLoss` takes the logits instead, and autocast runs it in FP32."
     ),
     fix=(
-        "Use `nn.BCEWithLogitsLoss` and leave out the sigmoid; or evaluate the loss under "
-        "`torch.autocast(device_type, enabled=False)` on `.float()` inputs."
+        "Use `nn.BCEWithLogitsLoss` without the sigmoid, or evaluate the loss under `torch.autocast(device_type, "
+        "enabled=False)` on `.float()` inputs."
     ),
     bad='with torch.autocast("cuda"):\n    loss = F.binary_cross_entropy(torch.sigmoid(logits), y)',
     good='with torch.autocast("cuda"):\n    loss = F.binary_cross_entropy_with_logits(logits, y)',
@@ -44,7 +44,7 @@ CLASSES = ("torch.nn.BCELoss", "torch.nn.modules.loss.BCELoss", "torch.nn.module
 SIGMOIDS = ("torch.sigmoid", "torch.nn.functional.sigmoid", "torch.special.expit")
 
 
-def check(code: Code) -> Iterator[Finding]:
+def check(code: SourceFile) -> Iterator[Finding]:
     text = code.script.text
     if "BCELoss" not in text and "binary_cross_entropy" not in text and "autocast" not in text:
         return
@@ -62,29 +62,29 @@ def check(code: Code) -> Iterator[Finding]:
             yield RULE.at(
                 code.script.place(site.node),
                 "`binary_cross_entropy` raises an error under CUDA autocast",
-                edits=_mended_function(code, site.node, frame),
+                edits=_fixed_function(code, site.node, frame),
             )
         elif _is_bce_loss(site.node.func, frame):
             seen.add(site.node)
             yield RULE.at(
                 code.script.place(site.node),
                 "`BCELoss` raises an error under CUDA autocast",
-                edits=_mended_class(code, site),
-                # What is an attribute, or imported elsewhere, may be called where we do not look.
+                edits=_fixed_class(code, site),
+                # An attribute, or an object that other files import, may have calls that are not checked.
                 safe=isinstance(site.node.func, ast.Name) and not code.project.importers(code.path),
             )
 
 
-def _is_off_unless_asked(context: Context) -> bool:
-    """Whether ``autocast(enabled=flag)`` gets a flag that is False where the source says anything about it."""
+def _is_off_unless_asked(context: EventContext) -> bool:
+    """Return whether ``autocast(enabled=flag)`` gets a flag that the source sets to False."""
     made = context.autocast.node if context.autocast else None
-    flag = keyword(made, "enabled") if isinstance(made, ast.Call) else None
+    flag = argument_of(made, "enabled") if isinstance(made, ast.Call) else None
     values = [value.node for frame in context.frame.callers() for value in frame.values(flag)] if flag else []
     return any(isinstance(value, ast.Constant) and value.value is False for value in values)
 
 
 def _is_bce_loss(func: ast.expr, frame: Frame) -> bool:
-    made = makers(func, frame)
+    made = find_constructors(func, frame)
     return bool(made) and all(_makes_bce_loss(node, home) for node, home in made)
 
 
@@ -92,11 +92,11 @@ def _makes_bce_loss(node: ast.expr | None, frame: Frame) -> bool:
     return isinstance(node, ast.Call) and frame.qualified(node.func) in CLASSES
 
 
-# -- mending ----------------------------------------------------------------------------------------------
+# -- fixes ------------------------------------------------------------------------------------------------
 
 
-def _mended_function(code: Code, call: ast.Call, frame: Frame) -> tuple[Edit, ...]:
-    """``F.binary_cross_entropy(torch.sigmoid(x), y)`` as ``F.binary_cross_entropy_with_logits(x, y)``."""
+def _fixed_function(code: SourceFile, call: ast.Call, frame: Frame) -> tuple[Edit, ...]:
+    """Turn ``F.binary_cross_entropy(torch.sigmoid(x), y)`` into ``F.binary_cross_entropy_with_logits(x, y)``."""
     if not isinstance(call.func, ast.Attribute) or call.func.attr != "binary_cross_entropy":
         return ()
     logits = _without_sigmoid(code, call, frame)
@@ -104,10 +104,10 @@ def _mended_function(code: Code, call: ast.Call, frame: Frame) -> tuple[Edit, ..
     return (renamed, logits) if logits else ()
 
 
-def _mended_class(code: Code, site: Site) -> tuple[Edit, ...]:
-    """The constructor renamed, and every sigmoid taken off; nothing unless all uses of it are in sight."""
+def _fixed_class(code: SourceFile, site: CodeSite) -> tuple[Edit, ...]:
+    """Rename the constructor and remove every sigmoid; return nothing unless all uses are visible."""
     assert isinstance(site.node, ast.Call)
-    constructors = makers(site.node.func, site.context.frame)
+    constructors = find_constructors(site.node.func, site.context.frame)
     made, owner = constructors[0]
     name = ast.unparse(site.node.func)
     if len(constructors) != 1 or not isinstance(made, ast.Call) or not isinstance(made.func, ast.Attribute):
@@ -130,8 +130,8 @@ def _mended_class(code: Code, site: Site) -> tuple[Edit, ...]:
     return tuple(edits)
 
 
-def _is_assigned(name: str, made: ast.Call, code: Code) -> bool:
-    """Whether the object goes by this very name where it is made, and the name is given to nothing else."""
+def _is_assigned(name: str, made: ast.Call, code: SourceFile) -> bool:
+    """Return whether the object is assigned to this name where it is made, and the name to nothing else."""
     bound: list[ast.Assign | ast.AnnAssign] = []
     assigned: list[ast.Assign | ast.AnnAssign] = [*code.nodes(ast.Assign), *code.nodes(ast.AnnAssign)]
     for node in assigned:
@@ -142,14 +142,14 @@ def _is_assigned(name: str, made: ast.Call, code: Code) -> bool:
 
 
 def _holds(value: ast.expr | None, made: ast.Call) -> bool:
-    """Whether ``value`` is ``made``, or ``made`` on its way to a device."""
+    """Return whether ``value`` is ``made``, possibly followed by method calls such as ``.to(device)``."""
     while isinstance(value, ast.Call) and value is not made and isinstance(value.func, ast.Attribute):
         value = value.func.value
     return value is made
 
 
-def _without_sigmoid(code: Code, call: ast.Call, frame: Frame) -> Edit | None:
-    """The edit that gives the loss what goes into the sigmoid, when one is to be seen."""
+def _without_sigmoid(code: SourceFile, call: ast.Call, frame: Frame) -> Edit | None:
+    """Return the edit that passes the sigmoid's argument to the loss, if there is a visible sigmoid."""
     if not call.args:
         return None
     given = call.args[0]
@@ -165,7 +165,7 @@ def _without_sigmoid(code: Code, call: ast.Call, frame: Frame) -> Edit | None:
     logits = _in_sigmoid(bound[0].value, frame)
     if logits is None:
         return None
-    if len(uses) == 2:  # where it is assigned, and here
+    if len(uses) == 2:  # the assignment and this use
         text = code.script.segment(logits)
         return code.script.replace(bound[0].value, f"({text})" if "\n" in text else text)
     stays = isinstance(logits, ast.Name) and _stays(logits.id, bound[0], frame)
@@ -174,11 +174,11 @@ def _without_sigmoid(code: Code, call: ast.Call, frame: Frame) -> Edit | None:
 
 
 def _stays(name: str, since: Binding, frame: Frame) -> bool:
-    """Whether a name still is the tensor it was at an assignment, unchanged."""
+    """Return whether a name still holds the unchanged tensor of an earlier assignment."""
     bound = frame.function.bindings.get(name, [])
     if len(bound) != 1 or getattr(bound[0].node, "lineno", 0) > getattr(since.node, "lineno", 0):
         return False
-    changed = Pattern(rf"\b{re.escape(name)}(\.\w+_\(|\[[^\n]*\]\s*[-+*/]?=[^=])|\binplace\b|\bout=")
+    changed = LazyPattern(rf"\b{re.escape(name)}(\.\w+_\(|\[[^\n]*\]\s*[-+*/]?=[^=])|\binplace\b|\bout=")
     return not changed.search(frame.function.text)
 
 

@@ -1,4 +1,4 @@
-"""BF16 on a GPU nobody asked whether it has it."""
+"""BF16 without a check that the GPU supports it."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import functools
 import re
 from collections.abc import Iterator
 
+from ampwise.check.source.events import EventContext
+from ampwise.check.source.lazy_pattern import LazyPattern
+from ampwise.check.source.precision import AutocastContext
+from ampwise.check.source.project import SourceFile
+from ampwise.check.source.questions import guard_source
+from ampwise.check.source.torch_names import BF16
 from ampwise.finding import Finding, Rule, Severity
-from ampwise.source.events import Context
-from ampwise.source.pattern import Pattern
-from ampwise.source.precision import Autocast
-from ampwise.source.project import Code
-from ampwise.source.questions import question
-from ampwise.source.vocabulary import BF16
 
 __all__ = ["RULE", "check"]
 
@@ -21,14 +21,14 @@ RULE = Rule(
     code="AMP303",
     name="bf16-no-hw-check",
     severity=Severity.INFO,
-    summary="BF16 autocast on CUDA without a check that the GPU has it, or with a wrong one.",
+    summary="BF16 autocast runs on CUDA without a check, or with a wrong check, that the GPU supports it.",
     why=(
-        "BF16 matrix units came with compute capability 8.0. On a V100 (7.0) or T4 (7.5) torch emulates BF16, "
-        "silently and several times slower than FP16 or even FP32."
+        "BF16 tensor cores came with compute capability 8.0. On a V100 (7.0) or T4 (7.5) torch silently emulates "
+        "BF16, several times slower than FP16 or even FP32."
     ),
     fix=(
         "Choose by hardware: `dtype = torch.bfloat16 if torch.cuda.get_device_capability() >= (8, 0) else "
-        "torch.float16` (`is_bf16_supported()` alone counts emulation too), with a GradScaler enabled for FP16."
+        "torch.float16` (`is_bf16_supported()` alone includes emulation), with a GradScaler enabled for FP16."
     ),
     bad='with torch.autocast("cuda", dtype=torch.bfloat16):\n    loss = loss_fn(model(x), y)',
     good=(
@@ -39,29 +39,29 @@ RULE = Rule(
 )
 NEEDS = (("bfloat16", "bf16"), ("autocast", "capability"), (".backward(", "capability"))
 
-ASKS_HARDWARE = Pattern(
+CHECKS_HARDWARE = LazyPattern(
     r"bf16_support|is_bf16|bfloat16_support|capability|\.major\b|bf16_available|supports_bf|has_bf16|can_bf16|"
     r"get_arch_list"
 )
-ELSEWHERE = ("cpu", "mps", "xla", "hpu")  # than on a CUDA device
-CHOSEN = Pattern(r"bf16|bfloat|dtype|precision|half|fp16", re.IGNORECASE)
+NOT_CUDA = ("cpu", "mps", "xla", "hpu")  # not CUDA devices
+CHOSEN = LazyPattern(r"bf16|bfloat|dtype|precision|half|fp16", re.IGNORECASE)
 
 
-def check(code: Code) -> Iterator[Finding]:
+def check(code: SourceFile) -> Iterator[Finding]:
     if code.uses_framework:
         return
     yield from _low_thresholds(code)
-    if ASKS_HARDWARE.search(code.script.text):
+    if CHECKS_HARDWARE.search(code.script.text):
         return
-    first = next(_always_in_bf16(code), None)  # one check mends them all
+    first = next(_always_in_bf16(code), None)  # one check fixes them all
     if first is not None:
         yield RULE.at(
-            code.script.place(first.node), "BF16 whatever the GPU: before compute capability 8.0 it is emulated"
+            code.script.place(first.node), "BF16 is used on any GPU: before compute capability 8.0 it is emulated"
         )
 
 
-def _always_in_bf16(code: Code) -> Iterator[Autocast]:
-    """The autocast regions of a file that trains; one that only infers may know the GPU it is for."""
+def _always_in_bf16(code: SourceFile) -> Iterator[AutocastContext]:
+    """Yield the autocast regions of a file that trains; inference code may be written for a known GPU."""
     if not any(region.has("backward", "scaled backward", "opaque") for region in code.regions):
         return
     for site in code.statements:
@@ -70,20 +70,20 @@ def _always_in_bf16(code: Code) -> Iterator[Autocast]:
             yield autocast
 
 
-def _is_bf16_on_cuda(autocast: Autocast) -> bool:
-    return autocast.known and autocast.may_be_on and autocast.device not in ELSEWHERE and autocast.is_surely(BF16)
+def _is_bf16_on_cuda(autocast: AutocastContext) -> bool:
+    return autocast.known and autocast.may_be_on and autocast.device not in NOT_CUDA and autocast.is_surely(BF16)
 
 
-def _is_an_option(context: Context, autocast: Autocast) -> bool:
-    """The user asked for BF16 by name: ``if args.bf16``, ``enabled=cfg.bf16``."""
-    guards = " ".join(question(guard) for guard in context.guards)
+def _is_an_option(context: EventContext, autocast: AutocastContext) -> bool:
+    """Return whether the user chose BF16 explicitly: ``if args.bf16``, ``enabled=cfg.bf16``."""
+    guards = " ".join(guard_source(guard) for guard in context.guards)
     enabled = next((w.value for w in getattr(autocast.node, "keywords", []) if w.arg == "enabled"), None)
     asked = guards + (ast.unparse(enabled) if enabled is not None else "")
     return autocast.optional or bool(CHOSEN.search(asked))
 
 
-def _low_thresholds(code: Code) -> Iterator[Finding]:
-    """``get_device_capability()[0] >= 7`` lets a V100 pass."""
+def _low_thresholds(code: SourceFile) -> Iterator[Finding]:
+    """Yield a finding for checks like ``get_device_capability()[0] >= 7``, which a V100 passes."""
     if "capability" not in code.script.text or not re.search("bf16|bfloat16", code.script.text):
         return
     for node in code.nodes(ast.Compare):
@@ -93,12 +93,12 @@ def _low_thresholds(code: Code) -> Iterator[Finding]:
             if least is not None and least < (8, 0) and decides:
                 yield RULE.at(
                     code.script.place(node),
-                    f"BF16 needs compute capability 8.0, and this lets {least[0]}.{least[1]} pass",
+                    f"BF16 needs compute capability 8.0, but this lets {least[0]}.{least[1]} pass",
                 )
 
 
 def _least(node: ast.Compare) -> tuple[int, int] | None:
-    """The smallest capability that passes."""
+    """Return the smallest capability that passes."""
     try:
         limit = ast.literal_eval(node.comparators[0])
     except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
@@ -114,8 +114,8 @@ def _least(node: ast.Compare) -> tuple[int, int] | None:
     return None
 
 
-def _decides_bf16(node: ast.Compare, code: Code) -> bool:
-    """Whether the statement this comparison stands in is about BF16."""
+def _decides_bf16(node: ast.Compare, code: SourceFile) -> bool:
+    """Return whether the statement that contains this comparison is about BF16."""
     return _is_about_bf16(code.script.statement(node))
 
 

@@ -5,12 +5,17 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
+from ampwise.check.source.events import SourceEvent
+from ampwise.check.source.names import dotted_text
+from ampwise.check.source.project import SourceFile
+from ampwise.check.source.statement_order import (
+    StatementRange,
+    is_certainly_grad_scaler,
+    may_be_retried,
+    statement_range,
+)
+from ampwise.check.source.steps import STEPS, Moment, Region
 from ampwise.finding import Edit, Finding, Rule, Severity
-from ampwise.source.conditions import Stretch, may_be_retried, stretch, surely_a_grad_scaler
-from ampwise.source.events import Event
-from ampwise.source.names import dotted_text
-from ampwise.source.project import Code
-from ampwise.source.steps import STEPS, Moment, Region
 
 __all__ = ["RULE", "check"]
 
@@ -21,8 +26,8 @@ RULE = Rule(
     summary="Gradients are clipped before `scaler.unscale_`.",
     why=(
         "Between `scaler.scale(loss).backward()` and `scaler.step(optimizer)` the gradients are multiplied by the "
-        "loss scale, 65536 at the start. A clip to norm 1 then clips to 1/65536 after unscaling: training crawls, "
-        "or depends on a loss scale that changes by itself. `scaler.step` unscales too, but only after the clip."
+        "loss scale, initially 65536. Clipping to norm 1 then means 1/65536 after unscaling: training stalls, or "
+        "depends on a loss scale that keeps changing. `scaler.step` unscales too, but only after the clip."
     ),
     fix="Call `scaler.unscale_(optimizer)` before the clip; `scaler.step` then does not unscale again.",
     bad=(
@@ -38,7 +43,7 @@ RULE = Rule(
 NEEDS = (("caler",), (".backward(",), ("clip", "clamp_", "_foreach_", "norm"))
 
 
-def check(code: Code) -> Iterator[Finding]:
+def check(code: SourceFile) -> Iterator[Finding]:
     for region in code.regions:
         for clip, moments in region.visits("clip"):
             scaled = [moment for moment in moments if moment.scaled and not moment.stepped]
@@ -46,38 +51,38 @@ def check(code: Code) -> Iterator[Finding]:
                 edits, doubt = _unscale_first(clip, scaled, region, code)
                 yield RULE.at(
                     clip.place,
-                    f"gradients are still multiplied by the loss scale of {_backward(scaled[0]).spot(clip)}",
+                    f"these gradients are still multiplied by the loss scale from {_backward(scaled[0]).spot(clip)}",
                     fix=_advice(clip, scaled, doubt),
                     edits=edits,
                     safe=doubt is None,
                 )
 
 
-def _advice(clip: Event, moments: list[Moment], doubt: str | None) -> str | None:
+def _advice(clip: SourceEvent, moments: list[Moment], doubt: str | None) -> str | None:
     late = next((unscale for moment in moments for unscale in moment.later("unscale")), None)
     if late is not None:
-        return f"Move the `unscale_` of {late.spot(clip)} to before the clip; a second one would raise."
+        return f"Move the `unscale_` of {late.spot(clip)} to before the clip; a second one would raise an error."
     return f"{RULE.fix} Not a safe fix: {doubt}." if doubt else None
 
 
-def _backward(moment: Moment) -> Event:
+def _backward(moment: Moment) -> SourceEvent:
     return next(iter(moment.scaled.values()))
 
 
 def _unscale_first(
-    clip: Event, moments: list[Moment], region: Region, code: Code
+    clip: SourceEvent, moments: list[Moment], region: Region, code: SourceFile
 ) -> tuple[tuple[Edit, ...], str | None]:
-    """The line ``scaler.unscale_(optimizer)`` in the block of the step, and what speaks against calling it safe.
+    """Return the edit that adds ``scaler.unscale_(optimizer)`` before the clip, and why it may be unsafe.
 
-    There it is called exactly when ``scaler.step(optimizer)`` is, whatever ``if`` or loop the clip is in. Nothing is
-    offered where the gradients are unscaled elsewhere, too, or others are added after the clip.
+    It goes into the block of the step, so it runs exactly when ``scaler.step(optimizer)`` does, whatever ``if`` or loop
+    the clip is in. No edit is offered if the gradients are also unscaled elsewhere, or accumulate after the clip.
     """
     steps = {step for moment in moments for step in moment.later("scaler step")}
     added = any(True for moment in moments for _ in moment.later("scaled backward", "backward"))
     if len(steps) != 1 or added or region.has("unscale") or len([e for e in region.events if e.kind in STEPS]) != 1:
         return (), None
     (step,) = steps
-    between = stretch(clip, step)
+    between = statement_range(clip, step)
     if between is None or not all(_is_before(between, _backward(moment), step) for moment in moments):
         return (), None
     assert isinstance(step.node, ast.Call)
@@ -91,21 +96,21 @@ def _unscale_first(
     )
 
 
-def _is_before(between: Stretch, backward: Event, step: Event) -> bool:
-    """Whether the gradients of ``backward`` are all there when the stretch begins."""
+def _is_before(between: StatementRange, backward: SourceEvent, step: SourceEvent) -> bool:
+    """Return whether the gradients of ``backward`` are complete when the stretch begins."""
     loops = backward.context.loops
     if step.context.loops != loops[: len(step.context.loops)]:
-        return False  # in a loop over optimizers the others' gradients would still be scaled
+        return False  # in a loop over optimizers, the gradients of the others would still be scaled
     return between.starts_plainly if backward.frame is not step.frame else not between.is_in_first(backward)
 
 
-def _doubt(between: Stretch, step: Event, region: Region, code: Code) -> str | None:
+def _doubt(between: StatementRange, step: SourceEvent, region: Region, code: SourceFile) -> str | None:
     if between.may_be_left:
-        return "the step may be left out after the clip, and the next `unscale_` would then raise"
+        return "the step may be skipped after the clip, and the next `unscale_` would then raise an error"
     if may_be_retried(step):
-        return "an exception may be caught before the step, and the next `unscale_` would then raise"
+        return "an exception may be caught before the step, and the next `unscale_` would then raise an error"
     if region.has("opaque"):
-        return "a function that cannot be seen has part in the step"
-    if not surely_a_grad_scaler(step, code):
-        return "whether the scaler is always a GradScaler cannot be seen"
+        return "a function whose source is not available takes part in the step"
+    if not is_certainly_grad_scaler(step, code):
+        return "it is unclear whether the scaler is always a GradScaler"
     return None

@@ -1,12 +1,12 @@
-"""Names of torch.cuda.amp and torch.cpu.amp, deprecated for those of torch.amp."""
+"""Deprecated names in torch.cuda.amp and torch.cpu.amp, replaced by torch.amp."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
+from ampwise.check.source.deprecated_names import deprecated_uses
+from ampwise.check.source.project import SourceFile
 from ampwise.finding import Finding, Rule, Severity
-from ampwise.source.deprecated_names import deprecated_uses
-from ampwise.source.project import Code
 
 __all__ = ["RULE", "check"]
 
@@ -14,10 +14,11 @@ RULE = Rule(
     code="AMP310",
     name="deprecated-amp-api",
     severity=Severity.WARNING,
-    summary="`torch.cuda.amp` or `torch.cpu.amp` is used, deprecated since torch 2.4.",
+    summary="`torch.cuda.amp` or `torch.cpu.amp` is used, which is deprecated since torch 2.4.",
     why=(
-        "`torch.cuda.amp.autocast`, `GradScaler`, `custom_fwd` and `custom_bwd` warn at each use since torch 2.4 and "
-        "will go. `torch.amp` has the same names with the device as an argument, so one script serves GPU and CPU."
+        "`torch.cuda.amp.autocast`, `GradScaler`, `custom_fwd` and `custom_bwd` warn on each use since torch 2.4 and "
+        "will be removed. `torch.amp` has the same names with the device as an argument, so one script works on GPU "
+        "and CPU."
     ),
     fix=(
         "Use `torch.amp.autocast('cuda', ...)`, `torch.amp.GradScaler('cuda', ...)` and "
@@ -30,7 +31,7 @@ RULE = Rule(
 NEEDS = (("cuda.amp", "cpu.amp", "cuda import amp", "cpu import amp"),)
 
 
-def check(code: Code) -> Iterator[Finding]:
+def check(code: SourceFile) -> Iterator[Finding]:
     text = code.script.text
     if ".amp" not in text and "import amp" not in text:
         return
@@ -40,6 +41,6 @@ def check(code: Code) -> Iterator[Finding]:
             code.script.place(use.node),
             f"`{use.name}` is deprecated, use `{new}`",
             edits=use.edits,
-            # The old autocast has a dtype of its own, the new one that which was set.
+            # The old autocast has a fixed default dtype; the new one uses the dtype that was set.
             safe="set_autocast" not in text,
         )

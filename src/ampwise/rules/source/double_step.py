@@ -1,13 +1,13 @@
-"""One update applied twice."""
+"""An update that is applied twice."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
+from ampwise.check.source.events import SourceEvent
+from ampwise.check.source.project import SourceFile
+from ampwise.check.source.steps import Moment, Region
 from ampwise.finding import Finding, Rule, Severity
-from ampwise.source.events import Event
-from ampwise.source.project import Code
-from ampwise.source.steps import Moment, Region
 
 __all__ = ["RULE", "check"]
 
@@ -15,10 +15,10 @@ RULE = Rule(
     code="AMP110",
     name="double-step",
     severity=Severity.ERROR,
-    summary="The optimizer is stepped twice for one backward, once through the scaler.",
+    summary="The optimizer is stepped twice for one backward, once of them through the scaler.",
     why=(
         "`scaler.step(optimizer)` calls `optimizer.step()` itself. A second call applies the same gradients again, "
-        "moves momentum and the step count on, and applies them even when the scaler found infs and skipped."
+        "advances momentum and the step count, and applies them even when the scaler found inf and skipped."
     ),
     fix="Keep `scaler.step(optimizer)` and remove the other step.",
     bad="scaler.step(optimizer)\noptimizer.step()\nscaler.update()",
@@ -27,7 +27,7 @@ RULE = Rule(
 NEEDS = (("caler",), (".backward(",), (".step(",))
 
 
-def check(code: Code) -> Iterator[Finding]:
+def check(code: SourceFile) -> Iterator[Finding]:
     for region in code.regions:
         for step, moments in region.visits("scaler step", "optimizer step"):
             found = [first for moment in moments if (first := _step_before(moment))]
@@ -38,7 +38,7 @@ def check(code: Code) -> Iterator[Finding]:
                 yield RULE.at(step.place, f"these gradients were already applied in {found[0].spot(step)}")
 
 
-def _step_before(moment: Moment) -> Event | None:
+def _step_before(moment: Moment) -> SourceEvent | None:
     event = moment.event
     optimizer = event.other if event.kind == "scaler step" else event.key
     first = moment.stepped.get(optimizer) if optimizer else None
@@ -47,6 +47,6 @@ def _step_before(moment: Moment) -> Event | None:
     return first
 
 
-def _always_comes_after(step: Event, first: Event, region: Region) -> bool:
-    """Whether a run that takes the first step takes this one too: it asks nothing that was not asked before."""
+def _always_comes_after(step: SourceEvent, first: SourceEvent, region: Region) -> bool:
+    """Return whether every run that takes the first step takes this one too: it has no additional condition."""
     return set(region.own_guards(step)) <= set(region.own_guards(first))

@@ -1,4 +1,4 @@
-"""FP16 autocast and a plain backward."""
+"""FP16 autocast with a plain backward()."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import ast
 import functools
 from collections.abc import Iterator
 
+from ampwise.check.source.events import SourceEvent
+from ampwise.check.source.project import SourceFile
+from ampwise.check.source.scaled_losses import may_be_scaled
+from ampwise.check.source.steps import Moment, Region
+from ampwise.check.source.torch_names import NOT_A_GRAD_SCALER
 from ampwise.finding import Finding, Rule, Severity
-from ampwise.source.events import Event
-from ampwise.source.project import Code
-from ampwise.source.scaled_losses import may_be_scaled
-from ampwise.source.steps import Moment, Region
-from ampwise.source.vocabulary import NOT_A_GRAD_SCALER
 
 __all__ = ["RULE", "check"]
 
@@ -19,12 +19,12 @@ RULE = Rule(
     code="AMP301",
     name="fp16-no-scaler",
     severity=Severity.ERROR,
-    summary="FP16 autocast with a plain `backward()`, and no GradScaler in sight.",
+    summary="FP16 autocast is used with a plain `backward()` and without a GradScaler.",
     why=(
-        "FP16 holds nothing below 6e-8. Activation gradients are often smaller, so without loss scaling they become "
-        "zero, and the layers below them stop learning while the loss still looks reasonable."
+        "FP16 cannot represent magnitudes below 6e-8. Activation gradients are often smaller, so without loss scaling "
+        "they become zero, and the layers below them stop learning while the loss still looks reasonable."
     ),
-    fix="Scale the loss with `torch.amp.GradScaler`, or use `dtype=torch.bfloat16` where the GPU has it.",
+    fix="Scale the loss with `torch.amp.GradScaler`, or use `dtype=torch.bfloat16` if the GPU supports it.",
     bad=(
         'with torch.autocast("cuda", dtype=torch.float16):\n    loss = loss_fn(model(x), y)\n'
         "loss.backward()\noptimizer.step()"
@@ -37,7 +37,7 @@ RULE = Rule(
 NEEDS = (("autocast",), (".backward(",))
 
 
-def check(code: Code) -> Iterator[Finding]:
+def check(code: SourceFile) -> Iterator[Finding]:
     if code.uses_framework or _has_scaler(code):
         return
     for region in code.regions:
@@ -47,20 +47,20 @@ def check(code: Code) -> Iterator[Finding]:
             forwards = [_forward_in_fp16(moment) for moment in moments]
             if all(forwards) and forwards[0] is not None and not may_be_scaled(backward):
                 line = forwards[0].spot(backward)
-                message = f"the forward of {line} runs in FP16, and no scaler keeps its gradients from underflow"
+                message = f"the forward in {line} runs in FP16, but no scaler keeps its gradients from underflowing"
                 yield RULE.at(backward.place, message)
 
 
-def _others_may_scale(region: Region, code: Code) -> bool:
-    """Whether one of the other files that the step goes through has a scaler, or a framework that is one."""
+def _others_may_scale(region: Region, code: SourceFile) -> bool:
+    """Return whether another file that the step goes through has a scaler, or a framework that scales."""
     paths = {event.frame.outline.path for event in region.events} - {code.path}
     others = [code.project.code(path) for path in sorted(paths)]
     return any(other.uses_framework or _has_scaler(other) for other in others)
 
 
-@functools.lru_cache(maxsize=64)  # every training step asks, of its own file and of others
-def _has_scaler(code: Code) -> bool:
-    """Whether anything in the file is called a scaler, and is not one of features."""
+@functools.lru_cache(maxsize=64)  # called for every training step, for its own file and others
+def _has_scaler(code: SourceFile) -> bool:
+    """Return whether anything in the file is called a scaler, other than feature scalers."""
     parameters = (node.arg for node in code.nodes(ast.arg))
     if any("scaler" in name.lower() for name in parameters):
         return True
@@ -69,13 +69,13 @@ def _has_scaler(code: Code) -> bool:
     return any("scaler" in name.lower() and not _scales_features(node, code) for node, name in named)
 
 
-def _scales_features(node: ast.expr, code: Code) -> bool:
+def _scales_features(node: ast.expr, code: SourceFile) -> bool:
     frame = code.frame(code.function_at(node))
     return frame.role(node) is None or NOT_A_GRAD_SCALER.search(frame.qualified(node) or "") is not None
 
 
-def _forward_in_fp16(moment: Moment) -> Event | None:
-    """The last forward that this backward goes through, when it is one in FP16."""
+def _forward_in_fp16(moment: Moment) -> SourceEvent | None:
+    """Return the last forward before this backward, if it runs in FP16."""
     forwards = (event for event in moment.earlier("forward") if not event.context.no_grad)
     last = next(forwards, None)
     autocast = last.context.autocast if last is not None else None

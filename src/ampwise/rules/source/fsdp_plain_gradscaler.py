@@ -1,16 +1,16 @@
-"""A plain GradScaler on parameters that FSDP has sharded."""
+"""A plain GradScaler with parameters sharded by FSDP."""
 
 from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
 
+from ampwise.check.source.events import BranchGuard
+from ampwise.check.source.line_references import spot
+from ampwise.check.source.project import SourceFile
+from ampwise.check.source.scalers import scalers_made
+from ampwise.check.source.walk import CodeSite
 from ampwise.finding import Finding, Rule, Severity
-from ampwise.source.events import Guard
-from ampwise.source.project import Code
-from ampwise.source.scalers import scalers_made
-from ampwise.source.spots import spot
-from ampwise.source.walk import Site
 
 __all__ = ["RULE", "check"]
 
@@ -20,10 +20,10 @@ RULE = Rule(
     severity=Severity.ERROR,
     summary="An FSDP model is trained with a plain GradScaler instead of ShardedGradScaler.",
     why=(
-        "With FullyShardedDataParallel each rank holds a shard of the gradients and looks for infs in that alone. A "
-        "plain GradScaler does not tell the other ranks: one skips the step, the others take it, and the scales and "
-        "the weights of the ranks drift apart. ShardedGradScaler reduces what was found over all ranks. (FSDP2's "
-        "`fully_shard` uses DTensors, and there the plain one is right.)"
+        "With FullyShardedDataParallel each rank holds a shard of the gradients and checks only that shard for inf. A "
+        "plain GradScaler does not share the result: one rank skips the step while the others take it, and the scales "
+        "and weights of the ranks drift apart. ShardedGradScaler reduces the result over all ranks. (FSDP2's "
+        "`fully_shard` uses DTensors, which work with the plain scaler.)"
     ),
     fix="Use `torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler`.",
     bad='model = FullyShardedDataParallel(model)\nscaler = torch.amp.GradScaler("cuda")',
@@ -43,7 +43,7 @@ FSDP1 = frozenset(
 OTHER_WAYS = ("ShardedGradScaler", "fully_shard(", "NO_SHARD")
 
 
-def check(code: Code) -> Iterator[Finding]:
+def check(code: SourceFile) -> Iterator[Finding]:
     text = code.script.text
     if any(way in text for way in OTHER_WAYS):
         return
@@ -59,11 +59,11 @@ def check(code: Code) -> Iterator[Finding]:
             yield RULE.at(place, f"the model is wrapped by FSDP in {line}: use ShardedGradScaler")
 
 
-def _wraps(site: Site) -> bool:
+def _wraps(site: CodeSite) -> bool:
     return isinstance(site.node, ast.Call) and site.context.frame.qualified(site.node.func) in FSDP1
 
 
-def _compatible(guards: tuple[Guard, ...], others: dict[str, set[bool]]) -> bool:
-    """Whether all can happen in one run: no test that the one wants to hold and another to fail."""
+def _compatible(guards: tuple[BranchGuard, ...], others: dict[str, set[bool]]) -> bool:
+    """Return whether both can happen in one run: no condition must hold for one and fail for the other."""
     wanted = {guard.text: guard.holds for guard in guards}
     return all(others.get(text, {holds}) == {holds} for text, holds in wanted.items())

@@ -1,4 +1,4 @@
-"""Gradients read, to be logged or compared, while they are still multiplied by the loss scale."""
+"""Gradients that are read while still multiplied by the loss scale."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import functools
 import re
 from collections.abc import Iterator
 
+from ampwise.check.source.events import SourceEvent
+from ampwise.check.source.lazy_pattern import LazyPattern
+from ampwise.check.source.outline import FunctionOutline
+from ampwise.check.source.project import SourceFile
+from ampwise.check.source.steps import Moment
 from ampwise.finding import Finding, Rule, Severity
-from ampwise.source.events import Event
-from ampwise.source.outline import Function
-from ampwise.source.pattern import Pattern
-from ampwise.source.project import Code
-from ampwise.source.steps import Moment
 
 __all__ = ["RULE", "check"]
 
@@ -22,9 +22,9 @@ RULE = Rule(
     severity=Severity.WARNING,
     summary="Gradients are measured before `scaler.unscale_`.",
     why=(
-        "After `scaler.scale(loss).backward()` every gradient is multiplied by the loss scale, 65536 at the start. A "
-        "norm read there is that much too large, jumps when the scale changes, and cannot be compared with a "
-        "threshold or with a float32 run."
+        "After `scaler.scale(loss).backward()` every gradient is multiplied by the loss scale, initially 65536. A "
+        "norm read there is too large by that factor, jumps when the scale changes, and cannot be compared with a "
+        "threshold or a float32 run."
     ),
     fix="Call `scaler.unscale_(optimizer)` first; `scaler.step` then does not unscale again.",
     bad=(
@@ -38,31 +38,31 @@ RULE = Rule(
 )
 NEEDS = (("caler",), (".backward(",), (".grad",))
 
-# What makes a number of a gradient; a view or a copy may go anywhere.
+# Methods that turn a gradient into a number; a view or a copy may go anywhere.
 MEASURES = frozenset(["norm", "mean", "std", "var", "max", "min", "sum", "item", "histogram", "histc", "pow", "square"])
 TORCH_MEASURES = frozenset(["norm", "vector_norm", "get_total_norm"])
-# The answer is the same for gradients multiplied by any scale.
-ASKS_FOR_DEFECTS = Pattern(r"isfinite|isnan|isinf|is_nan|nonzero|count_nonzero|sign|cosine|allclose")
-SCALE = Pattern(r"scale(?!r)|scaling", re.IGNORECASE)
+# The result does not depend on the scale.
+SCALE_INVARIANT = LazyPattern(r"isfinite|isnan|isinf|is_nan|nonzero|count_nonzero|sign|cosine|allclose")
+SCALE = LazyPattern(r"scale(?!r)|scaling", re.IGNORECASE)
 
 
-def check(code: Code) -> Iterator[Finding]:
+def check(code: SourceFile) -> Iterator[Finding]:
     for region in code.regions:
-        told: set[Function] = set()
+        reported: set[FunctionOutline] = set()
         for read, moments in region.visits("grad read"):
             scaled = [moment for moment in moments if moment.scaled and not moment.stepped]
-            if read.frame.function in told or not scaled or not all(moment.surely_scaled for moment in scaled):
+            if read.frame.function in reported or not scaled or not all(moment.surely_scaled for moment in scaled):
                 continue
-            if _measures(read) and not _knows_about_the_scale(read) and not _is_part_of_a_clip(read, scaled):
-                told.add(read.frame.function)
+            if _measures(read) and not _accounts_for_scale(read) and not _is_part_of_a_clip(read, scaled):
+                reported.add(read.frame.function)
                 backward = next(iter(scaled[0].scaled.values()))
                 yield RULE.at(
-                    read.place, f"these gradients are still multiplied by the loss scale of {backward.spot(read)}"
+                    read.place, f"these gradients are still multiplied by the loss scale from {backward.spot(read)}"
                 )
 
 
-def _measures(read: Event) -> bool:
-    """A number made of a parameter's gradient; ``torch.autograd.grad(...)`` returns another kind."""
+def _measures(read: SourceEvent) -> bool:
+    """Return whether it computes a number from a parameter's gradient; ``torch.autograd.grad(...)`` is not one."""
     call = read.node
     if not isinstance(call, ast.Call):
         return False
@@ -75,15 +75,15 @@ def _measures(read: Event) -> bool:
     )
 
 
-def _knows_about_the_scale(read: Event) -> bool:
-    """The function divides by the scale itself, or asks something that no scale changes.
+def _accounts_for_scale(read: SourceEvent) -> bool:
+    """Return whether the function divides by the scale itself, or its result does not depend on the scale.
 
-    ``p.grad / p.grad.norm()`` is a direction, ``isfinite(p.grad.sum())`` a question about infs, and
-    ``p.grad.abs().sum() == 0`` one about parameters that got no gradient.
+    ``p.grad / p.grad.norm()`` is a direction, ``isfinite(p.grad.sum())`` looks for infs, and ``p.grad.abs().sum() ==
+    0`` looks for parameters without a gradient.
     """
     function = read.frame.function
     if function.owner is not None and any("ptim" in ast.unparse(base) for base in function.owner.node.bases):
-        return True  # an optimizer's own step: the scaler calls it after unscaling
+        return True  # an optimizer's step method: the scaler calls it after unscaling
     scales, gradients, parents = _arithmetic(function.node)
     if scales:
         return True
@@ -92,7 +92,7 @@ def _knows_about_the_scale(read: Event) -> bool:
         return True
     around = parents.get(read.node)
     while around is not None:
-        if isinstance(around, ast.Call) and ASKS_FOR_DEFECTS.search(ast.unparse(around.func)):
+        if isinstance(around, ast.Call) and SCALE_INVARIANT.search(ast.unparse(around.func)):
             return True
         if isinstance(around, ast.Compare) and _with_zero(around):
             return True
@@ -100,9 +100,11 @@ def _knows_about_the_scale(read: Event) -> bool:
     return False
 
 
-@functools.lru_cache(maxsize=8)  # every look at a gradient in a function asks
+@functools.lru_cache(maxsize=8)  # called for every gradient read in a function
 def _arithmetic(function: ast.AST) -> tuple[bool, list[ast.expr], dict[ast.AST, ast.AST]]:
-    """Whether a function multiplies or divides by a scale, the gradients it so changes, and what stands in what."""
+    """Return whether a function multiplies or divides by a scale, the gradients it changes that way, and each node's
+    parent.
+    """
     scales = False
     gradients: list[ast.expr] = []
     parents: dict[ast.AST, ast.AST] = {}
@@ -110,7 +112,9 @@ def _arithmetic(function: ast.AST) -> tuple[bool, list[ast.expr], dict[ast.AST, 
         parents.update((child, node) for child in ast.iter_child_nodes(node))
         if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Div | ast.Mult):
             outer = parents.get(node)
-            if isinstance(outer, ast.BinOp) and isinstance(outer.op, ast.Div | ast.Mult):  # looked through with it
+            if isinstance(outer, ast.BinOp) and isinstance(
+                outer.op, ast.Div | ast.Mult
+            ):  # handled with the outer operation
                 gradients += () if outer.left is node else _gradients(node.left)
             else:
                 scales = scales or SCALE.search(ast.unparse(node)) is not None
@@ -119,7 +123,7 @@ def _arithmetic(function: ast.AST) -> tuple[bool, list[ast.expr], dict[ast.AST, 
 
 
 def _gradients(node: ast.expr) -> Iterator[ast.expr]:
-    """The gradients themselves, and not the numbers measured, that stand in an expression."""
+    """Yield the gradients in an expression, leaving out numbers measured from them."""
     pending = [node]
     while pending:
         part = pending.pop()
@@ -134,8 +138,8 @@ def _with_zero(test: ast.Compare) -> bool:
     return any(isinstance(side, ast.Constant) and side.value == 0 for side in sides)
 
 
-def _is_part_of_a_clip(read: Event, moments: list[Moment]) -> bool:
-    """A norm measured for a clip written by hand: the clip is the mistake, and it is told of there."""
+def _is_part_of_a_clip(read: SourceEvent, moments: list[Moment]) -> bool:
+    """Return whether the norm is part of a manual clip: the clip is the mistake, and AMP101 reports it."""
     return any(
         clip.frame.function is read.frame.function and not _is_library_clip(clip)
         for moment in moments
@@ -143,5 +147,5 @@ def _is_part_of_a_clip(read: Event, moments: list[Moment]) -> bool:
     )
 
 
-def _is_library_clip(clip: Event) -> bool:
+def _is_library_clip(clip: SourceEvent) -> bool:
     return isinstance(clip.node, ast.Call) and "clip_grad" in ast.unparse(clip.node.func)

@@ -1,4 +1,4 @@
-"""A mask value that FP16 cannot hold."""
+"""A mask value outside the range of FP16."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import ast
 import re
 from collections.abc import Iterator
 
+from ampwise.check.source.events import EventContext
+from ampwise.check.source.lazy_pattern import LazyPattern
+from ampwise.check.source.names import dotted_text
+from ampwise.check.source.precision import argument_of
+from ampwise.check.source.project import SourceFile
+from ampwise.check.source.tensor_dtypes import HALF, tensor_dtypes
+from ampwise.check.source.torch_names import SAYS_FP16
 from ampwise.finding import Edit, Finding, Rule, Severity
-from ampwise.source.events import Context
-from ampwise.source.halves import HALF, halves_of
-from ampwise.source.names import dotted_text
-from ampwise.source.pattern import Pattern
-from ampwise.source.precision import keyword
-from ampwise.source.project import Code
-from ampwise.source.vocabulary import SAYS_FP16
 
 __all__ = ["RULE", "check"]
 
@@ -21,12 +21,13 @@ RULE = Rule(
     code="AMP403",
     name="half-mask-literal",
     severity=Severity.ERROR,
-    summary="A mask value beyond the range of FP16 is written into a half tensor.",
+    summary="A mask value outside the range of FP16 is written into a half-precision tensor.",
     why=(
-        "The largest FP16 number is 65504. `masked_fill` with -1e9 on a half tensor raises an error; `torch.where`, "
-        "indexing and a product turn it into -inf, and a row that is masked all over then gives NaN in the softmax."
+        "The largest FP16 number is 65504. `masked_fill` with -1e9 on a half-precision tensor raises an error; "
+        "`torch.where`, indexing and multiplication turn it into -inf, and a fully masked row then gives NaN in the "
+        "softmax."
     ),
-    fix="Use the smallest number of the tensor's own dtype: `torch.finfo(x.dtype).min`.",
+    fix="Use the minimum of the tensor's own dtype: `torch.finfo(x.dtype).min`.",
     bad='with torch.autocast("cuda"):\n    scores = (q @ k.mT).masked_fill(mask, -1e9)',
     good=(
         'with torch.autocast("cuda"):\n    scores = q @ k.mT\n'
@@ -41,10 +42,10 @@ NEEDS = (
 )
 
 LARGEST = 65504.0
-BEYOND = Pattern(r"\de\+?\d|\d{5}", re.IGNORECASE)
+BEYOND = LazyPattern(r"\de\+?\d|\d{5}", re.IGNORECASE)
 
 
-def check(code: Code) -> Iterator[Finding]:
+def check(code: SourceFile) -> Iterator[Finding]:
     if not BEYOND.search(code.script.text):
         return
     seen: set[ast.AST] = set()
@@ -54,19 +55,19 @@ def check(code: Code) -> Iterator[Finding]:
             if found is None:
                 continue
             tensor, literal = found
-            if halves_of(code).dtype(tensor, site.context) == HALF:
+            if tensor_dtypes(code).dtype(tensor, site.context) == HALF:
                 seen.add(node)
                 yield RULE.at(
                     code.script.place(node),
-                    f"{code.script.segment(literal)} is beyond FP16, whose largest number is 65504",
+                    f"{code.script.segment(literal)} exceeds the range of FP16, which ends at 65504",
                     edits=_finfo(tensor, literal, code, site.context),
-                    # A product is added to something, and twice the largest number is infinite.
+                    # A product is added to something, and twice the largest FP16 number is inf.
                     safe=not isinstance(node, ast.BinOp) and "jit.script" not in code.script.text,
                 )
 
 
-def _masking(node: ast.AST, context: Context) -> tuple[ast.expr, ast.expr] | None:
-    """The tensor that is masked and the value it is given, when that is too large for FP16."""
+def _masking(node: ast.AST, context: EventContext) -> tuple[ast.expr, ast.expr] | None:
+    """Return the masked tensor and its fill value, if the value is too large for FP16."""
     pair: tuple[ast.expr, ast.expr] | None = None
     if isinstance(node, ast.Call):
         pair = _filled(node, context)
@@ -78,22 +79,26 @@ def _masking(node: ast.AST, context: Context) -> tuple[ast.expr, ast.expr] | Non
     return pair if pair and _too_large(pair[1], context) else None
 
 
-def _filled(call: ast.Call, context: Context) -> tuple[ast.expr, ast.expr] | None:
+def _filled(call: ast.Call, context: EventContext) -> tuple[ast.expr, ast.expr] | None:
     func = call.func
     if isinstance(func, ast.Attribute) and func.attr in ("masked_fill", "masked_fill_"):
         is_function = context.frame.qualified(func) == "torch.masked_fill"
-        value = keyword(call, "value", 2 if is_function else 1)
+        value = argument_of(call, "value", 2 if is_function else 1)
         tensor = call.args[0] if is_function and call.args else func.value
         return (tensor, value) if value is not None else None
     if context.frame.qualified(func) == "torch.where" and len(call.args) == 3:
         _, chosen, other = call.args
         return (other, chosen) if _too_large(chosen, context) else (chosen, other)
-    if context.frame.qualified(func) == "torch.full_like" and len(call.args) == 2 and keyword(call, "dtype") is None:
+    if (
+        context.frame.qualified(func) == "torch.full_like"
+        and len(call.args) == 2
+        and argument_of(call, "dtype") is None
+    ):
         return call.args[0], call.args[1]
     return None
 
 
-def _too_large(node: ast.expr, context: Context) -> bool:
+def _too_large(node: ast.expr, context: EventContext) -> bool:
     values = [_number(value.node) for value in context.frame.values(node)]
     return bool(values) and all(value is not None and LARGEST < abs(value) < float("inf") for value in values)
 
@@ -113,17 +118,17 @@ def _number(node: ast.expr | None) -> float | None:
     return None
 
 
-def _finfo(tensor: ast.expr, literal: ast.expr, code: Code, context: Context) -> tuple[Edit, ...]:
-    """``torch.finfo(scores.dtype).min`` for the literal, where the tensor has a name to ask, and torch its own."""
+def _finfo(tensor: ast.expr, literal: ast.expr, code: SourceFile, context: EventContext) -> tuple[Edit, ...]:
+    """Return the edit to ``torch.finfo(scores.dtype).min``, if the tensor has a name and ``torch`` is imported."""
     value = _number(literal)
     named = dotted_text(tensor)
-    if value is None or named is None or not _knows_torch(code, context):
+    if value is None or named is None or not _imports_torch(code, context):
         return ()
     return (code.script.replace(literal, f"torch.finfo({named}.dtype).{'min' if value < 0 else 'max'}"),)
 
 
-def _knows_torch(code: Code, context: Context) -> bool:
-    """Whether the name ``torch`` is torch's here: imported by the module itself, and taken by nothing else."""
+def _imports_torch(code: SourceFile, context: EventContext) -> bool:
+    """Return whether the name ``torch`` is the module here: imported by the script and not rebound."""
     imported = any(
         alias.asname is None and alias.name.partition(".")[0] == "torch"
         for statement in code.script.tree.body

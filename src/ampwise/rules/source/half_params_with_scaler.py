@@ -1,14 +1,14 @@
-"""FP16 parameters handed to an optimizer that a GradScaler steps."""
+"""FP16 parameters in an optimizer that a GradScaler steps."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
+from ampwise.check.source.half_models import trained_half_models
+from ampwise.check.source.line_references import spot
+from ampwise.check.source.project import SourceFile
+from ampwise.check.source.torch_names import FP16
 from ampwise.finding import Finding, Rule, Severity
-from ampwise.source.half_models import trained_half_models
-from ampwise.source.project import Code
-from ampwise.source.spots import spot
-from ampwise.source.vocabulary import FP16
 
 __all__ = ["RULE", "check"]
 
@@ -18,9 +18,9 @@ RULE = Rule(
     severity=Severity.ERROR,
     summary="A model cast to FP16 is trained with a GradScaler.",
     why=(
-        "A GradScaler wants FP32 parameters: `unscale_`, and so `step`, raises `Attempting to unscale FP16 gradients` "
-        "for FP16 ones. And FP16 weights lose every update smaller than about 1/2048 of the weight. Under autocast "
-        "the weights stay FP32 and are cast for each matrix product."
+        "A GradScaler needs FP32 parameters: for FP16 ones `unscale_`, and so `step`, raises `Attempting to unscale "
+        "FP16 gradients`. FP16 weights also lose every update smaller than about 1/2048 of the weight. Under autocast "
+        "the weights stay FP32 and are cast for each matmul."
     ),
     fix="Leave the model in FP32 and run its forward under `torch.autocast('cuda', dtype=torch.float16)`.",
     bad=(
@@ -36,7 +36,7 @@ RULE = Rule(
 NEEDS = (("caler",), (".half(", "float16", "torch.half"))
 
 
-def check(code: Code) -> Iterator[Finding]:
+def check(code: SourceFile) -> Iterator[Finding]:
     stepped = {event.other: event for event in code.events if event.kind == "scaler step"}
     reported = set()
     for pair in trained_half_models(code):
@@ -45,4 +45,4 @@ def check(code: Code) -> Iterator[Finding]:
             reported.add(pair.model.node)
             place = pair.model.place
             line = spot(step.node, step.frame, place)
-            yield RULE.at(place, f"FP16 parameters, which the GradScaler that steps their optimizer in {line} refuses")
+            yield RULE.at(place, f"the GradScaler that steps their optimizer in {line} does not accept FP16 parameters")

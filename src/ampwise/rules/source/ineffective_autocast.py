@@ -1,15 +1,15 @@
-"""Autocast that changes nothing: never entered, around the wrong lines, or switched off for good."""
+"""Autocast without effect: never entered, around the wrong lines, or always disabled."""
 
 from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
 
+from ampwise.check.source.frame import Frame
+from ampwise.check.source.precision import AutocastContext, argument_of, autocast_of, literal_bool
+from ampwise.check.source.project import SourceFile
+from ampwise.check.source.torch_names import AUTOCASTS, GRAD_SCALERS
 from ampwise.finding import Finding, Rule, Severity
-from ampwise.source.frame import Frame
-from ampwise.source.precision import Autocast, autocast_of, keyword, switch_of
-from ampwise.source.project import Code
-from ampwise.source.vocabulary import AUTOCASTS, GRAD_SCALERS
 
 __all__ = ["RULE", "check"]
 
@@ -17,19 +17,19 @@ RULE = Rule(
     code="AMP312",
     name="ineffective-autocast",
     severity=Severity.WARNING,
-    summary="An autocast that has no effect: never entered, without a forward inside, or always disabled.",
+    summary="Autocast has no effect: it is never entered, has no forward inside, or is always disabled.",
     why=(
-        "Autocast chooses the dtype of the operations that run while it is entered, and the backward follows what the "
-        "forward chose. Made and not entered, or entered only around `backward()` and `step()`, it changes nothing: "
-        "the model runs in FP32, at the speed and memory of FP32."
+        "Autocast chooses the dtype of operations that run inside it, and the backward follows the forward. If it is "
+        "created but not entered, or only wraps `backward()` and `step()`, it changes nothing: the model runs in "
+        "FP32, with the speed and memory of FP32."
     ),
-    fix="Enter autocast with `with` around the forward and the loss, and only around these.",
+    fix="Put the forward and the loss, and nothing else, in a `with torch.autocast(...)` block.",
     bad='loss = loss_fn(model(x), y)\nwith torch.autocast("cuda"):\n    scaler.step(optimizer)',
     good='with torch.autocast("cuda"):\n    loss = loss_fn(model(x), y)\nscaler.step(optimizer)',
 )
 NEEDS = (("autocast",), (".backward(", ".step(", "GradScaler"))
 
-# Calls on which autocast has no influence.
+# Calls that autocast does not affect.
 UNTOUCHED = frozenset(
     (
         *("backward", "step", "update", "unscale_", "zero_grad", "scale", "clip_grad_norm_", "clip_grad_value_"),
@@ -41,7 +41,7 @@ OF_THE_STEP = frozenset(("backward", "step", "update", "unscale_", "zero_grad", 
 HARMLESS = (ast.Expr, ast.Assign, ast.AugAssign, ast.If, ast.Pass)
 
 
-def check(code: Code) -> Iterator[Finding]:
+def check(code: SourceFile) -> Iterator[Finding]:
     if "autocast" not in code.script.text:
         return
     reported: set[ast.AST] = set()
@@ -51,15 +51,15 @@ def check(code: Code) -> Iterator[Finding]:
             yield RULE.at(code.script.place(node), message)
 
 
-def _never_entered(code: Code) -> Iterator[tuple[ast.expr, str]]:
+def _never_entered(code: SourceFile) -> Iterator[tuple[ast.expr, str]]:
     for node in code.nodes(ast.Expr):
         call = node.value
         if isinstance(call, ast.Call) and code.outline.imports.qualified(call.func) in AUTOCASTS:
-            yield call, "this autocast is made and never entered: it needs a `with`"
+            yield call, "this autocast is created but never entered: it needs a `with`"
 
 
-def _without_forward(code: Code) -> Iterator[tuple[ast.expr, str]]:
-    """``with autocast():`` around nothing but backward, step and copies."""
+def _without_forward(code: SourceFile) -> Iterator[tuple[ast.expr, str]]:
+    """Yield ``with autocast():`` blocks that contain only backward, step and copies."""
     for node in code.nodes(ast.With):
         if len(node.items) == 1 and _nothing_to_cast(node.body):
             autocast = _plain_autocast(node.items[0].context_expr, code.frame(code.function_at(node)))
@@ -67,7 +67,7 @@ def _without_forward(code: Code) -> Iterator[tuple[ast.expr, str]]:
                 yield node.items[0].context_expr, "no forward or loss is computed in this autocast region"
 
 
-def _plain_autocast(node: ast.expr, frame: Frame) -> Autocast | None:
+def _plain_autocast(node: ast.expr, frame: Frame) -> AutocastContext | None:
     autocast = autocast_of(node, frame)
     return autocast if autocast is not None and autocast.known else None
 
@@ -101,14 +101,14 @@ def _makes_a_graph(call: ast.Call) -> bool:
 
 
 def _computes(node: ast.expr) -> bool:
-    """Anything but the division of a loss, a test of a counter and the like."""
+    """Return whether an operator computes on tensors, unlike dividing a loss or testing a counter."""
     if isinstance(node, ast.BinOp):
         return not isinstance(node.op, ast.Div | ast.Mod | ast.Add | ast.Mult)
     return False
 
 
-def _always_disabled(code: Code) -> Iterator[tuple[ast.expr, str]]:
-    """Training whose forward runs in ``autocast(enabled=False)``, in a file where no autocast is ever on."""
+def _always_disabled(code: SourceFile) -> Iterator[tuple[ast.expr, str]]:
+    """Yield training whose forward runs in ``autocast(enabled=False)``, in a file where autocast is never on."""
     if not _all_disabled(code) or _scaler_is_off_too(code):
         return
     for region in code.regions:
@@ -121,14 +121,14 @@ def _always_disabled(code: Code) -> Iterator[tuple[ast.expr, str]]:
             yield off[0].node, "autocast is always disabled here: this trains in FP32"
 
 
-def _scaler_is_off_too(code: Code) -> bool:
-    """``GradScaler(enabled=False)``: all of it was switched off, and on purpose."""
+def _scaler_is_off_too(code: SourceFile) -> bool:
+    """Return whether the scaler is off too (``GradScaler(enabled=False)``): mixed precision was disabled on purpose."""
     made = [call for call in code.nodes(ast.Call) if code.outline.imports.qualified(call.func) in GRAD_SCALERS]
-    return any(switch_of(keyword(call, "enabled")) is False for call in made)
+    return any(literal_bool(argument_of(call, "enabled")) is False for call in made)
 
 
-def _all_disabled(code: Code) -> bool:
-    """Whether the file enters autocast only to switch it off."""
+def _all_disabled(code: SourceFile) -> bool:
+    """Return whether the file enters autocast only to disable it."""
     imports = code.outline.imports
     uses = {
         node for node in (*code.nodes(ast.Name), *code.nodes(ast.Attribute)) if imports.qualified(node) in AUTOCASTS

@@ -1,4 +1,4 @@
-"""A loss scaled by a constant of one's own instead of a GradScaler."""
+"""A loss multiplied by a constant instead of using a GradScaler."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import math
 import re
 from collections.abc import Iterator
 
+from ampwise.check.source.events import SourceEvent
+from ampwise.check.source.frame import Frame
+from ampwise.check.source.lazy_pattern import LazyPattern
+from ampwise.check.source.project import SourceFile
 from ampwise.finding import Finding, Rule, Severity
-from ampwise.source.events import Event
-from ampwise.source.frame import Frame
-from ampwise.source.pattern import Pattern
-from ampwise.source.project import Code
 
 __all__ = ["RULE", "check"]
 
@@ -20,9 +20,9 @@ RULE = Rule(
     code="AMP308",
     name="manual-loss-scale",
     severity=Severity.WARNING,
-    summary="The loss is scaled by hand, with a constant, instead of by a GradScaler.",
+    summary="The loss is multiplied by a constant instead of using a GradScaler.",
     why=(
-        "A constant scale is too small for some layers or too large for some steps, and nothing looks for infs: one "
+        "A constant scale is too small for some layers or too large for some steps, and nothing checks for inf: one "
         "overflow puts inf or NaN into the weights. A GradScaler skips such a step, lowers the scale, and raises it "
         "again after 2000 clean steps."
     ),
@@ -35,16 +35,18 @@ RULE = Rule(
 )
 NEEDS = ((".backward(",), ("scale", "*"), ("autocast", "float16", ".half(", "torch.half"))
 
-SMALLEST_SCALE = 128  # below it a factor is more likely the weight of a loss
-SCALE_NAME = Pattern(r"(^|_)(loss_?scal\w*|scale_?factor|static_scale|fp16_scale|grad_?scale|scale)$", re.IGNORECASE)
-AROUND_FP16 = Pattern(r"\.half\(|float16|autocast|torch\.half|fp16", re.IGNORECASE)
-# Whoever looks for infs, or has a scaler, does not scale by a constant alone.
-LOOKED_AFTER = Pattern(r"GradScaler|[sS]caler\b|overflow|isinf|isfinite|isnan|found_inf|inf_check")
+SMALLEST_SCALE = 128  # a smaller factor is more likely a loss weight
+SCALE_NAME = LazyPattern(
+    r"(^|_)(loss_?scal\w*|scale_?factor|static_scale|fp16_scale|grad_?scale|scale)$", re.IGNORECASE
+)
+AROUND_FP16 = LazyPattern(r"\.half\(|float16|autocast|torch\.half|fp16", re.IGNORECASE)
+# Code that checks for inf, or has a scaler, does more than multiply by a constant.
+CHECKS_OVERFLOW = LazyPattern(r"GradScaler|[sS]caler\b|overflow|isinf|isfinite|isnan|found_inf|inf_check")
 
 
-def check(code: Code) -> Iterator[Finding]:
+def check(code: SourceFile) -> Iterator[Finding]:
     text = code.script.text
-    if "backward(" not in text or LOOKED_AFTER.search(text) or code.uses_framework:
+    if "backward(" not in text or CHECKS_OVERFLOW.search(text) or code.uses_framework:
         return
     if not AROUND_FP16.search(text.replace("bfloat16", "")):
         return
@@ -56,11 +58,11 @@ def check(code: Code) -> Iterator[Finding]:
         factor = _scale_of(event)
         if factor is not None and (_is_large_power_of_two(factor) or _is_named_scale(factor, divided)):
             reported.add(event.node)
-            yield RULE.at(event.place, f"the loss is multiplied by {ast.unparse(factor)} by hand")
+            yield RULE.at(event.place, f"the loss is multiplied by a fixed scale of {ast.unparse(factor)}")
 
 
-def _scale_of(event: Event) -> ast.expr | None:
-    """The scale in ``(loss * scale).backward()``, or in the ``loss = loss * scale`` before it."""
+def _scale_of(event: SourceEvent) -> ast.expr | None:
+    """Return the scale in ``(loss * scale).backward()``, or in a preceding ``loss = loss * scale``."""
     assert event.value is not None
     for value in event.frame.values(event.value):
         product = value.node
@@ -72,8 +74,8 @@ def _scale_of(event: Event) -> ast.expr | None:
     return _multiplied_in_place(event)
 
 
-def _multiplied_in_place(event: Event) -> ast.expr | None:
-    """``loss *= scale`` in the function of the backward, above it."""
+def _multiplied_in_place(event: SourceEvent) -> ast.expr | None:
+    """Return the scale of a ``loss *= scale`` above the backward in the same function."""
     if not isinstance(event.value, ast.Name):
         return None
     for node in _products(event.frame.function.node).get(event.value.id, ()):
@@ -82,15 +84,15 @@ def _multiplied_in_place(event: Event) -> ast.expr | None:
     return None
 
 
-@functools.lru_cache(maxsize=8)  # every backward of a function asks
+@functools.lru_cache(maxsize=8)  # called for every backward of a function
 def _products(function: ast.AST) -> dict[str, list[ast.AugAssign]]:
-    """Each ``name *= ...`` by its name, the outermost first, less those below an outer one."""
+    """Map each name to its ``name *= ...`` statements, outermost first, leaving out later ones."""
     found: dict[str, list[ast.AugAssign]] = {}
     for node in ast.walk(function):
         if isinstance(node, ast.AugAssign) and isinstance(node.op, ast.Mult) and isinstance(node.target, ast.Name):
-            those = found.setdefault(node.target.id, [])
-            if not those or node.lineno < those[-1].lineno:
-                those.append(node)
+            statements = found.setdefault(node.target.id, [])
+            if not statements or node.lineno < statements[-1].lineno:
+                statements.append(node)
     return found
 
 
@@ -101,7 +103,7 @@ def _constant(node: ast.expr, frame: Frame) -> ast.expr | None:
 
 
 def _number(node: ast.expr) -> float | None:
-    """The value of ``1024``, ``2 ** 16`` and the like."""
+    """Return the value of a literal such as ``1024`` or ``2 ** 16``."""
     if isinstance(node, ast.Constant) and isinstance(node.value, int | float) and not isinstance(node.value, bool):
         return float(node.value)
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Pow):
@@ -124,8 +126,8 @@ def _has_scale_name(node: ast.expr) -> bool:
     return isinstance(node, ast.Name | ast.Attribute) and bool(SCALE_NAME.search(ast.unparse(node).rpartition(".")[2]))
 
 
-def _divisors_of_gradients(code: Code) -> Iterator[ast.expr]:
-    """What gradients are divided by: ``p.grad /= s``, ``p.grad.div_(s)``, ``p.grad = p.grad / s``."""
+def _divisors_of_gradients(code: SourceFile) -> Iterator[ast.expr]:
+    """Yield what gradients are divided by: ``p.grad /= s``, ``p.grad.div_(s)``, ``p.grad = p.grad / s``."""
     for node in code.tree_nodes:
         if isinstance(node, ast.AugAssign) and isinstance(node.op, ast.Div) and "grad" in ast.unparse(node.target):
             yield node.value

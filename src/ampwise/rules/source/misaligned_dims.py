@@ -1,13 +1,13 @@
-"""Layer sizes that the matrix units cannot load in whole words."""
+"""Layer sizes that are not 16-byte aligned."""
 
 from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
 
+from ampwise.check.source.precision import argument_of
+from ampwise.check.source.project import SourceFile
 from ampwise.finding import Finding, Rule, Severity
-from ampwise.source.precision import keyword
-from ampwise.source.project import Code
 
 __all__ = ["RULE", "check"]
 
@@ -17,11 +17,11 @@ RULE = Rule(
     severity=Severity.INFO,
     summary="A layer's size is not a multiple of 8.",
     why=(
-        "Matrix units read 16-byte words: 8 elements of FP16 or BF16. A product with a size that is no multiple of 8 "
-        "runs with slower kernels or on padded copies; 64 elements are preferred on an A100. It is a matter of speed, "
-        "not of being right."
+        "Tensor cores read 16-byte words: 8 elements of FP16 or BF16. A matmul with a size that is not a multiple of "
+        "8 runs with slower kernels or on padded copies; multiples of 64 are preferred on an A100. It affects speed, "
+        "not correctness."
     ),
-    fix="Round the size up: a hidden size of 1001 to 1008, a vocabulary of 50257 to 50304; unused rows do no harm.",
+    fix="Round the size up: a hidden size of 1001 to 1008, a vocabulary of 50257 to 50304; unused rows are harmless.",
     bad="up = nn.Linear(512, 1001)\ndown = nn.Linear(1001, 512)",
     good="up = nn.Linear(512, 1008)\ndown = nn.Linear(1008, 512)",
     on_by_default=False,
@@ -32,7 +32,7 @@ NEEDS = (
     (".backward(", "GradScaler", "cuda.amp", "autocast()", 'autocast("cuda', "autocast('cuda", "float16"),
 )
 
-# Where the two sizes stand in each layer's arguments, and what they are called.
+# The names of each layer's two size arguments, in positional order.
 LAYERS = {
     "Linear": ("in_features", "out_features"),
     "Embedding": ("num_embeddings", "embedding_dim"),
@@ -40,7 +40,7 @@ LAYERS = {
 }
 MULTIPLE = 8
 SMALL = 64  # below this the layer is too small to matter
-VOCABULARY = 8192  # that many outputs are a vocabulary, which can be padded; fewer may be the classes of the data
+VOCABULARY = 8192  # this many outputs are a vocabulary, which can be padded; fewer may be classes
 
 
 class _Layer:
@@ -53,7 +53,7 @@ class _Layer:
         self.size_out = size_out
 
 
-def check(code: Code) -> Iterator[Finding]:
+def check(code: SourceFile) -> Iterator[Finding]:
     layers = sorted(_layers(code), key=lambda layer: (layer.node.lineno, layer.node.col_offset))
     taken = {layer.size_in: index for index, layer in enumerate(layers) if layer.kind != "Embedding"}  # the last each
     reported: set[int] = set()
@@ -68,7 +68,7 @@ def check(code: Code) -> Iterator[Finding]:
             yield RULE.at(code.script.place(layer.node), f"{size} is not a multiple of 8; {better} is")
 
 
-def _layers(code: Code) -> Iterator[_Layer]:
+def _layers(code: SourceFile) -> Iterator[_Layer]:
     for node in code.nodes(ast.Call):
         space, _, kind = (code.outline.imports.qualified(node.func) or "").rpartition(".")
         if space == "torch.nn" and kind in LAYERS:
@@ -77,7 +77,7 @@ def _layers(code: Code) -> Iterator[_Layer]:
 
 
 def _size(call: ast.Call, name: str, position: int) -> int | None:
-    """A size written as a literal in the layer itself; one with a name of its own is somebody's choice elsewhere."""
-    node = keyword(call, name, position)
+    """Return a size written as a literal in the layer itself; a named size was chosen elsewhere."""
+    node = argument_of(call, name, position)
     value = node.value if isinstance(node, ast.Constant) else None
     return value if isinstance(value, int) else None

@@ -1,13 +1,13 @@
-"""BF16 weights updated by an optimizer that rounds small updates away."""
+"""BF16 weights with an optimizer that rounds small updates away."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
+from ampwise.check.source.half_models import trained_half_models
+from ampwise.check.source.project import SourceFile
+from ampwise.check.source.torch_names import BF16
 from ampwise.finding import Finding, Rule, Severity
-from ampwise.source.half_models import trained_half_models
-from ampwise.source.project import Code
-from ampwise.source.vocabulary import BF16
 
 __all__ = ["RULE", "check"]
 
@@ -18,12 +18,12 @@ RULE = Rule(
     summary="BF16 parameters are updated in place by a plain torch optimizer.",
     why=(
         "BF16 has 8 significant bits. An update smaller than about 1/512 of a weight is rounded away, and with usual "
-        "learning rates most updates are that small: as training goes on, more and more weights stand still."
+        "learning rates most updates are that small: as training goes on, more and more weights stop changing."
     ),
     fix=(
-        "Keep FP32 weights and run the forward under `torch.autocast('cuda', dtype=torch.bfloat16)`; or keep them BF16 "
-        "and train with `ampwise.Engine(model, optimizer, 'bf16-pure')`, or by an optimizer with stochastic rounding, "
-        "Kahan summation or FP32 master weights."
+        "Keep FP32 weights and run the forward pass under `torch.autocast('cuda', dtype=torch.bfloat16)`; or keep "
+        "BF16 weights and train with `ampwise.Engine(model, optimizer, 'bf16-pure')`, or with an optimizer that has "
+        "stochastic rounding, Kahan summation or FP32 master weights."
     ),
     bad="model = Net().to(torch.bfloat16)\noptimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)",
     good=(
@@ -34,7 +34,7 @@ RULE = Rule(
 NEEDS = (("bfloat16",), (".backward(",))
 
 
-def check(code: Code) -> Iterator[Finding]:
+def check(code: SourceFile) -> Iterator[Finding]:
     text = code.script.text
     if "bfloat16" not in text or "backward(" not in text or code.uses_framework:
         return
@@ -45,4 +45,4 @@ def check(code: Code) -> Iterator[Finding]:
             reported.add(pair.optimizer)
             place = pair.frame.outline.script.place(pair.optimizer)
             since = pair.model.spot(place)
-            yield RULE.at(place, f"the weights are BF16 since {since}: updates below 1/512 of a weight are lost")
+            yield RULE.at(place, f"the weights have been BF16 since {since}: updates below 1/512 of a weight are lost")

@@ -1,4 +1,4 @@
-"""A scaler that steps and never updates its scale."""
+"""A scaler that steps but never updates its scale."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import ast
 import itertools
 from collections.abc import Iterator
 
+from ampwise.check.source.events import SourceEvent
+from ampwise.check.source.names import dotted_text
+from ampwise.check.source.project import SourceFile
+from ampwise.check.source.statement_order import is_certainly_grad_scaler, statement_range
+from ampwise.check.source.steps import Moment, Region
 from ampwise.finding import Edit, Finding, Rule, Severity
-from ampwise.source.conditions import stretch, surely_a_grad_scaler
-from ampwise.source.events import Event
-from ampwise.source.names import dotted_text
-from ampwise.source.project import Code
-from ampwise.source.steps import Moment, Region
 
 __all__ = ["RULE", "check"]
 
@@ -21,11 +21,11 @@ RULE = Rule(
     severity=Severity.ERROR,
     summary="`scaler.step` is never followed by `scaler.update`.",
     why=(
-        "`update` resets what the scaler remembers of this iteration and adapts the scale. Without it the next "
-        "iteration's `step` raises, though only where the scaler is on: a script tried on a machine without a GPU, or "
+        "`update` resets the scaler's per-iteration state and adapts the scale. Without it the next iteration's "
+        "`step` raises an error, but only if the scaler is enabled: a script tested on a machine without a GPU, or "
         "with `enabled=False`, seems to work."
     ),
-    fix="Call `scaler.update()` once an iteration, after the last `scaler.step`.",
+    fix="Call `scaler.update()` once per iteration, after the last `scaler.step`.",
     bad="scaler.scale(loss).backward()\nscaler.step(optimizer)",
     good="scaler.scale(loss).backward()\nscaler.step(optimizer)\nscaler.update()",
     fixable="sometimes",
@@ -33,14 +33,14 @@ RULE = Rule(
 NEEDS = (("caler",), (".backward(",), (".step(",))
 
 
-def check(code: Code) -> Iterator[Finding]:
+def check(code: SourceFile) -> Iterator[Finding]:
     updated = {event.key for event in code.events if event.kind == "update"}
-    given_away = {key for event in code.events if event.kind == "opaque" for key in event.keys}
+    passed_on = {key for event in code.events if event.kind == "opaque" for key in event.keys}
     for region in code.regions:
         if region.hidden:
             continue
         for step, moments in region.visits("scaler step"):
-            if step.key in updated or step.key in given_away or _has_hidden_base(step):
+            if step.key in updated or step.key in passed_on or _has_hidden_base(step):
                 continue
             if all(moment.scaled and not _is_followed(moment) for moment in moments):
                 edits = _update_after(step, moments)
@@ -54,8 +54,8 @@ def check(code: Code) -> Iterator[Finding]:
                 )
 
 
-def _has_hidden_base(step: Event) -> bool:
-    """Whether ``self.scaler`` belongs to a class whose base, which we cannot see, may update it."""
+def _has_hidden_base(step: SourceEvent) -> bool:
+    """Return whether ``self.scaler`` belongs to a class with a base, defined elsewhere, that may update it."""
     owner = step.frame.instance_of
     if owner is None:
         return False
@@ -66,32 +66,32 @@ def _has_hidden_base(step: Event) -> bool:
 
 
 def _is_followed(moment: Moment) -> bool:
-    """By an update, or by the step of another optimizer, which is then the place for one."""
+    """Return whether an update follows, or another optimizer's step, which is then the place for one."""
     step = moment.event
     others = (event for event in moment.later("scaler step") if event.key == step.key and event.node is not step.node)
     return any(True for _ in itertools.chain(moment.later("update"), others))
 
 
-def _update_after(step: Event, moments: list[Moment]) -> tuple[Edit, ...]:
-    """The line ``scaler.update()``, when the step is a statement of its own, made once an iteration."""
+def _update_after(step: SourceEvent, moments: list[Moment]) -> tuple[Edit, ...]:
+    """Return the edit that adds ``scaler.update()``, if the step is its own statement, executed once per iteration."""
     backwards = [backward for moment in moments for backward in moment.scaled.values()]
     loops = step.context.loops
     once = all(loops == backward.context.loops[: len(loops)] for backward in backwards)
     scaler = dotted_text(step.receiver)
-    alone = stretch(step, step)
+    alone = statement_range(step, step)
     if not once or scaler is None or alone is None or isinstance(alone.first, ast.Return):
         return ()
     return (step.frame.outline.script.insert_after(step.node, f"{scaler}.update()"),)
 
 
-def _doubt(step: Event, region: Region, code: Code) -> str | None:
-    """Why an update may not be missing: a second one in an iteration raises."""
+def _doubt(step: SourceEvent, region: Region, code: SourceFile) -> str | None:
+    """Return why an update may not be missing; a second one in an iteration raises an error."""
     if region.loop is None:
-        return "whoever runs this step may update the scale after it"
+        return "the caller of this step may update the scale after it"
     if any(_updates(node) for node in code.nodes(ast.Call)):
-        return "there is an `update()` that may be the scaler's"
-    if not surely_a_grad_scaler(step, code):
-        return "whether the scaler is always a GradScaler cannot be seen"
+        return "there is an `update()` call that may be the scaler's"
+    if not is_certainly_grad_scaler(step, code):
+        return "it is unclear whether the scaler is always a GradScaler"
     return None
 
 

@@ -1,4 +1,4 @@
-"""A GradScaler that nobody uses."""
+"""A GradScaler that is never used."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import ast
 import functools
 from collections.abc import Iterator
 
+from ampwise.check.source.names import dotted_text
+from ampwise.check.source.project import SourceFile
+from ampwise.check.source.scalers import ScalerCall, scalers_made
 from ampwise.finding import Finding, Rule, Severity
-from ampwise.source.names import dotted_text
-from ampwise.source.project import Code
-from ampwise.source.scalers import MadeScaler, scalers_made
 
 __all__ = ["RULE", "check"]
 
@@ -17,10 +17,10 @@ RULE = Rule(
     code="AMP202",
     name="scaler-unused",
     severity=Severity.WARNING,
-    summary="A GradScaler is made and never used.",
+    summary="A GradScaler is created but never used.",
     why=(
-        "Making a scaler changes nothing: the loss must go through `scaler.scale`, the step through `scaler.step`. "
-        "A script with an idle scaler trains FP16 without loss scaling, or in FP32 without anyone noticing."
+        "Creating a scaler changes nothing: the loss must go through `scaler.scale`, the step through `scaler.step`. "
+        "A script with an unused scaler trains in FP16 without loss scaling, or unknowingly in FP32."
     ),
     fix="Use it (`scaler.scale(loss).backward()`, `scaler.step(optimizer)`, `scaler.update()`) or remove it.",
     bad='scaler = torch.amp.GradScaler("cuda")\nloss.backward()\noptimizer.step()',
@@ -30,30 +30,30 @@ RULE = Rule(
 )
 NEEDS = (("GradScaler",),)
 
-# Saving and loading an idle scaler's state does not make it work.
+# Saving and loading its state does not count as use.
 IDLE = frozenset(("state_dict", "load_state_dict"))
-# Who calls these may reach every name there is.
+# A call of one of these may read any name.
 REACHES_ALL = frozenset(("locals", "globals", "vars", "exec", "eval"))
 PLAIN_BASES = frozenset(("object", "nn.Module", "torch.nn.Module", "ABC", "abc.ABC"))
 
 
-def check(code: Code) -> Iterator[Finding]:
+def check(code: SourceFile) -> Iterator[Finding]:
     for made in scalers_made(code):
         target = _target(made, code)
         if target is not None and not _may_be_used(target, code):
-            yield RULE.at(code.script.place(made.node), f"`{ast.unparse(target)}` is made here and never used")
+            yield RULE.at(code.script.place(made.node), f"`{ast.unparse(target)}` is created here but never used")
 
 
-def _target(made: MadeScaler, code: Code) -> ast.Name | ast.Attribute | None:
-    """The one name the scaler is assigned to; None when it goes anywhere else."""
+def _target(made: ScalerCall, code: SourceFile) -> ast.Name | ast.Attribute | None:
+    """Return the only name the scaler is assigned to; None if it goes anywhere else."""
     targets = _targets_of_calls(code).get(made.node, [])
     target = targets[0] if len(targets) == 1 else None
     return target if isinstance(target, ast.Name | ast.Attribute) else None
 
 
 @functools.lru_cache(maxsize=1)
-def _targets_of_calls(code: Code) -> dict[ast.expr, list[ast.expr]]:
-    """What each expression is assigned to, itself or as one side of a choice."""
+def _targets_of_calls(code: SourceFile) -> dict[ast.expr, list[ast.expr]]:
+    """Map each expression to its assignment targets, directly or as a branch of a conditional expression."""
     found: dict[ast.expr, list[ast.expr]] = {}
     bound = [(node.value, node.targets) for node in code.nodes(ast.Assign)]
     bound += [(node.value, [node.target]) for node in code.nodes(ast.AnnAssign) if node.value is not None]
@@ -63,7 +63,7 @@ def _targets_of_calls(code: Code) -> dict[ast.expr, list[ast.expr]]:
     return found
 
 
-def _may_be_used(target: ast.Name | ast.Attribute, code: Code) -> bool:
+def _may_be_used(target: ast.Name | ast.Attribute, code: SourceFile) -> bool:
     if isinstance(target, ast.Attribute):
         return _attribute_may_be_used(target, code)
     home = code.function_at(target)
@@ -76,29 +76,29 @@ def _may_be_used(target: ast.Name | ast.Attribute, code: Code) -> bool:
     return target.id in _read_in(scope) or _reaches_all(scope)
 
 
-def _attribute_may_be_used(target: ast.Attribute, code: Code) -> bool:
+def _attribute_may_be_used(target: ast.Attribute, code: SourceFile) -> bool:
     owner = code.function_at(target).owner
     if owner is None or dotted_text(target.value) != "self" or _is_for_others(code):
         return True
     if any(dotted_text(base) not in PLAIN_BASES for base in owner.node.bases):
-        return True  # a base class out of sight may use it
+        return True  # a base class defined elsewhere may use it
     # getattr(self, "scaler") reads it too.
     return target.attr in _strings(code) or f".{target.attr}" in _read_in(code.script.tree)
 
 
 @functools.lru_cache(maxsize=1)
-def _strings(code: Code) -> set[object]:
+def _strings(code: SourceFile) -> set[object]:
     return {node.value for node in code.nodes(ast.Constant) if isinstance(node.value, str)}
 
 
-def _is_for_others(code: Code) -> bool:
-    """Whether other files may use what this one makes: those that import it, or, where nothing is trained, any."""
+def _is_for_others(code: SourceFile) -> bool:
+    """Return whether other files may use what this one creates: importers, or any file if this one does not train."""
     return bool(code.project.importers(code.path)) or ".backward(" not in code.script.text
 
 
-@functools.lru_cache(maxsize=8)  # every scaler of a scope asks
+@functools.lru_cache(maxsize=8)  # called for every scaler of a scope
 def _read_in(scope: ast.AST) -> set[str]:
-    """The names and, each after a dot, the attributes that are read for anything but their state."""
+    """Return the names and, with a leading dot, the attributes that are read for anything but their state."""
     idle = {node.value for node in ast.walk(scope) if isinstance(node, ast.Attribute) and node.attr in IDLE}
     reads = (node for node in ast.walk(scope) if isinstance(getattr(node, "ctx", None), ast.Load) and node not in idle)
     named = (node for node in reads if isinstance(node, ast.Name | ast.Attribute))

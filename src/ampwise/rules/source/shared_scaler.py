@@ -1,4 +1,4 @@
-"""One GradScaler handed to several processes or threads."""
+"""One GradScaler passed to several processes or threads."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import ast
 import functools
 from collections.abc import Iterator
 
+from ampwise.check.source.frame import Frame
+from ampwise.check.source.precision import argument_of
+from ampwise.check.source.project import SourceFile
+from ampwise.check.source.scalers import scalers_in
+from ampwise.check.source.walk import CodeSite
 from ampwise.finding import Finding, Rule, Severity
-from ampwise.source.frame import Frame
-from ampwise.source.precision import keyword
-from ampwise.source.project import Code
-from ampwise.source.scalers import scalers_held
-from ampwise.source.walk import Site
 
 __all__ = ["RULE", "check"]
 
@@ -19,13 +19,13 @@ RULE = Rule(
     code="AMP203",
     name="shared-scaler",
     severity=Severity.WARNING,
-    summary="One GradScaler is handed to several processes or threads.",
+    summary="One GradScaler is passed to several processes or threads.",
     why=(
-        "A scaler remembers, between `unscale_` and `update`, which optimizers it has seen and whether it found infs. "
-        "Threads that share one mix these up. Processes get a copy each: the scaler of the parent never changes, so "
-        "what it saves or prints is the scale of the start."
+        "Between `unscale_` and `update`, a scaler records which optimizers it has seen and whether it found inf. "
+        "Threads that share one corrupt this state. Processes each get a copy: the parent's scaler never changes, so "
+        "it saves or prints only the initial scale."
     ),
-    fix="Make the GradScaler in the function that each process or thread runs.",
+    fix="Create the GradScaler in the function that each process or thread runs.",
     bad='scaler = torch.amp.GradScaler("cuda")\nmp.spawn(train, args=(model, scaler), nprocs=4)',
     good=(
         'def train(rank, model):\n    scaler = torch.amp.GradScaler("cuda")\n\n\n'
@@ -40,19 +40,19 @@ STARTED_ONE_BY_ONE = frozenset(
 )
 
 
-def check(code: Code) -> Iterator[Finding]:
+def check(code: SourceFile) -> Iterator[Finding]:
     text = code.script.text
     if "GradScaler(" not in text or not any(word in text for word in ("spawn", "Process", "Thread", "start_processes")):
         return
     reported = set()
-    for site, scaler, kind in _handed_over(code):
+    for site, scaler, kind in _passed_scalers(code):
         if site.node not in reported:
             reported.add(site.node)
-            yield RULE.at(code.script.place(scaler), f"every {kind} is handed the same GradScaler")
+            yield RULE.at(code.script.place(scaler), f"every {kind} gets the same GradScaler")
 
 
-def _handed_over(code: Code) -> Iterator[tuple[Site, ast.expr, str]]:
-    given: dict[str, list[tuple[Site, ast.expr, str]]] = {}
+def _passed_scalers(code: SourceFile) -> Iterator[tuple[CodeSite, ast.expr, str]]:
+    given: dict[str, list[tuple[CodeSite, ast.expr, str]]] = {}
     for site in code.calls:
         assert isinstance(site.node, ast.Call)
         kind = _starts(site.node, site.context.frame)
@@ -70,10 +70,10 @@ def _handed_over(code: Code) -> Iterator[tuple[Site, ast.expr, str]]:
 
 
 def _starts(call: ast.Call, frame: Frame) -> str:
-    """What a call starts: processes, a process, a thread, or nothing."""
+    """Return what a call starts: processes, a process, a thread, or nothing."""
     qualified = frame.qualified(call.func) or ""
     if qualified in SPAWN:
-        count = keyword(call, "nprocs", 2)
+        count = argument_of(call, "nprocs", 2)
         alone = count is None or (isinstance(count, ast.Constant) and count.value == 1)
         return "" if alone else "spawned process"
     if qualified in STARTED_ONE_BY_ONE or _of_a_context(call, frame):
@@ -82,18 +82,18 @@ def _starts(call: ast.Call, frame: Frame) -> str:
 
 
 def _of_a_context(call: ast.Call, frame: Frame) -> bool:
-    """``mp.get_context("spawn").Process(...)``, the context perhaps held in a name."""
+    """Return whether the call is ``mp.get_context("spawn").Process(...)``, with the context possibly held in a name."""
     if not isinstance(call.func, ast.Attribute) or call.func.attr != "Process":
         return False
     made = (value.node for value in frame.values(call.func.value))
     return any(isinstance(node, ast.Call) and ast.unparse(node.func).endswith("get_context") for node in made)
 
 
-def _scaler_in_arguments(call: ast.Call, site: Site) -> ast.expr | None:
-    """The scaler among the arguments for the started function: one that a constructor in sight has made."""
+def _scaler_in_arguments(call: ast.Call, site: CodeSite) -> ast.expr | None:
+    """Return the scaler among the arguments of the started function, if its constructor call is visible."""
     frame = site.context.frame
-    positional = keyword(call, "args", 1 if frame.qualified(call.func) in SPAWN else 3)
-    named = keyword(call, "kwargs", 4)
+    positional = argument_of(call, "args", 1 if frame.qualified(call.func) in SPAWN else 3)
+    named = argument_of(call, "kwargs", 4)
     parts: list[ast.expr] = []
     if isinstance(positional, ast.Tuple | ast.List):
         parts += positional.elts
@@ -102,9 +102,9 @@ def _scaler_in_arguments(call: ast.Call, site: Site) -> ast.expr | None:
     return next((part for part in parts if isinstance(part, ast.Name | ast.Attribute) and _is_one(part, site)), None)
 
 
-def _is_one(node: ast.expr, site: Site) -> bool:
-    """Whether ``node`` holds one scaler, and not one made anew for each process that a loop starts."""
-    made = scalers_held(node, site.context.frame)
+def _is_one(node: ast.expr, site: CodeSite) -> bool:
+    """Return whether ``node`` holds one scaler, not one created for each process that a loop starts."""
+    made = scalers_in(node, site.context.frame)
     return bool(made) and not any(call in _calls_in(loop.node) for loop in site.context.loops for call in made)
 
 
@@ -113,12 +113,12 @@ def _calls_in(scope: ast.AST) -> set[ast.AST]:
     return {node for node in ast.walk(scope) if isinstance(node, ast.Call)}
 
 
-def _in_comprehension(call: ast.Call, code: Code) -> bool:
+def _in_comprehension(call: ast.Call, code: SourceFile) -> bool:
     return call in _comprehended(code.script.statement(call))
 
 
 @functools.lru_cache(maxsize=1)
 def _comprehended(statement: ast.stmt) -> set[ast.AST]:
-    """The calls that a comprehension in a statement makes for each element."""
+    """Return the calls that a comprehension in a statement makes per element."""
     around = (node for node in ast.walk(statement) if isinstance(node, ast.ListComp | ast.GeneratorExp))
     return {part for node in around for part in _calls_in(node.elt)}

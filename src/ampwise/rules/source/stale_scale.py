@@ -1,4 +1,4 @@
-"""The loss scale read once, and used after ``update()`` may have changed it."""
+"""A loss scale that is read once and used after ``update()`` may have changed it."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import functools
 import re
 from collections.abc import Collection, Iterator
 
+from ampwise.check.source.events import Loop
+from ampwise.check.source.frame import Frame
+from ampwise.check.source.lazy_pattern import LazyPattern
+from ampwise.check.source.line_references import spot
+from ampwise.check.source.project import SourceFile
+from ampwise.check.source.torch_names import SCALER
+from ampwise.check.source.walk import CodeSite, CodeTrace
 from ampwise.finding import Finding, Rule, Severity
-from ampwise.source.events import Loop
-from ampwise.source.frame import Frame
-from ampwise.source.pattern import Pattern
-from ampwise.source.project import Code
-from ampwise.source.spots import spot
-from ampwise.source.vocabulary import SCALER
-from ampwise.source.walk import Site, Trace
 
 __all__ = ["RULE", "check"]
 
@@ -26,10 +26,10 @@ RULE = Rule(
     summary="A loss scale read before `scaler.update()` is used after it.",
     why=(
         "`update()` halves the scale after an overflow and doubles it after 2000 clean steps. A copy taken earlier "
-        "then multiplies or divides by the wrong power of two, and the gradients or the norms that come of it are "
-        "off by that factor without any error."
+        "then multiplies or divides by the wrong power of two, and the resulting gradients or norms are off by that "
+        "factor without any error."
     ),
-    fix="Read `scaler.get_scale()` where it is used; or call `scaler.unscale_(optimizer)` and do without it.",
+    fix="Read `scaler.get_scale()` where it is used, or call `scaler.unscale_(optimizer)` instead.",
     bad=(
         "scale = scaler.get_scale()\nfor x, y in loader:\n    scaler.scale(loss_fn(model(x), y)).backward()\n"
         "    norm = grad_norm(model) / scale\n    scaler.step(optimizer)\n    scaler.update()"
@@ -41,42 +41,42 @@ RULE = Rule(
 )
 NEEDS = (("caler",), ("get_scale", "._scale"), (".backward(",))
 
-# What a loss scale is there to multiply or divide.
-SCALED_THINGS = Pattern(r"grad|norm|loss", re.IGNORECASE)
+# What a loss scale multiplies or divides.
+SCALED_THINGS = LazyPattern(r"grad|norm|loss", re.IGNORECASE)
 IN_PLACE = frozenset(("mul_", "div_", "mul", "div", "_foreach_mul_", "_foreach_div_"))
 
 
-def check(code: Code) -> Iterator[Finding]:
+def check(code: SourceFile) -> Iterator[Finding]:
     for trace in code.traces:
         yield from _stale_in(trace)
 
 
-def _stale_in(trace: Trace) -> Iterator[Finding]:
+def _stale_in(trace: CodeTrace) -> Iterator[Finding]:
     taken = _scales_taken(trace)
     if not taken:
         return
     assigned = _assignments(trace, set(taken))
     assigned_in = {key: {loop for site in sites for loop in site.context.loops} for key, sites in assigned.items()}
-    told: set[tuple[str, ast.AST]] = set()
+    reported: set[tuple[str, ast.AST]] = set()
     for site in trace.statements:
         for key, used in _uses(site, taken):
             first = taken[key]
             stale = _from_before_the_loop(first, site, assigned_in[key], trace) or _from_before_the_update(
                 first, site, assigned[key], trace
             )
-            if stale and (key, site.node) not in told:
-                told.add((key, site.node))
+            if stale and (key, site.node) not in reported:
+                reported.add((key, site.node))
                 place = site.context.frame.outline.script.place(used)
                 line = spot(first.node, first.context.frame, place)
-                yield RULE.at(place, f"the scale of {line}; update() may have changed it since")
+                yield RULE.at(place, f"this scale was read in {line}; update() may have changed it since")
 
 
-# -- where a scale is kept --------------------------------------------------------------------------------
+# -- where a scale is stored ------------------------------------------------------------------------------
 
 
-def _scales_taken(trace: Trace) -> dict[str, Site]:
-    """``s = scaler.get_scale()``, ``self.inv = 1 / scaler.get_scale()``: by key, the first place each."""
-    found: dict[str, Site] = {}
+def _scales_taken(trace: CodeTrace) -> dict[str, CodeSite]:
+    """Map each key to the first statement like ``s = scaler.get_scale()`` or ``self.inv = 1 / scaler.get_scale()``."""
+    found: dict[str, CodeSite] = {}
     for site in trace.statements:
         if isinstance(site.node, ast.Assign) and _reads_scale(site.node.value, site.context.frame):
             for target in site.node.targets:
@@ -87,7 +87,7 @@ def _scales_taken(trace: Trace) -> dict[str, Site]:
 
 
 def _reads_scale(value: ast.expr, frame: Frame) -> bool:
-    """The scale itself or its inverse, as a number; the live tensor ``scaler._scale`` follows every update."""
+    """Return whether this is the scale or its inverse as a number; the tensor ``scaler._scale`` stays up to date."""
     if isinstance(value, ast.BinOp) and isinstance(value.op, ast.Div) and isinstance(value.left, ast.Constant):
         return _reads_scale(value.right, frame)
     if isinstance(value, ast.Call) and isinstance(value.func, ast.Name) and value.func.id == "float" and value.args:
@@ -103,8 +103,8 @@ def _reads_scale(value: ast.expr, frame: Frame) -> bool:
     return False
 
 
-def _assignments(trace: Trace, keys: set[str]) -> dict[str, list[Site]]:
-    found: dict[str, list[Site]] = {key: [] for key in keys}
+def _assignments(trace: CodeTrace, keys: set[str]) -> dict[str, list[CodeSite]]:
+    found: dict[str, list[CodeSite]] = {key: [] for key in keys}
     for site in trace.statements:
         for part in ast.walk(site.node):
             if isinstance(part, ast.Name | ast.Attribute) and isinstance(part.ctx, ast.Store):
@@ -117,8 +117,8 @@ def _assignments(trace: Trace, keys: set[str]) -> dict[str, list[Site]]:
 # -- where it is used -------------------------------------------------------------------------------------
 
 
-def _uses(site: Site, keys: Collection[str]) -> Iterator[tuple[str, ast.expr]]:
-    """A kept scale that multiplies or divides a loss, a gradient or a norm. Comparing scales is another matter."""
+def _uses(site: CodeSite, keys: Collection[str]) -> Iterator[tuple[str, ast.expr]]:
+    """Yield stored scales that multiply or divide a loss, a gradient or a norm; comparing scales is fine."""
     frame = site.context.frame
     for part in ast.walk(site.node):
         factor, scaled = _factor_and_scaled(part)
@@ -145,8 +145,8 @@ def _factor_and_scaled(node: ast.AST) -> tuple[ast.expr | None, str]:
 # -- whether it is stale ----------------------------------------------------------------------------------
 
 
-def _from_before_the_loop(taken: Site, use: Site, assigned_in: set[Loop], trace: Trace) -> bool:
-    """Taken outside a loop that updates the scaler and uses the copy, and never taken again in it."""
+def _from_before_the_loop(taken: CodeSite, use: CodeSite, assigned_in: set[Loop], trace: CodeTrace) -> bool:
+    """Return whether it was read outside a loop that updates the scaler and uses the copy, and never again inside."""
     outside, inside = taken.context.loops, use.context.loops
     if inside[: len(outside)] != outside or len(inside) == len(outside):
         return False
@@ -156,8 +156,8 @@ def _from_before_the_loop(taken: Site, use: Site, assigned_in: set[Loop], trace:
     return not _loops_that_update(trace).isdisjoint(loops)
 
 
-def _from_before_the_update(taken: Site, use: Site, assigned: list[Site], trace: Trace) -> bool:
-    """Taken, then update(), then a backward with the new scale, then used: all in one function and one loop."""
+def _from_before_the_update(taken: CodeSite, use: CodeSite, assigned: list[CodeSite], trace: CodeTrace) -> bool:
+    """Return whether it was read, then update() and a backward followed, then it was used, in one function and loop."""
     if len(assigned) != 1 or taken.context.frame is not use.context.frame or taken.context.loops != use.context.loops:
         return False
     if taken.context.guards != use.context.guards:
@@ -168,23 +168,23 @@ def _from_before_the_update(taken: Site, use: Site, assigned: list[Site], trace:
 
 
 def _next(lines: list[int], line: float) -> float:
-    """The first of these lines after another; infinite if there is none."""
+    """Return the first of these lines after another; infinite if there is none."""
     index = bisect.bisect_right(lines, line)
     return lines[index] if index < len(lines) else float("inf")
 
 
-def _line(site: Site) -> int:
+def _line(site: CodeSite) -> int:
     return getattr(site.node, "lineno", 0)
 
 
-@functools.lru_cache(maxsize=2)  # every use in a trace asks
-def _loops_that_update(trace: Trace) -> set[Loop]:
+@functools.lru_cache(maxsize=2)  # called for every use in a trace
+def _loops_that_update(trace: CodeTrace) -> set[Loop]:
     return {loop for event in trace.events() if event.kind == "update" for loop in event.context.loops}
 
 
 @functools.lru_cache(maxsize=2)
-def _lines(trace: Trace, kind: str) -> dict[Frame, list[int]]:
-    """The lines of the events of a kind, in order, by the frame they are in."""
+def _lines(trace: CodeTrace, kind: str) -> dict[Frame, list[int]]:
+    """Return the lines of the events of one kind, sorted, by frame."""
     found: dict[Frame, list[int]] = {}
     for event in trace.events():
         if event.kind == kind:

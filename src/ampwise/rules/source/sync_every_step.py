@@ -1,18 +1,18 @@
-"""Waiting for the GPU once for each parameter, or only to log the loss scale, in every training step."""
+"""GPU syncs in every training step, once per parameter or only to log the loss scale."""
 
 from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
 
+from ampwise.check.source.events import BranchGuard
+from ampwise.check.source.lazy_pattern import LazyPattern
+from ampwise.check.source.project import SourceFile
+from ampwise.check.source.questions import guard_source
+from ampwise.check.source.steps import Region
+from ampwise.check.source.torch_names import SCALER
+from ampwise.check.source.walk import CodeSite
 from ampwise.finding import Finding, Rule, Severity
-from ampwise.source.events import Guard
-from ampwise.source.pattern import Pattern
-from ampwise.source.project import Code
-from ampwise.source.questions import question
-from ampwise.source.steps import Region
-from ampwise.source.vocabulary import SCALER
-from ampwise.source.walk import Site
 
 __all__ = ["RULE", "check"]
 
@@ -20,13 +20,12 @@ RULE = Rule(
     code="AMP502",
     name="sync-every-step",
     severity=Severity.INFO,
-    summary="Every training step waits for the GPU: for each parameter, or to log the loss scale.",
+    summary="Every training step syncs with the GPU once per parameter, or to log the loss scale.",
     why=(
-        "`.item()`, `.cpu()` and `float(tensor)` wait until the GPU has done all that was asked of it. Done for each "
-        "parameter, that is hundreds of waits a step, between which the GPU has nothing to do. "
-        "`scaler.get_scale()` waits too."
+        "`.item()`, `.cpu()` and `float(tensor)` block until the GPU has finished all queued work. Once per "
+        "parameter, that is hundreds of syncs per step, between which the GPU is idle. `scaler.get_scale()` syncs too."
     ),
-    fix="Gather on the GPU, as `torch.nn.utils.get_total_norm` does, and wait once; log every so many steps.",
+    fix="Reduce on the GPU, as `torch.nn.utils.get_total_norm` does, and sync once; log only every few steps.",
     bad=(
         "for x, y in loader:\n    train_step(x, y)\n"
         "    norm = sum(p.grad.norm().item() ** 2 for p in model.parameters()) ** 0.5"
@@ -38,20 +37,20 @@ RULE = Rule(
 )
 NEEDS = ((".backward(",), ("get_scale", ".item(", ".cpu(", "float("))
 
-OVER_PARAMETERS = Pattern(r"\b(named_)?parameters\(")
-# Guards that tell parameters apart rather than steps.
-ABOUT_PARAMETERS = Pattern(r"grad|\bp\b|param|dim\b|weight|bias")
-LOGS = Pattern(r"^(log|log_\w+|add_scalars?|print|info|debug|set_postfix|set_postfix_str|set_description|write)$")
+OVER_PARAMETERS = LazyPattern(r"\b(named_)?parameters\(")
+# Guards that distinguish parameters rather than steps.
+ABOUT_PARAMETERS = LazyPattern(r"grad|\bp\b|param|dim\b|weight|bias")
+LOGS = LazyPattern(r"^(log|log_\w+|add_scalars?|print|info|debug|set_postfix|set_postfix_str|set_description|write)$")
 
 
 COMPREHENSIONS = (ast.ListComp, ast.GeneratorExp, ast.SetComp, ast.DictComp)
 STEP = ("backward", "scaled backward", "scaler step", "optimizer step")
-KNOWN_WITHOUT_WAITING = frozenset(("numel", "shape", "size", "dim", "ndim", "nelement"))
-FOR_EACH = "waits for the GPU once for each parameter, in every step"
-FOR_THE_LOG = "waits for the GPU in every step, only to log the loss scale"
+KNOWN_WITHOUT_SYNC = frozenset(("numel", "shape", "size", "dim", "ndim", "nelement"))
+FOR_EACH = "syncs with the GPU once per parameter, in every step"
+FOR_THE_LOG = "syncs with the GPU in every step, only to log the loss scale"
 
 
-def check(code: Code) -> Iterator[Finding]:
+def check(code: SourceFile) -> Iterator[Finding]:
     text = code.script.text
     if "parameters(" not in text and "get_scale" not in text:
         return
@@ -66,8 +65,8 @@ def check(code: Code) -> Iterator[Finding]:
                     yield RULE.at(code.script.place(node), message)
 
 
-def _every_step(region: Region, code: Code) -> Iterator[tuple[Site, list[Guard]]]:
-    """The statements of this file in the region, with what must hold for them beyond what the step itself asks."""
+def _every_step(region: Region, code: SourceFile) -> Iterator[tuple[CodeSite, list[BranchGuard]]]:
+    """Yield this file's statements in the region, with their conditions beyond those of the step itself."""
     steps = [event for event in region.events if event.kind in STEP]
     asked = {guard for event in steps for guard in event.context.guards}
     frames = {frame for event in steps for frame in event.frame.callers()}
@@ -78,8 +77,10 @@ def _every_step(region: Region, code: Code) -> Iterator[tuple[Site, list[Guard]]
             yield site, [guard for guard in context.guards if guard not in asked]
 
 
-def _for_each_parameter(site: Site, region: Region, guards: list[Guard]) -> Iterator[tuple[ast.AST, ast.AST, str]]:
-    """Each place that waits, and the loop it is part of: a loop is reported once."""
+def _for_each_parameter(
+    site: CodeSite, region: Region, guards: list[BranchGuard]
+) -> Iterator[tuple[ast.AST, ast.AST, str]]:
+    """Yield each expression that syncs and its loop: a loop is reported once."""
     if not all(_is_about_parameters(guard) for guard in guards):
         return
     loops = site.context.loops
@@ -101,8 +102,8 @@ def _is_over_parameters(node: ast.expr) -> bool:
     return OVER_PARAMETERS.search(ast.unparse(node)) is not None
 
 
-def _is_about_parameters(guard: Guard) -> bool:
-    return guard.boundary is None and bool(ABOUT_PARAMETERS.search(question(guard))) and "%" not in guard.text
+def _is_about_parameters(guard: BranchGuard) -> bool:
+    return guard.boundary is None and bool(ABOUT_PARAMETERS.search(guard_source(guard))) and "%" not in guard.text
 
 
 def _names(target: ast.expr) -> set[str]:
@@ -110,12 +111,12 @@ def _names(target: ast.expr) -> set[str]:
 
 
 def _reads_tensor(node: ast.AST, names: set[str]) -> bool:
-    """Whether a value of the parameter, or of its gradient, is fetched from the GPU."""
+    """Return whether a value of the parameter or its gradient is copied from the GPU."""
     fetched = [part for call in ast.walk(node) if isinstance(call, ast.Call) and (part := _fetched(call)) is not None]
     for tensor in fetched:
         parts = list(ast.walk(tensor))
         named = any(isinstance(part, ast.Name) and part.id in names for part in parts)
-        if named and not any(isinstance(part, ast.Attribute) and part.attr in KNOWN_WITHOUT_WAITING for part in parts):
+        if named and not any(isinstance(part, ast.Attribute) and part.attr in KNOWN_WITHOUT_SYNC for part in parts):
             return True
     return False
 
@@ -127,8 +128,8 @@ def _fetched(call: ast.Call) -> ast.expr | None:
     return call.args[0] if isinstance(func, ast.Name) and func.id == "float" and call.args else None
 
 
-def _logged_scale(site: Site, guards: list[Guard]) -> Iterator[tuple[ast.AST, ast.AST, str]]:
-    """``scaler.get_scale()`` in the arguments of a call that logs."""
+def _logged_scale(site: CodeSite, guards: list[BranchGuard]) -> Iterator[tuple[ast.AST, ast.AST, str]]:
+    """Yield ``scaler.get_scale()`` in the arguments of a logging call."""
     if guards or not isinstance(site.node, ast.Expr) or not isinstance(site.node.value, ast.Call):
         return
     func = site.node.value.func

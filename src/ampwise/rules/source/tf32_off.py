@@ -1,4 +1,4 @@
-"""TF32 switched off in a script that trains."""
+"""TF32 disabled in a training script."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import ast
 import functools
 from collections.abc import Iterator
 
+from ampwise.check.source.half_models import only_named_main
+from ampwise.check.source.lazy_pattern import LazyPattern
+from ampwise.check.source.outline import FunctionOutline
+from ampwise.check.source.project import SourceFile
+from ampwise.check.source.walk import CodeSite
 from ampwise.finding import Finding, Rule, Severity
-from ampwise.source.half_models import only_named_main
-from ampwise.source.outline import Function
-from ampwise.source.pattern import Pattern
-from ampwise.source.project import Code
-from ampwise.source.walk import Site
 
 __all__ = ["RULE", "check"]
 
@@ -19,13 +19,13 @@ RULE = Rule(
     code="AMP311",
     name="tf32-off",
     severity=Severity.INFO,
-    summary="TF32 is switched off for FP32 matrix products or convolutions.",
+    summary="TF32 is disabled for FP32 matmuls or convolutions.",
     why=(
-        "From Ampere on, FP32 matrix products and convolutions can run on the matrix units as TF32: the range of FP32 "
-        "with 10 explicit bits of mantissa, at several times the speed. It is off for matrix products by default and "
-        "on for cuDNN's convolutions. What autocast leaves in FP32 gains too."
+        "From Ampere on, FP32 matmuls and convolutions can run on the tensor cores as TF32: the range of FP32 with 10 "
+        "explicit mantissa bits, at several times the speed. It is off by default for matmuls and on for cuDNN "
+        "convolutions. It also speeds up what autocast leaves in FP32."
     ),
-    fix='Call `torch.set_float32_matmul_precision("high")`, and leave `torch.backends.cudnn.allow_tf32` alone.',
+    fix='Call `torch.set_float32_matmul_precision("high")`, and keep the default of `torch.backends.cudnn.allow_tf32`.',
     bad="torch.backends.cuda.matmul.allow_tf32 = False\ntorch.backends.cudnn.allow_tf32 = False",
     good='torch.set_float32_matmul_precision("high")',
     on_by_default=False,
@@ -34,11 +34,13 @@ NEEDS = (("allow_tf32", "float32_matmul_precision", "fp32_precision"),)
 
 SWITCHES = frozenset(("torch.backends.cuda.matmul.allow_tf32", "torch.backends.cudnn.allow_tf32"))
 SETTER = "torch.set_float32_matmul_precision"
-ABOUT_TF32 = Pattern(r"allow_tf32|set_float32_matmul_precision|fp32_precision")
-ON_PURPOSE = Pattern(r"determin|reprod|seed|test|bench|compar|verif|accura|precis|numeric|exact|stabil|debug|nan|bug")
+ABOUT_TF32 = LazyPattern(r"allow_tf32|set_float32_matmul_precision|fp32_precision")
+ON_PURPOSE = LazyPattern(
+    r"determin|reprod|seed|test|bench|compar|verif|accura|precis|numeric|exact|stabil|debug|nan|bug"
+)
 
 
-def check(code: Code) -> Iterator[Finding]:
+def check(code: SourceFile) -> Iterator[Finding]:
     if not ABOUT_TF32.search(code.script.text) or "backward(" not in code.script.text:
         return
     if ON_PURPOSE.search(code.path.rpartition("/")[2].lower()):
@@ -46,16 +48,16 @@ def check(code: Code) -> Iterator[Finding]:
     off = [site for site in code.statements if _switches(site) is False]
     set_otherwise = any(_switches(site) for site in code.statements)
     trains = any(event.kind in ("backward", "scaled backward") for event in code.events)
-    contexts: dict[ast.AST, list[Site]] = {}
+    contexts: dict[ast.AST, list[CodeSite]] = {}
     for site in off if trains and not set_otherwise else ():
         contexts.setdefault(site.node, []).append(site)
     for node, sites in contexts.items():
         if not any(_has_a_reason(site, code) for site in sites):
-            yield RULE.at(code.script.place(node), "FP32 matrix products run several times slower without TF32")
+            yield RULE.at(code.script.place(node), "FP32 matmuls run several times slower without TF32")
 
 
-def _switches(site: Site) -> bool | None:
-    """False for a statement that switches TF32 off, True for one that may switch it on, None for others."""
+def _switches(site: CodeSite) -> bool | None:
+    """Return False for a statement that disables TF32, True for one that may enable it, None for others."""
     node, frame = site.node, site.context.frame
     if isinstance(node, ast.Assign):
         for target in node.targets:
@@ -68,19 +70,19 @@ def _switches(site: Site) -> bool | None:
     return None
 
 
-def _has_a_reason(site: Site, code: Code) -> bool:
-    """A test decides it, the function is about reproducible runs, or a comment says why."""
+def _has_a_reason(site: CodeSite, code: SourceFile) -> bool:
+    """Return whether a condition decides it, the function is about reproducibility, or a comment gives a reason."""
     functions = [frame.function for frame in site.context.frame.callers()]
     if not only_named_main(site.context) or any(ON_PURPOSE.search(function.name.lower()) for function in functions):
         return True
     lines = code.script.lines
     line = getattr(site.node, "lineno", 1)
-    said = lines[line - 1].partition("#")[2]
+    comment = lines[line - 1].partition("#")[2]
     above = lines[line - 2] if line > 1 and lines[line - 2].lstrip().startswith("#") else ""
-    return _makes_deterministic(functions[0]) or bool(ON_PURPOSE.search(f"{said} {above}".lower()))
+    return _makes_deterministic(functions[0]) or bool(ON_PURPOSE.search(f"{comment} {above}".lower()))
 
 
-@functools.lru_cache(maxsize=8)  # every switch of a function asks
-def _makes_deterministic(function: Function) -> bool:
+@functools.lru_cache(maxsize=8)  # called for every switch of a function
+def _makes_deterministic(function: FunctionOutline) -> bool:
     beside = (node for node in function.body if not isinstance(node, ast.FunctionDef | ast.ClassDef))
     return any("deterministic" in ast.unparse(node) for node in beside)

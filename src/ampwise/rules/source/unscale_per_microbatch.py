@@ -1,14 +1,14 @@
-"""``unscale_`` called with every micro-batch of an accumulation window."""
+"""``unscale_`` called on every micro-batch of an accumulation window."""
 
 from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
 
+from ampwise.check.source.accumulation import accumulation_windows, is_fixed_name
+from ampwise.check.source.events import SourceEvent
+from ampwise.check.source.project import SourceFile
 from ampwise.finding import Finding, Rule, Severity
-from ampwise.source.accumulation import fixed_name, windows_of
-from ampwise.source.events import Event
-from ampwise.source.project import Code
 
 __all__ = ["RULE", "check"]
 
@@ -16,9 +16,9 @@ RULE = Rule(
     code="AMP104",
     name="unscale-per-microbatch",
     severity=Severity.ERROR,
-    summary="Gradients are unscaled with every micro-batch, but applied only after several.",
+    summary="Gradients are unscaled on every micro-batch, but applied only after several.",
     why=(
-        "Unscaled gradients and the next micro-batch's scaled ones add up to neither: the sum is dominated by the "
+        "Unscaled gradients and the scaled ones of the next micro-batch cannot be added: the sum is dominated by the "
         "last micro-batches, 65536 times too large. The second `unscale_` before an `update()` raises RuntimeError; "
         "with an `update()` in between it divides what was already divided."
     ),
@@ -35,19 +35,19 @@ RULE = Rule(
 NEEDS = (("unscale_",), (".backward(",))
 
 
-def check(code: Code) -> Iterator[Finding]:
+def check(code: SourceFile) -> Iterator[Finding]:
     for region in code.regions:
-        found: set[Event] = set()
-        for window in windows_of(region):
+        found: set[SourceEvent] = set()
+        for window in accumulation_windows(region):
             for event, _ in window.visits("unscale"):
                 if event not in found and _is_call_on_one_optimizer(event) and not window.only_sometimes(event):
                     found.add(event)
-                    yield RULE.at(event.place, "unscaled with every micro-batch, while the step waits for the last")
+                    yield RULE.at(event.place, "unscales on every micro-batch, but the step comes only after the last")
 
 
-def _is_call_on_one_optimizer(event: Event) -> bool:
-    """``scaler.unscale_(optimizer)``; a division by hand may be part of a scheme of its own."""
+def _is_call_on_one_optimizer(event: SourceEvent) -> bool:
+    """Return whether this is ``scaler.unscale_(optimizer)``; a manual division may be part of another scheme."""
     node = event.node
     if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute) or node.func.attr != "unscale_":
         return False
-    return bool(node.args) and fixed_name(node.args[0], event)
+    return bool(node.args) and is_fixed_name(node.args[0], event)

@@ -1,1 +1,1 @@
-"""Why a precision is not faster, and what makes a comparison doubtful."""
+"""Rules about why a precision is not faster, and what makes a comparison unreliable."""

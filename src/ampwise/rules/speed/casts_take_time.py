@@ -1,17 +1,17 @@
-"""A notable part of the time of a step spent on changing precision, as it was compared."""
+"""Casts that take a notable part of the step time in a comparison."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ampwise.evidence.speed import Speeds
 from ampwise.finding import Finding, Place
+from ampwise.rules.evidence.speed import SpeedComparison
 from ampwise.rules.time.casts_take_time import MUCH, RULE
 
 __all__ = ["RULE", "check"]
 
 
-def check(speeds: Speeds) -> Iterator[Finding]:
+def check(speeds: SpeedComparison) -> Iterator[Finding]:
     row = speeds.judged
     share = 0.0 if row is None or row.split is None else row.split.share("casts")
     if row is not None and share > MUCH:

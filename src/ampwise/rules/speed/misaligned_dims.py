@@ -1,19 +1,19 @@
-"""Matrix products in half precision whose sizes the matrix units cannot load in whole words, as they were compared."""
+"""Half-precision matmuls with misaligned sizes, in a comparison."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ampwise.evidence.speed import Speeds
-from ampwise.evidence.speed_command import of_verb
 from ampwise.finding import Finding, Place
+from ampwise.rules.evidence.speed import SpeedComparison
+from ampwise.rules.evidence.speed_command import with_command
 from ampwise.rules.source.misaligned_dims import RULE
 from ampwise.rules.time.misaligned_dims import NAMED, NOTABLE
 
 __all__ = ["RULE", "check"]
 
 
-def check(speeds: Speeds) -> Iterator[Finding]:
+def check(speeds: SpeedComparison) -> Iterator[Finding]:
     row = speeds.judged
     if row is None or speeds.device != "cuda":
         return
@@ -25,7 +25,6 @@ def check(speeds: Speeds) -> Iterator[Finding]:
         more = f" and {len(off) - NAMED} more" if len(off) > NAMED else ""
         yield RULE.at(
             Place(device=speeds.device_name),
-            f"{row.label}: {share:.0%} of the matrix work is in products with a row length that is no multiple of 8: "
-            f"{named}{more}",
-            evidence={"share": share, "experiment": of_verb(speeds.command, "align", "--device", "--batch")},
+            f"{row.label}: {share:.0%} of the matmul work has a row length that is not a multiple of 8: {named}{more}",
+            evidence={"share": share, "experiment": with_command(speeds.command, "align", "--device", "--batch")},
         )

@@ -1,13 +1,13 @@
-"""A CPU that computes BF16 without instructions for it."""
+"""BF16 on a CPU without BF16 instructions."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ampwise.evidence.speed import Row, Speeds
-from ampwise.evidence.speed_verdict import OPTIONAL, Verdict
-from ampwise.evidence.speed_words import times
 from ampwise.finding import Finding, Place, Rule, Severity
+from ampwise.rules.evidence.speed import PrecisionRow, SpeedComparison
+from ampwise.rules.evidence.speed_text import ratio_text
+from ampwise.rules.evidence.speed_verdict import OPTIONAL, SpeedVerdict
 
 __all__ = ["RULE", "check"]
 
@@ -17,16 +17,16 @@ RULE = Rule(
     severity=Severity.INFO,
     summary="BF16 is slow on a CPU that has no instructions for it.",
     why=(
-        "Products in BF16 are fast on CPUs with AMX tiles, AVX512-BF16 or ARM's BF16 extension. Others widen every "
-        "value to FP32, compute, and round again, often in kernels that nobody has made fast."
+        "BF16 matmuls are fast on CPUs with AMX tiles, AVX512-BF16 or ARM's BF16 extension. Other CPUs widen every "
+        "value to FP32, compute, and round again, often in unoptimised kernels."
     ),
-    fix="Stay with FP32 on this CPU, and measure BF16 on the device that you will train on.",
+    fix="Stay with FP32 on this CPU, and measure BF16 on the device you will train on.",
     bad='with torch.autocast("cpu", torch.bfloat16):  # on a CPU without AMX\n    loss = model(x)',
     good="loss = model(x)",
 )
 
 
-def check(speeds: Speeds) -> Iterator[Finding]:
+def check(speeds: SpeedComparison) -> Iterator[Finding]:
     if speeds.bf16_instructions is not False:
         return
     for row in speeds.rows:
@@ -35,15 +35,15 @@ def check(speeds: Speeds) -> Iterator[Finding]:
             continue
         yield RULE.at(
             Place(device=speeds.device_name),
-            f"{speeds.device_name} has no instructions for BF16 (AMX, AVX512-BF16 or ARM's BF16), and bf16 {how}",
+            f"{speeds.device_name} has no instructions for BF16 (AMX, AVX512-BF16 or ARM's BF16); bf16 {how}",
             evidence={"experiment": "ampwise gpu"},
         )
 
 
-def _how_slow(row: Row, speeds: Speeds) -> str | None:
-    """None where it is not, or noise does not let one say so."""
+def _how_slow(row: PrecisionRow, speeds: SpeedComparison) -> str | None:
+    """Return how slow BF16 is; None if it is not slow, or the difference is within the noise."""
     if row.slower is not None:
         return f"takes {row.slower:,.0f} times as long as fp32"
-    if row.ratio is None or row.ratio.median >= OPTIONAL or speeds.verdict(row) is Verdict.NOISE:
+    if row.ratio is None or row.ratio.median >= OPTIONAL or speeds.verdict(row) is SpeedVerdict.NOISE:
         return None
-    return f"is {times(row.ratio.median)} as fast as fp32"
+    return f"is {ratio_text(row.ratio.median)} as fast as fp32"

@@ -1,12 +1,12 @@
-"""A precision that computes something else."""
+"""A precision whose loss differs by more than rounding explains."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
 
-from ampwise.evidence.speed import LossCheck, Row, Speeds
 from ampwise.finding import Finding, Place, Rule, Severity
+from ampwise.rules.evidence.speed import LossCheck, PrecisionRow, SpeedComparison
 
 __all__ = ["RULE", "check"]
 
@@ -14,26 +14,25 @@ RULE = Rule(
     code="AMP520",
     name="not-the-same-loss",
     severity=Severity.ERROR,
-    summary="In a precision, the same weights and batch give a loss that rounding does not explain.",
+    summary="The same weights and batch give a loss that differs from FP32 by more than rounding explains.",
     why=(
-        "Rounding moves a loss by a few times the precision's epsilon, and more where the loss is sensitive to its "
-        "weights. A loss that is further off, or not finite, comes of a value that overflows, a difference in which "
-        "all digits cancel, or code that does something else under autocast. It would not train the same model, so how "
-        "fast it is does not matter."
+        "Rounding changes a loss by a few times the precision's epsilon, and more if the loss is sensitive to its "
+        "weights. A loss that is further off, or not finite, is caused by an overflow, a cancellation, or code that "
+        "behaves differently under autocast. It would not train the same model, so its speed does not matter."
     ),
-    fix="Keep the part that goes wrong in FP32, and see whether the loss is the same again.",
-    bad="score = torch.exp(logits)  # above 11, that is inf in FP16",
+    fix="Keep the affected part in FP32, and check that the loss agrees again.",
+    bad="score = torch.exp(logits)  # inf in FP16 above 11",
     good="score = torch.exp(logits.float())",
 )
 
 
-def check(speeds: Speeds) -> Iterator[Finding]:
+def check(speeds: SpeedComparison) -> Iterator[Finding]:
     for row in speeds.rows:
         if row.differs:
             yield _finding(row, speeds)
 
 
-def _finding(row: Row, speeds: Speeds) -> Finding:
+def _finding(row: PrecisionRow, speeds: SpeedComparison) -> Finding:
     assert row.loss is not None
     return RULE.at(
         Place(device=speeds.device_name),
@@ -53,5 +52,5 @@ def _how(label: str, check: LossCheck) -> str:
     if not math.isfinite(check.loss):
         return losses
     if not check.finite_gradients:
-        return f"gradients in {label} are not finite, and those in fp32 are"
-    return f"{losses}, and rounding explains {check.tolerance:.2g} at most"
+        return f"gradients are not finite in {label}, but are in fp32"
+    return f"{losses}, but rounding explains at most {check.tolerance:.2g}"

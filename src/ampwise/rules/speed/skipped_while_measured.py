@@ -1,11 +1,11 @@
-"""Steps that were timed and did not update anything."""
+"""Timed steps whose optimizer update was skipped."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ampwise.evidence.speed import Speeds
 from ampwise.finding import Finding, Place, Rule, Severity
+from ampwise.rules.evidence.speed import SpeedComparison
 
 __all__ = ["RULE", "check"]
 
@@ -13,11 +13,11 @@ RULE = Rule(
     code="AMP521",
     name="skipped-while-measured",
     severity=Severity.WARNING,
-    summary="Steps were timed whose update was skipped: their times are too short.",
+    summary="Some timed steps skipped their update, so their times are too short.",
     why=(
-        "A loss scale begins high, and is halved whenever gradients overflow; a step in which they do is over without "
-        "its optimizer. Some of these are ordinary before the measuring begins. Where there are more of them, the "
-        "gradients overflow time and again, and the precision looks faster than it is."
+        "A loss scale starts high and is halved whenever gradients overflow; such a step ends without the optimizer "
+        "update. A few of these are normal before the measurement starts. If there are more, the gradients overflow "
+        "repeatedly, and the precision looks faster than it is."
     ),
     fix="Find out why gradients overflow, or use BF16, which needs no scale.",
     bad="loss = (logits * 1e4).square().mean()",
@@ -25,11 +25,11 @@ RULE = Rule(
 )
 
 
-def check(speeds: Speeds) -> Iterator[Finding]:
+def check(speeds: SpeedComparison) -> Iterator[Finding]:
     for row in speeds.rows:
         if row.skipped:
             yield RULE.at(
                 Place(device=speeds.device_name),
-                f"{row.label}: {row.skipped} of the steps that were timed had no update, as gradients overflowed",
+                f"{row.label}: {row.skipped} of the timed steps skipped the update because gradients overflowed",
                 evidence={"skipped": row.skipped, "experiment": speeds.experiment("--precisions bf16")},
             )

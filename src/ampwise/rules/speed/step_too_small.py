@@ -1,11 +1,11 @@
-"""A step whose pieces are over before the next one is launched."""
+"""A step whose kernels are shorter than their launches."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ampwise.evidence.speed import Speeds
 from ampwise.finding import Finding, Place, Rule, Severity
+from ampwise.rules.evidence.speed import SpeedComparison
 
 __all__ = ["RULE", "check"]
 
@@ -13,20 +13,20 @@ RULE = Rule(
     code="AMP515",
     name="step-too-small",
     severity=Severity.INFO,
-    summary="16 bits gain little, and what is launched takes no longer than its launch.",
+    summary="16-bit gains little, because the kernels take no longer than their launches.",
     why=(
-        "To start an operator costs the host a few microseconds, whatever it computes and in whatever precision. Where "
-        "the operators themselves take no longer, the time of a step is that of its launches, and faster matrix units "
-        "have nothing to make faster."
+        "Launching an operator takes the host a few microseconds, in any precision. If the operators themselves take "
+        "no longer, the step time is the launch time, and faster tensor cores do not help."
     ),
-    fix="Give each operator more to do: a larger batch, longer sequences, a wider model; or fuse them: torch.compile.",
+    fix="Give each operator more work (a larger batch, longer sequences, a wider model), or fuse operators with "
+    "torch.compile.",
     bad="loader = DataLoader(samples, batch_size=8)",
     good="loader = DataLoader(samples, batch_size=256)",
 )
-SHORT = 10e-6  # seconds: about what it takes to launch two
+SHORT = 10e-6  # seconds: about two launches
 
 
-def check(speeds: Speeds) -> Iterator[Finding]:
+def check(speeds: SpeedComparison) -> Iterator[Finding]:
     row = speeds.judged
     if row is None or row.split is None or not row.split.launches:
         return
@@ -35,7 +35,7 @@ def check(speeds: Speeds) -> Iterator[Finding]:
         what = "kernels" if row.split.on_device else "operators"
         yield RULE.at(
             Place(device=speeds.device_name),
-            f"{row.label}: a step is {row.split.launches:,} {what} of {1e6 * each:.1f} µs each, no more than a launch "
-            "takes",
+            f"{row.label}: a step is {row.split.launches:,} {what} of {1e6 * each:.1f} µs each, no longer than a "
+            "launch",
             evidence={"launches": row.split.launches, "seconds_each": each, "experiment": speeds.larger()},
         )

@@ -1,1 +1,1 @@
-"""What a script does in its training steps: the order of calls, and whose gradients they touch."""
+"""Rules about what a script does in its training steps: the order of calls, and the gradients they affect."""

@@ -1,11 +1,11 @@
-"""Means of micro-batches added up."""
+"""Accumulation of mean losses that are not divided."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ampwise.evidence.conduct import OptimizerStep, ScalerStep
 from ampwise.finding import Finding
+from ampwise.rules.evidence.run_events import OptimizerStep, ScalerStep
 from ampwise.rules.source.accum_not_normalised import RULE
 
 __all__ = ["RULE", "check"]
@@ -15,7 +15,7 @@ def check(step: OptimizerStep | ScalerStep) -> Iterator[Finding]:
     for backward in step.undivided:
         yield RULE.at(
             backward.site.place,
-            f"{step.backwards} backward passes add up before the step at {step.site.short}, each of a mean that "
-            f"nothing divides: the gradient is {step.backwards} times that of the whole batch",
+            f"{step.backwards} backward passes accumulate before the step at {step.site.short}, each of a mean that "
+            f"is not divided: the gradient is {step.backwards} times that of the whole batch",
             evidence={"backward_passes": step.backwards},
         )

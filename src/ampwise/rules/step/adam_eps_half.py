@@ -1,16 +1,16 @@
-"""An eps that FP16 has no number for."""
+"""An eps that rounds to zero in FP16."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ampwise.evidence.conduct import OptimizerStep, ScalerStep
 from ampwise.finding import Finding
+from ampwise.rules.evidence.run_events import OptimizerStep, ScalerStep
 from ampwise.rules.source.adam_eps_half import RULE
 
 __all__ = ["RULE", "check"]
 
-FLUSHED = 2.0**-25  # and below: rounded to zero
+FLUSHED = 2.0**-25  # values up to this round to zero
 
 
 def check(step: OptimizerStep | ScalerStep) -> Iterator[Finding]:

@@ -1,16 +1,18 @@
-"""A loss that autocast refuses."""
+"""A loss that raises an error under autocast."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ampwise.evidence.conduct import Died
 from ampwise.finding import Finding
+from ampwise.rules.evidence.run_events import ScriptFailed
 from ampwise.rules.source.bceloss_autocast import RULE
 
 __all__ = ["RULE", "check"]
 
 
-def check(death: Died) -> Iterator[Finding]:
+def check(death: ScriptFailed) -> Iterator[Finding]:
     if "unsafe to autocast" in death.message:
-        yield RULE.at(death.site.place, "torch refuses `binary_cross_entropy` under autocast: the script ended here")
+        yield RULE.at(
+            death.site.place, "torch raises an error for `binary_cross_entropy` under autocast: the script ended here"
+        )

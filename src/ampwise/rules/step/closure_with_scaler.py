@@ -1,11 +1,11 @@
-"""A closure, which computes gradients where no scaler sees them."""
+"""A closure passed to scaler.step."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ampwise.evidence.conduct import ScalerStep
 from ampwise.finding import Finding
+from ampwise.rules.evidence.run_events import ScalerStep
 from ampwise.rules.source.closure_with_scaler import RULE
 
 __all__ = ["RULE", "check"]
@@ -13,4 +13,4 @@ __all__ = ["RULE", "check"]
 
 def check(step: ScalerStep) -> Iterator[Finding]:
     if step.closure:
-        yield RULE.at(step.site.place, f"`scaler.step` is given a closure for {step.optimizer}")
+        yield RULE.at(step.site.place, f"`scaler.step` is called with a closure for {step.optimizer}")

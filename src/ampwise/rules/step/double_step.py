@@ -1,11 +1,11 @@
-"""One backward pass, two steps."""
+"""Two optimizer steps for one backward pass."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ampwise.evidence.conduct import OptimizerStep, ScalerStep
 from ampwise.finding import Finding
+from ampwise.rules.evidence.run_events import OptimizerStep, ScalerStep
 from ampwise.rules.source.double_step import RULE
 
 __all__ = ["RULE", "check"]
@@ -15,7 +15,7 @@ def check(step: OptimizerStep) -> Iterator[Finding]:
     if step.again:
         yield RULE.at(
             step.site.place,
-            "the optimizer steps again with the gradients that `scaler.step` has just applied, or skipped",
+            "the optimizer steps again with gradients that `scaler.step` has just applied or skipped",
         )
 
 

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ampwise.evidence.conduct import Forward, OptimizerStep, ScalerStep
 from ampwise.finding import Finding
+from ampwise.rules.evidence.run_events import ForwardCall, OptimizerStep, ScalerStep
 from ampwise.rules.source.mixed_half_dtypes import RULE
 
 __all__ = ["RULE", "check"]
 
 
-def check(forward: Forward) -> Iterator[Finding]:
+def check(forward: ForwardCall) -> Iterator[Finding]:
     if forward.other_half is not None:
         yield RULE.at(
             forward.site.place,
-            f"{forward.model} runs in {forward.precision.upper()} here, in a step that has run in "
-            f"{forward.other_half.upper()} before",
+            f"{forward.model} runs in {forward.precision.upper()} here, in a step that also ran in "
+            f"{forward.other_half.upper()}",
         )
 
 

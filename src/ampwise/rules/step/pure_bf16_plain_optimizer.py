@@ -1,11 +1,11 @@
-"""BF16 weights that small updates do not reach."""
+"""BF16 weights that are too coarse for small updates."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ampwise.evidence.conduct import OptimizerStep
 from ampwise.finding import Finding
+from ampwise.rules.evidence.run_events import OptimizerStep
 from ampwise.rules.source.pure_bf16_plain_optimizer import RULE
 
 __all__ = ["RULE", "check"]
@@ -14,5 +14,6 @@ __all__ = ["RULE", "check"]
 def check(step: OptimizerStep) -> Iterator[Finding]:
     if step.plain and step.parameters == ("bf16",):
         yield RULE.at(
-            step.site.place, f"{step.optimizer} adds its updates to BF16 weights, which have 8 bits to hold the sum"
+            step.site.place,
+            f"{step.optimizer} adds its updates directly to BF16 weights, which have 8 significant bits",
         )

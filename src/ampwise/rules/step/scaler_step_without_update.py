@@ -1,11 +1,11 @@
-"""A scaler that is never told that the iteration is over."""
+"""A scaler that steps twice without an update."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ampwise.evidence.conduct import ScalerStep
 from ampwise.finding import Finding
+from ampwise.rules.evidence.run_events import ScalerStep
 from ampwise.rules.source.scaler_step_without_update import RULE
 
 __all__ = ["RULE", "check"]
@@ -14,5 +14,5 @@ __all__ = ["RULE", "check"]
 def check(step: ScalerStep) -> Iterator[Finding]:
     if step.again:
         yield RULE.at(
-            step.site.place, "the second `scaler.step` without `scaler.update` between: torch raises an error here"
+            step.site.place, "the second `scaler.step` without a `scaler.update` in between: torch raises an error here"
         )

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ampwise.evidence.conduct import ScalerStep
 from ampwise.finding import Finding
+from ampwise.rules.evidence.run_events import ScalerStep
 from ampwise.rules.source.shared_scaler import RULE
 
 __all__ = ["RULE", "check"]

@@ -1,11 +1,11 @@
-"""Unscaling what is unscaled."""
+"""Gradients that are unscaled twice."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ampwise.evidence.conduct import Unscale
 from ampwise.finding import Finding
+from ampwise.rules.evidence.run_events import Unscale
 from ampwise.rules.source.unscale_twice import RULE
 
 __all__ = ["RULE", "check"]

@@ -1,1 +1,1 @@
-"""Where a run's time goes."""
+"""Rules about where a run's time goes."""

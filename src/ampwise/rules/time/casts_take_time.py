@@ -1,11 +1,11 @@
-"""A notable part of the device's time spent on changing precision."""
+"""Casts that take a notable part of the device time."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ampwise.evidence.timing import TimeUse
 from ampwise.finding import Finding, Place, Rule, Severity
+from ampwise.rules.evidence.time_use import TimeUse
 
 __all__ = ["RULE", "check"]
 
@@ -13,11 +13,11 @@ RULE = Rule(
     code="AMP505",
     name="casts-take-time",
     severity=Severity.INFO,
-    summary="More than 15% of the device's time goes into copies from one precision to another.",
+    summary="More than 15% of the device time goes into casts between precisions.",
     why=(
-        "Autocast casts an operator's inputs each time, except weights, which it casts once in a region. Where "
-        "operators of the two kinds alternate, where regions are entered anew for each small piece, or where the "
-        "cache of casts is off, the copies eat up what half precision saves."
+        "Autocast casts an operator's inputs each time, except weights, which it casts once per region. When FP32 and "
+        "16-bit operators alternate, when a region is entered for each small piece, or when the cast cache is off, "
+        "the casts cost what half precision saves."
     ),
     fix="Enter autocast once around the whole forward pass, keep its cache on, or let torch.compile fuse the casts.",
     bad=(
@@ -28,7 +28,7 @@ RULE = Rule(
     good='with torch.autocast("cuda", dtype=torch.bfloat16):\n    for block in blocks:\n        x = block(x)',
 )
 MUCH = 0.15
-LEAST = 5e-4  # seconds a step: what a tiny model loses is nobody's trouble
+LEAST = 5e-4  # seconds per step: less is negligible
 
 
 def check(use: TimeUse) -> Iterator[Finding]:
@@ -37,6 +37,6 @@ def check(use: TimeUse) -> Iterator[Finding]:
     if use.device == "cuda" and share is not None and share > MUCH and seconds > LEAST:
         yield RULE.at(
             Place(device=use.device),
-            f"{share:.0%} of the device's time goes into casts: {1e3 * seconds:.1f} ms a step",
+            f"{share:.0%} of the device time goes into casts: {1e3 * seconds:.1f} ms per step",
             evidence={"share": share, "seconds_per_step": seconds},
         )

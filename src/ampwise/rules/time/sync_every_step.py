@@ -1,16 +1,16 @@
-"""Waits for the GPU at one line, many times in each step, as they happened."""
+"""Repeated GPU syncs at one line in each step, as they happened."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ampwise.evidence.timing import TimeUse
 from ampwise.finding import Finding
+from ampwise.rules.evidence.time_use import TimeUse
 from ampwise.rules.source.sync_every_step import RULE
 
 __all__ = ["RULE", "check"]
 
-# A loss that is logged, a batch that is moved and a scaler's look at its gradients are a wait or two each.
+# Logging a loss, moving a batch and a scaler's check for inf are a sync or two each.
 MANY = 4
 
 
@@ -19,4 +19,4 @@ def check(use: TimeUse) -> Iterator[Finding]:
         each = count / use.sync_steps if use.sync_steps else 0.0
         if each >= MANY:
             evidence = {"waits": count, "steps": use.sync_steps}
-            yield RULE.at(site.place, f"waits for the GPU {each:.0f} times in a step", evidence=evidence)
+            yield RULE.at(site.place, f"syncs with the GPU {each:.0f} times per step", evidence=evidence)

@@ -1,13 +1,13 @@
-"""Which files a capsule is made of."""
+"""The files of a capsule."""
 
 from __future__ import annotations
 
-__all__ = ["BATCH", "FACTS", "FORMAT", "LARGEST_FACTS", "SEAL", "VERSION", "WEIGHTS"]
+__all__ = ["BATCH", "CHECKSUM", "FORMAT", "MAX_METADATA_BYTES", "METADATA", "VERSION", "WEIGHTS"]
 
 FORMAT = "ampwise-capsule"
 VERSION = 1
-FACTS = "capsule.json"  # all but tensors, and the checksums of the files that hold these
-SEAL = "capsule.sha256"  # the checksum of capsule.json, as sha256sum writes and checks it
-BATCH = "tensors.safetensors"  # what the step was given, and the state of random numbers
-WEIGHTS = "weights.safetensors"  # weights and buffers; not there without weights
-LARGEST_FACTS = 16_000_000  # bytes; a real one has some thousands
+METADATA = "capsule.json"  # everything but tensors, and the checksums of the tensor files
+CHECKSUM = "capsule.sha256"  # checksum of capsule.json, in the format of sha256sum
+BATCH = "tensors.safetensors"  # the step's inputs and the random state
+WEIGHTS = "weights.safetensors"  # weights and buffers; absent in a capsule without weights
+MAX_METADATA_BYTES = 16_000_000  # bytes; a real one has a few thousand

@@ -1,4 +1,4 @@
-"""A capsule written: into a new folder, which has its name once it is whole."""
+"""Write a capsule to a new folder, which gets its final name once it is complete."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ import torch
 from torch import Tensor
 
 from ampwise.errors import AmpwiseError, BadInput
-from ampwise.printers.tool import installed_version
-from ampwise.record.files import write_aside
-from ampwise.record.rows import Seen
-from ampwise.record.stored import findings_data
-from ampwise.strict_json import dumps, refuse_many
-from ampwise.tensors_on_disk import refuse_unwritable, size_on_disk, write_tensors
-from ampwise.trace.capsule.arguments import checked_arguments
-from ampwise.trace.capsule.contents import Contents
-from ampwise.trace.capsule.layout import BATCH, FACTS, FORMAT, LARGEST_FACTS, SEAL, VERSION, WEIGHTS
-from ampwise.trace.capsule.tree import Packer
-from ampwise.user_code import checked_name
+from ampwise.finding.strict_json import dumps, refuse_many
+from ampwise.finding.version import installed_version
+from ampwise.rules.evidence.rows import CountedFinding
+from ampwise.runs.files import write_atomically
+from ampwise.runs.findings_json import findings_data
+from ampwise.runs.tensor_files import refuse_unwritable, size_on_disk, write_tensors
+from ampwise.trace.capsule.build_arguments import checked_arguments
+from ampwise.trace.capsule.contents import CapsuleContents
+from ampwise.trace.capsule.layout import BATCH, CHECKSUM, FORMAT, MAX_METADATA_BYTES, METADATA, VERSION, WEIGHTS
+from ampwise.trace.capsule.packing import Packer
+from ampwise.trace.user_code import split_function_name
 
 __all__ = ["next_path", "size_of", "write"]
 
-MOST = 1000  # capsules of one step in a folder
+MAX_CAPSULES = 1000  # number of capsules of one step in a folder, plus 1
 
 
 @dataclass(frozen=True, slots=True)
 class _Packed:
-    """What goes into which file."""
+    """The contents of each file."""
 
     facts: dict[str, Any]
     files: dict[str, dict[str, Tensor]]
@@ -45,37 +45,37 @@ class _Packed:
         return len(dumps(self.facts)) + sum(size_on_disk(tensors) for tensors in self.files.values())
 
 
-def size_of(contents: Contents, weights: bool = True) -> int:
-    """How many bytes ``write`` will write, but for a few hundred; BadInput for what it would refuse."""
+def size_of(contents: CapsuleContents, weights: bool = True) -> int:
+    """Return how many bytes ``write`` will write, within a few hundred; BadInput for contents it would refuse."""
     return _packed(contents, weights).size
 
 
-def next_path(folder: str | Path, contents: Contents) -> Path:
-    """Where ``write`` will put it, unless another process is faster."""
+def next_path(folder: str | Path, contents: CapsuleContents) -> Path:
+    """Return the folder that ``write`` will create, unless another process takes the name first."""
     return next(_free_paths(Path(folder), _name(contents)))
 
 
-def write(folder: str | Path, contents: Contents, weights: bool = True) -> Path:
-    """Write a capsule into a new folder below this one, such as ``step-000012``; returns where.
+def write(folder: str | Path, contents: CapsuleContents, weights: bool = True) -> Path:
+    """Write a capsule into a new folder below this one, such as ``step-000012``, and return its path.
 
-    weights: with weights and buffers; without, what replays it has to bring them. BadInput for what a capsule has no
-    form for, or where there is no room; nothing is left behind then.
+    weights: include weights and buffers; without them, the replay must provide them. BadInput for contents that a
+    capsule cannot hold, or if the disk is full; then nothing is left behind.
     """
     packed = _packed(contents, weights)
     home = Path(folder)
     aside = home / f".{_name(contents)}.{secrets.token_hex(4)}.new"
     try:
         home.mkdir(parents=True, exist_ok=True)
-        _refuse_without_room(home, packed.size)
+        _refuse_full_disk(home, packed.size)
         aside.mkdir()
         _write_files(aside, packed)
         return _put_in_place(aside, home, _name(contents))
     except OSError as error:
         raise BadInput(
-            f"a capsule cannot be written to {home}: {error.strerror or error}. Name another folder."
+            f"a capsule cannot be written to {home}: {error.strerror or error}. Choose another folder."
         ) from error
     finally:
-        shutil.rmtree(aside, ignore_errors=True)  # where it is still there, it is not whole
+        shutil.rmtree(aside, ignore_errors=True)  # if it still exists, it is incomplete
 
 
 def _write_files(folder: Path, packed: _Packed) -> None:
@@ -84,59 +84,59 @@ def _write_files(folder: Path, packed: _Packed) -> None:
         written = write_tensors(folder / name, tensors)
         sums[name] = {"bytes": written.size, "sha256": written.sha256}
     text = dumps({**packed.facts, "files": sums}).encode()
-    if len(text) > LARGEST_FACTS:
+    if len(text) > MAX_METADATA_BYTES:
         raise BadInput(
-            f"what is to be written besides tensors has {len(text):,} bytes, and {LARGEST_FACTS:,} is the most."
+            f"the capsule's data besides tensors has {len(text):,} bytes; the limit is {MAX_METADATA_BYTES:,}."
         )
     try:
         refuse_many(text)
     except ValueError as error:
-        raise BadInput(f"what is to be written besides tensors cannot be read again: {error}.") from error
-    write_aside(folder / FACTS, [text])
-    write_aside(folder / SEAL, [f"{hashlib.sha256(text).hexdigest()}  {FACTS}\n".encode()])
+        raise BadInput(f"the capsule's data besides tensors could not be read again: {error}.") from error
+    write_atomically(folder / METADATA, [text])
+    write_atomically(folder / CHECKSUM, [f"{hashlib.sha256(text).hexdigest()}  {METADATA}\n".encode()])
 
 
 def _put_in_place(aside: Path, home: Path, name: str) -> Path:
-    """Under a name that nothing has. What is there stays."""
+    """Rename the finished folder to a free name; existing files are never replaced."""
     for path in _free_paths(home, name):
         try:
             return aside.rename(path)
-        except OSError:  # another process was faster
+        except OSError:  # another process took the name first
             if not path.exists():
                 raise
-    raise AssertionError("there is a path, or an error")
+    raise AssertionError("_free_paths yields a path or raises")
 
 
 def _free_paths(home: Path, name: str) -> Iterator[Path]:
-    for number in range(1, MOST):
+    for number in range(1, MAX_CAPSULES):
         path = home / (name if number == 1 else f"{name}-{number}")
         if not (path.exists() or path.is_symlink()):
             yield path
-    raise BadInput(f"{home} has {MOST - 1} capsules of {name} already. Remove some, or name another folder.")
+    raise BadInput(f"{home} already has {MAX_CAPSULES - 1} capsules of {name}. Remove some, or choose another folder.")
 
 
-def _refuse_without_room(folder: Path, size: int) -> None:
+def _refuse_full_disk(folder: Path, size: int) -> None:
     free = shutil.disk_usage(folder).free
     if size > free:
         raise BadInput(
-            f"a capsule of {size:,} bytes is too large for {folder}, where {free:,} are free. Leave out the "
-            "weights, or name another folder."
+            f"a capsule of {size:,} bytes does not fit in {folder}, where {free:,} bytes are free. Leave out the "
+            "weights, or choose another folder."
         )
 
 
-def _name(contents: Contents) -> str:
+def _name(contents: CapsuleContents) -> str:
     step = "step" if contents.step is None else f"step-{contents.step:06d}"
     return f"{step}-rank{contents.rank}" if contents.rank else step
 
 
-# --- what is written -----------------------------------------------------------------------------------------------
+# --- the contents --------------------------------------------------------------------------------------------------
 
 
-def _packed(contents: Contents, with_weights: bool) -> _Packed:
+def _packed(contents: CapsuleContents, with_weights: bool) -> _Packed:
     device = contents.device or _device_of(contents)
     packer = Packer(device)
     if contents.build is not None:
-        checked_name(contents.build, "build")
+        split_function_name(contents.build, "build")
     facts = {
         "format": FORMAT,
         "version": VERSION,
@@ -154,7 +154,7 @@ def _packed(contents: Contents, with_weights: bool) -> _Packed:
         },
         "random": packer.pack(contents.random, "random"),
         "environment": packer.pack({**_environment(), **contents.environment}, "environment"),
-        "findings": findings_data(Seen(finding=finding) for finding in contents.findings),
+        "findings": findings_data(CountedFinding(finding=finding) for finding in contents.findings),
     }
     if not with_weights or not contents.weights:
         return _Packed({**facts, "model": None}, {BATCH: packer.tensors})
@@ -163,33 +163,33 @@ def _packed(contents: Contents, with_weights: bool) -> _Packed:
 
 
 def _stored(weights: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Which name is where in the file: tensors that are one, such as tied weights, are there once."""
+    """Return the name in the file for each tensor, and the file's tensors: tied weights are stored once."""
     both = weights.keys() & buffers.keys()
     if both:
-        raise BadInput(f"{min(both)!r} is the name of a weight and of a buffer.")
+        raise BadInput(f"{min(both)!r} is the name of both a weight and a buffer.")
     tensors: dict[str, Tensor] = {}
     known: dict[Any, str] = {}
     places: dict[str, dict[str, str]] = {"weights": {}, "buffers": {}}
-    for room, named in (("weights", weights), ("buffers", buffers)):
+    for part, named in (("weights", weights), ("buffers", buffers)):
         for name, tensor in named.items():
             try:
-                refuse_unwritable(f"{room}: {name!r}", tensor)
+                refuse_unwritable(f"{part}: {name!r}", tensor)
             except AmpwiseError as error:
                 raise BadInput(str(error)) from error
-            places[room][name] = stored = known.setdefault(_memory(tensor), name)
+            places[part][name] = stored = known.setdefault(_memory(tensor), name)
             tensors.setdefault(stored, tensor)
     return places, tensors
 
 
 def _memory(tensor: Tensor) -> Any:
     where = tensor.untyped_storage().data_ptr()
-    if not where:  # it is empty, and so is every other of its kind
+    if not where:  # empty tensors all have the address 0
         return id(tensor)
     return where, tensor.device, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
 
 
-def _device_of(contents: Contents) -> str:
-    """The kind that computes: the first that is not the CPU."""
+def _device_of(contents: CapsuleContents) -> str:
+    """Return the type of the device that ran the step: the first that is not the CPU."""
     given = (contents.weights, list(contents.args), dict(contents.kwargs))
     return next((kind for kind in _device_types(given, 0) if kind != "cpu"), "cpu")
 

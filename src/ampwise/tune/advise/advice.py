@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from ampwise.evidence.choice.answers import is_no
-from ampwise.evidence.choice.choice import Choice
-from ampwise.evidence.choice.gain import Gain
 from ampwise.finding import Finding
+from ampwise.rules.evidence.choice.advice import advises_against
+from ampwise.rules.evidence.choice.choice import PrecisionChoice
+from ampwise.rules.evidence.choice.gain import ExpectedGain
 
 __all__ = [
     "DATASHEET",
@@ -18,10 +18,10 @@ __all__ = [
     "READ_HERE",
     "RULE",
     "Advice",
+    "AdviceReason",
     "Compile",
-    "Kept",
+    "KeptPart",
     "LossScale",
-    "Reason",
     "Switch",
     "TriageStep",
 ]
@@ -36,7 +36,7 @@ RULE = "rule"  # a fact about formats or about torch, which the rules' pages exp
 
 
 @dataclass(frozen=True, slots=True)
-class Reason:
+class AdviceReason:
     """Why, and what that rests on."""
 
     text: str
@@ -58,7 +58,7 @@ class LossScale:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Kept:
+class KeptPart:
     """What stays in FP32: by itself, or by ``patterns`` of a policy, or by what ``how`` says."""
 
     what: str
@@ -95,19 +95,19 @@ class TriageStep:
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Advice:
-    """What to train in, and why. ``print`` shows it; ``as_dict`` has all of it.
+    """The recommended precision, and why. ``print`` shows it; ``as_dict`` returns everything.
 
-    ``findings`` are what speaks against that which was wanted or proposed; ``refused`` says whether any is a no.
+    ``findings`` are objections to what was planned or proposed; ``refused`` says whether any of them is a no.
     """
 
-    choice: Choice
+    choice: PrecisionChoice
     precision: str  # "fp32", "tf32", "fp16", "bf16", "fp8"; "auto" where the device is not known
-    reasons: tuple[Reason, ...]
+    reasons: tuple[AdviceReason, ...]
     loss_scale: LossScale | None
-    kept: tuple[Kept, ...]
+    kept: tuple[KeptPart, ...]
     tf32: Switch
     compile: Compile
-    speedup: Gain | None
+    speedup: ExpectedGain | None
     speedup_why: str
     triage: tuple[TriageStep, ...]
     changes: tuple[str, ...]
@@ -117,8 +117,8 @@ class Advice:
 
     @property
     def refused(self) -> bool:
-        """Whether something that was wanted or proposed got a no."""
-        return any(is_no(finding) for finding in self.findings)
+        """Whether something that was planned or proposed got a no."""
+        return any(advises_against(finding) for finding in self.findings)
 
     def __str__(self) -> str:
         from ampwise.tune.advise.text import as_text
@@ -126,11 +126,13 @@ class Advice:
         return as_text(self).rstrip("\n")
 
     def __repr__(self) -> str:
-        against = "".join(f", {'no' if is_no(each) else 'careful'}: {each.rule.code}" for each in self.findings)
+        against = "".join(
+            f", {'no' if advises_against(each) else 'careful'}: {each.rule.code}" for each in self.findings
+        )
         return f"<Advice: {self.precision} on {self.choice.target.name}{against}>"
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain data for JSON; what is not known is None."""
+        """Return plain data for JSON; unknown values are None."""
         return {
             "precision": self.precision,
             "refused": self.refused,
@@ -149,14 +151,14 @@ class Advice:
         }
 
 
-def _asked(choice: Choice) -> dict[str, Any]:
+def _asked(choice: PrecisionChoice) -> dict[str, Any]:
     target, model = choice.target, choice.model
     return {
         "device": target.name if target.known else None,
         "device_id": None if target.gpu is None else target.gpu.id,
         "device_type": target.kind,
         "capability": target.capability_text or None,
-        "matrix_units": list(target.formats) if target.known else None,
+        "tensor_cores": list(target.formats) if target.known else None,
         "here": target.here,
         "remark": target.remark or None,
         "want": choice.want,
@@ -168,5 +170,5 @@ def _asked(choice: Choice) -> dict[str, Any]:
     }
 
 
-def _gain(gain: Gain) -> dict[str, Any]:
+def _gain(gain: ExpectedGain) -> dict[str, Any]:
     return asdict(gain) | {"basis": MEASURED_ELSEWHERE if gain.measured else DERIVED}

@@ -4,31 +4,31 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ampwise.evidence.choice.choice import Choice
-from ampwise.evidence.choice.gain import MEASURED, MEASURED_COMPILED, Gain
+from ampwise.rules.evidence.choice.choice import PrecisionChoice
+from ampwise.rules.evidence.choice.gain import MEASURED, MEASURED_COMPILED, ExpectedGain
 from ampwise.tune.advise.advice import Compile, Switch
 
 __all__ = ["changes", "compiling", "speed_words", "switches"]
 
 HIGH = 'torch.set_float32_matmul_precision("high")'
 FULL = ('torch.set_float32_matmul_precision("highest")', "torch.backends.cudnn.allow_tf32 = False")
-BY_DEFAULT = "off by default for matrix products, on for cuDNN's convolutions"
+BY_DEFAULT = "off by default for matmuls, on for cuDNN's convolutions"
 # While one of these is not explained, what runs is to be as simple as it can be.
 UNEXPLAINED = ("nan", "scale-collapse", "skipped", "spikes", "worse", "mismatch")
 WORTH_FP8 = 1_000_000_000  # parameters
 TFLOPS = 1e12
 
 
-def switches(choice: Choice, precision: str) -> Switch:
+def switches(choice: PrecisionChoice, precision: str) -> Switch:
     """What FP32 products are to run in."""
     target = choice.target
     full = precision == "fp32" and (choice.want == "fp32" or choice.exact)
     if full and target.kind == "cuda" and target.has("tf32") is not False:
-        return Switch(FULL, "full FP32 was asked for: TF32 is on for cuDNN's convolutions unless switched off")
+        return Switch(FULL, "full FP32 was requested: TF32 is on for cuDNN's convolutions unless switched off")
     if target.tf32_gains or precision == "tf32":
         ratio = target.ratio("tf32", "fp32")
         faster = "" if ratio is None else f"; up to {ratio.show(digits=1)}× the FP32 peak (datasheet)"
-        what = "all of it" if precision == "tf32" else "for what stays in FP32"
+        what = "for everything" if precision == "tf32" else "for what stays in FP32"
         return Switch((HIGH,), f"{what}: {BY_DEFAULT}{faster}")
     if target.has("tf32") and target.kind == "cuda":
         peak = target.peak("tf32")
@@ -36,18 +36,18 @@ def switches(choice: Choice, precision: str) -> Switch:
         return Switch((), f"TF32 is no faster than FP32 here{rate} (datasheet): leave the switch as it is")
     if not target.known:
         return Switch((), f"from Ampere on: {HIGH}; {BY_DEFAULT}")
-    return Switch((), "there are no TF32 units to switch to")
+    return Switch((), "this device has no TF32 tensor cores")
 
 
-def compiling(choice: Choice, precision: str) -> Compile:
+def compiling(choice: PrecisionChoice, precision: str) -> Compile:
     """Whether torch.compile is worth it now."""
     target = choice.target
     if choice.symptom in UNEXPLAINED:
-        return Compile(False, "not while something is wrong: a replay looks at eager operations")
+        return Compile(False, "not while something is wrong: a replay inspects eager operations")
     if target.compiles is False:
-        return Compile(False, f"its kernels begin with compute capability 7.0, and this has {target.capability_text}")
+        return Compile(False, f"it needs compute capability 7.0, and this device has {target.capability_text}")
     if target.compiles is None:
-        return Compile(None, "nothing is known here about torch.compile on this device")
+        return Compile(None, "whether torch.compile supports this device is unknown")
     if precision in ("fp16", "auto"):
         return Compile(
             True,
@@ -57,12 +57,12 @@ def compiling(choice: Choice, precision: str) -> Compile:
     if target.kind == "cpu":
         return Compile(None, "on a CPU it depends on the model: measure it, ampwise compare --compile")
     if choice.model.small:
-        return Compile(True, "launches are what a small model waits for; or Engine(graph=True)")
+        return Compile(True, "a small model is bound by kernel launches; or use Engine(graph=True)")
     again = MEASURED_COMPILED / MEASURED["bf16"]
-    return Compile(True, f"after a clean start; GPT-2 124 M in BF16 was {again:.1f} times as fast again on one H200")
+    return Compile(True, f"after a clean start; GPT-2 124 M in BF16 became another {again:.1f}x faster on one H200")
 
 
-def speed_words(choice: Choice, precision: str, gain: Gain | None) -> str:
+def speed_words(choice: PrecisionChoice, precision: str, gain: ExpectedGain | None) -> str:
     """What the range rests on, or why there is none."""
     if gain is None:
         return _without_range(choice, precision)
@@ -71,27 +71,27 @@ def speed_words(choice: Choice, precision: str, gain: Gain | None) -> str:
         return f"measured on one H200 at 1.3 B and at width 4096, torchao, compiled; {ceiling}"
     parts = f"ceiling {gain.ceiling:.1f}× by dense peaks (datasheet)"
     if choice.model.parameters is None:
-        return f"derived: {parts}; as wide as this because the size is not known"
+        return f"derived: {parts}; the range is wide because the size is unknown"
     if gain.over == "tf32":
         parts += ", over TF32 in which convolutions run by default"
-    return f"derived: {parts}, times the share of matrix products at this size; eager"
+    return f"derived: {parts}, times the share of matmuls at this size; eager"
 
 
-def _without_range(choice: Choice, precision: str) -> str:
+def _without_range(choice: PrecisionChoice, precision: str) -> str:
     if precision == "fp32":
-        return "it is what others are measured against"
+        return "FP32 is the baseline"
     if not choice.target.known:
-        return "not known, as the device is not"
-    return f"no range: the peaks of {choice.target.name} are not known; measure it: ampwise compare {choice.subject}"
+        return "unknown, as the device is unknown"
+    return f"no range: the peaks of {choice.target.name} are unknown; measure it: ampwise compare {choice.subject}"
 
 
-def changes(choice: Choice, precision: str) -> Iterator[str]:
+def changes(choice: PrecisionChoice, precision: str) -> Iterator[str]:
     """What would make it another answer."""
     target, model = choice.target, choice.model
     if not target.known:
-        yield "The device: name it with --gpu, or run this where it is."
+        yield "The device: name it with --gpu, or run this on it."
     if precision == "fp16" and not target.has("bf16"):
-        yield "A device with BF16 matrix units (NVIDIA since Ampere, 8.0): BF16, without a loss scale."
+        yield "A device with BF16 tensor cores (NVIDIA since Ampere, 8.0): BF16, without a loss scale."
     if precision == "bf16" and target.has("fp16"):
         yield "Results worse than in FP32: FP16 has three more bits, and a GradScaler."
     if precision in ("bf16", "fp16") and choice.measured is None:
@@ -99,20 +99,20 @@ def changes(choice: Choice, precision: str) -> Iterator[str]:
     if precision in ("fp32", "tf32") and not choice.exact:
         yield from _for_16_bits(choice)
     if precision == "bf16" and target.has("fp8") and (model.parameters or 0) >= WORTH_FP8:
-        yield "FP8 measured faster than compiled BF16 on this very model: FP8."
+        yield "FP8 measured faster than compiled BF16 on this model: FP8."
     if model.parameters is None or model.kind is None:
-        yield "Size and kind of the model: --params 7B --arch transformer, or module:callable."
+        yield "Size and kind of the model: give --params 7B --arch transformer, or module:callable."
     if precision in ("fp16", "auto"):
-        wider = "" if target.has("bf16") is False else ", or BF16 where there are units"
-        yield f"NaN that a replay in FP32 does not have: the module it names in FP32{wider}."
+        wider = "" if target.has("bf16") is False else ", or BF16 where it has tensor cores"
+        yield f"NaN that a replay in FP32 does not reproduce: keep the module it names in FP32{wider}."
 
 
-def _for_16_bits(choice: Choice) -> Iterator[str]:
+def _for_16_bits(choice: PrecisionChoice) -> Iterator[str]:
     """What would speak for them after all."""
     if choice.target.half is None and choice.target.known:
-        yield "A device with matrix units for 16 bits: name it with --gpu."
+        yield "A device with 16-bit tensor cores: name it with --gpu."
     elif choice.half is not None:
         half = choice.half.upper()
         yield f"`ampwise compare {choice.subject}` above 1.1, or activations that do not fit: {half}."
     elif choice.stays_wide:
-        yield "Activations that do not fit: 16 bits, for their memory alone."
+        yield "Activations that do not fit: 16 bits, only to save memory."

@@ -7,10 +7,16 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ampwise.errors import BadInput, MissingDependency
-from ampwise.evidence.choice.choice import Choice, Scaling, parse_scaling
-from ampwise.evidence.choice.model import ModelFacts, parse_count
-from ampwise.evidence.choice.target import Target, of_capability, of_cpu, of_gpu, of_machine
 from ampwise.hardware.catalog import Gpu, gpu_named
+from ampwise.rules.evidence.choice.choice import LossScaling, PrecisionChoice, parse_scaling
+from ampwise.rules.evidence.choice.model import ModelFacts, parse_count
+from ampwise.rules.evidence.choice.target import (
+    Target,
+    target_for_capability,
+    target_for_cpu,
+    target_for_gpu,
+    target_for_machine,
+)
 from ampwise.tune.advise.advice import Advice
 from ampwise.tune.advise.deciding import decide
 
@@ -34,7 +40,7 @@ def advise(
     scaling: str | None = None,
     measured: float | None = None,
 ) -> Advice:
-    """Which precision to train in, and why: by the device, the model, what goes wrong, and what was measured.
+    """Recommend a precision to train in, and say why: by the device, the model, the symptom, and measurements.
 
     >>> import ampwise
     >>> advice = ampwise.advise(params="124M", arch="transformer", gpu="v100-sxm2-16", want="bf16")
@@ -43,17 +49,17 @@ def advise(
     >>> ampwise.advise(gpu="h200", params="7B").loss_scale is None  # BF16 needs none
     True
 
-    model: a torch.nn.Module, a function that makes one with a batch, or its name, ``"train:make"``. It is looked at,
-        not run; what a function makes is made without memory. Or ``params`` and ``arch`` alone.
-    gpu: a device of the catalog (``ampwise gpu --list``), a compute capability such as ``"8.6"``, or ``"cpu"``; without
-        it, what this machine has.
-    want, scaling: what you have in mind: ``"bf16"``; ``"none"``, ``"dynamic"`` or ``"manual:1000"``.
+    model: a torch.nn.Module, a function that makes one with a batch, or its name, ``"train:make"``. It is inspected,
+            not run; a function is called without allocating memory. Or give ``params`` and ``arch`` only.
+    gpu: a device of the catalog (``ampwise gpu --list``), a compute capability such as ``"8.6"``, or ``"cpu"``; by
+            default this machine's.
+    want, scaling: what you plan to use: ``"bf16"``; ``"none"``, ``"dynamic"`` or ``"manual:1000"``.
     symptom, ideas: what goes wrong, and what was proposed; ``ampwise advise --ideas`` lists both.
-    measured: the speed-up of 16 bits over FP32, where you have measured it.
+    measured: the speed-up of 16 bits over FP32, if you have measured it.
 
-    ``print`` shows the answer. It does not defer: ``findings`` say what speaks against what was wanted or proposed.
+    ``print`` shows the answer. ``findings`` say what speaks against what you plan or propose.
     """
-    choice = Choice(
+    choice = PrecisionChoice(
         target=target_named(gpu),
         model=_model(model, params, arch),
         want=_lower(want),
@@ -68,16 +74,16 @@ def advise(
 def target_named(gpu: str | Gpu | None) -> Target:
     """A device by its name; without one this machine is asked, which imports torch."""
     if isinstance(gpu, Gpu):
-        return of_gpu(gpu)
+        return target_for_gpu(gpu)
     if gpu is None:
         from ampwise.hardware import describe_machine
 
-        return of_machine(describe_machine())
+        return target_for_machine(describe_machine())
     if gpu.strip().lower() == CPU:
         from ampwise.hardware.cpu import describe_cpu
 
-        return of_cpu(describe_cpu())
-    return of_capability(gpu) or of_gpu(gpu_named(gpu))
+        return target_for_cpu(describe_cpu())
+    return target_for_capability(gpu) or target_for_gpu(gpu_named(gpu))
 
 
 def _model(model: Any, params: int | str | None, arch: str | None) -> ModelFacts:
@@ -85,7 +91,7 @@ def _model(model: Any, params: int | str | None, arch: str | None) -> ModelFacts
     if model is None:
         return ModelFacts(parameters=_count(params), kind=kind)
     if params is not None:
-        raise BadInput("a model and params: give one of them; the model is counted.")
+        raise BadInput("advise(): give either a model or params; a model's parameters are counted.")
     facts = _read(model)
     return facts if kind is None else replace(facts, kind=kind, guessed=False)
 
@@ -97,7 +103,7 @@ def _read(model: Any) -> ModelFacts:
         if error.name != "torch":
             raise
         raise MissingDependency(
-            "advise looks at a model with torch, which is not installed: pip install 'ampwise[torch]'. "
+            "advise needs torch to inspect a model: pip install 'ampwise[torch]'. "
             "Or give its size and kind: --params 124M --arch transformer."
         ) from error
     return read(model)
@@ -109,7 +115,7 @@ def _count(params: int | str | None) -> int | None:
     return parse_count(str(params)) if not isinstance(params, bool) else parse_count(repr(params))
 
 
-def _scaling(scaling: str | None) -> Scaling | None:
+def _scaling(scaling: str | None) -> LossScaling | None:
     return None if scaling is None else parse_scaling(scaling)
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from ampwise.evidence.choice.answers import is_no, refused
-from ampwise.evidence.choice.choice import HALVES, Choice
 from ampwise.finding import Finding
-from ampwise.rules.judging import judged
+from ampwise.rules.dispatch import run_checks
+from ampwise.rules.evidence.choice.advice import advises_against, refused_precision
+from ampwise.rules.evidence.choice.choice import HALVES, PrecisionChoice
 from ampwise.tune.advise.advice import Advice, LossScale
 from ampwise.tune.advise.around import changes, compiling, speed_words, switches
 from ampwise.tune.advise.keeping import kept_in_fp32
@@ -22,10 +22,10 @@ __all__ = ["decide", "precision_for"]
 HARDWARE = ("AMP701", "AMP702")
 
 
-def decide(choice: Choice) -> Advice:
+def decide(choice: PrecisionChoice) -> Advice:
     """The advice for a question."""
     asked = choice
-    precision = precision_for(asked, judged(asked, "choice"))
+    precision = precision_for(asked, run_checks(asked, "choice"))
     choice = _settled(asked, precision)
     kept = kept_in_fp32(choice, precision)
     gain = choice.gain(precision)
@@ -47,34 +47,34 @@ def decide(choice: Choice) -> Advice:
     )
 
 
-def precision_for(choice: Choice, findings: Sequence[Finding]) -> str:
+def precision_for(choice: PrecisionChoice, findings: Sequence[Finding]) -> str:
     """What to train in: the precision that is wanted unless a rule says no to it, else the best there is."""
     if choice.exact:
         return "fp32"
-    if choice.want is not None and choice.want not in {refused(finding) for finding in findings}:
+    if choice.want is not None and choice.want not in {refused_precision(finding) for finding in findings}:
         return choice.want
     return next(_best(choice))
 
 
-def _settled(choice: Choice, precision: str) -> Choice:
+def _settled(choice: PrecisionChoice, precision: str) -> PrecisionChoice:
     """The question once a 16-bit format that was wanted got a no: the rest of the answer is about what was decided."""
     if choice.want not in HALVES or choice.want == precision:
         return choice
     return replace(choice, want=precision if precision in HALVES else None)
 
 
-def _findings(asked: Choice, settled: Choice) -> Iterator[Finding]:
+def _findings(asked: PrecisionChoice, settled: PrecisionChoice) -> Iterator[Finding]:
     """What refuses what was wanted, and what there is to say about the rest once that is settled."""
     if settled == asked:
-        yield from judged(asked, "choice")
+        yield from run_checks(asked, "choice")
         return
-    told = [finding for finding in judged(asked, "choice") if refused(finding)]
+    told = [finding for finding in run_checks(asked, "choice") if refused_precision(finding)]
     yield from told
     messages = {finding.message for finding in told}
-    yield from (finding for finding in judged(settled, "choice") if finding.message not in messages)
+    yield from (finding for finding in run_checks(settled, "choice") if finding.message not in messages)
 
 
-def _best(choice: Choice) -> Iterator[str]:
+def _best(choice: PrecisionChoice) -> Iterator[str]:
     """The first that applies."""
     target = choice.target
     if choice.stays_wide:
@@ -88,4 +88,4 @@ def _best(choice: Choice) -> Iterator[str]:
 
 def _weight(finding: Finding) -> tuple[bool, bool, int, str]:
     code = finding.rule.code
-    return (not is_no(finding), code not in HARDWARE, finding.severity.rank, code)
+    return (not advises_against(finding), code not in HARDWARE, finding.severity.rank, code)

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from ampwise.errors import AmpwiseError, UnknownName
-from ampwise.evidence.choice.choice import WANTED
-from ampwise.evidence.choice.ideas import SYMPTOMS
-from ampwise.evidence.choice.model import KINDS, parse_count
-from ampwise.evidence.choice.target import of_capability
+from ampwise.finding.terminal import say
 from ampwise.hardware.catalog import gpu_named
-from ampwise.printers.terminal import say
+from ampwise.rules.evidence.choice.choice import WANTED
+from ampwise.rules.evidence.choice.ideas import SYMPTOMS
+from ampwise.rules.evidence.choice.model import KINDS, parse_count
+from ampwise.rules.evidence.choice.target import target_for_capability
 
 __all__ = ["QUESTIONS", "Question", "ask"]
 
@@ -29,7 +29,7 @@ class Question:
 
 def ask() -> dict[str, str | None]:
     """Answers by the names of the options; None where Enter was pressed. Ctrl-C and Ctrl-D leave."""
-    say("A few questions; Enter takes what is in brackets, Ctrl-C leaves.")
+    say("A few questions; Enter accepts the default in brackets, Ctrl-C quits.")
     try:
         return {question.name: _answered(question) for question in QUESTIONS}
     except EOFError:
@@ -53,13 +53,13 @@ def _answered(question: Question) -> str | None:
 def _one_of(kind: str, known: tuple[str, ...]) -> Callable[[str], Any]:
     def check(answer: str) -> None:
         if answer.lower() not in known:
-            raise UnknownName(kind, answer, known, listing=f"There are {', '.join(known)}.")
+            raise UnknownName(kind, answer, known, listing=f"Choose one of {', '.join(known)}.")
 
     return check
 
 
 def _gpu(answer: str) -> None:
-    if answer.lower() != "cpu" and of_capability(answer) is None:
+    if answer.lower() != "cpu" and target_for_capability(answer) is None:
         gpu_named(answer)
 
 
@@ -67,8 +67,8 @@ QUESTIONS = (
     Question(
         "gpu", "Which device? A name of `ampwise gpu --list`, a compute capability, or cpu.", "this machine", _gpu
     ),
-    Question("params", "How many parameters? 124M, 7B, …", "not known", parse_count),
-    Question("arch", f"What kind of model? {', '.join(KINDS)}", "not known", _one_of("kind of model", tuple(KINDS))),
-    Question("want", f"Which precision do you have in mind? {', '.join(WANTED)}", "none", _one_of("precision", WANTED)),
+    Question("params", "How many parameters? 124M, 7B, …", "unknown", parse_count),
+    Question("arch", f"What kind of model? {', '.join(KINDS)}", "unknown", _one_of("kind of model", tuple(KINDS))),
+    Question("want", f"Which precision do you plan to use? {', '.join(WANTED)}", "none", _one_of("precision", WANTED)),
     Question("symptom", f"What goes wrong? {', '.join(SYMPTOMS)}", "nothing", _one_of("symptom", tuple(SYMPTOMS))),
 )

@@ -9,10 +9,10 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from ampwise.engine.precision.policy import named_modules
 from ampwise.errors import BadInput
-from ampwise.evidence.choice.model import ModelFacts, Part
-from ampwise.tune.subject import maker_named, maker_of
+from ampwise.rules.evidence.choice.model import ModelFacts, ModelPart
+from ampwise.train.precision.policy import named_modules
+from ampwise.tune.train_case import load_factory, make_factory
 
 __all__ = ["read", "read_module"]
 
@@ -35,30 +35,30 @@ def read(model: Any) -> ModelFacts:
     """A module as it is, or what a function makes; that is made on the meta device, without memory."""
     if isinstance(model, nn.Module):
         return read_module(model, type(model).__name__)
-    maker = maker_named(model) if isinstance(model, str) else maker_of(model)
-    return read_module(maker.make(device=torch.device("meta")).model, maker.name)
+    factory = load_factory(model) if isinstance(model, str) else make_factory(model)
+    return read_module(factory.make(device=torch.device("meta")).model, factory.name)
 
 
 def read_module(model: nn.Module, name: str) -> ModelFacts:
     """Its facts; nothing is run."""
     lazy = [named for named, parameter in model.named_parameters() if is_lazy(parameter)]
     if lazy:
-        raise BadInput(f"{name}: {lazy[0]} has no size yet (a lazy module). Run the model once, then ask again.")
+        raise BadInput(f"{name}: {lazy[0]} has no size yet (a lazy module). Run the model once, then retry.")
     modules = named_modules(model)
     trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     parts = tuple(part for part in _parts(model, modules) if part is not None)
     return ModelFacts(parameters=trained or None, kind=_kind(modules, parts), guessed=True, name=name, parts=parts)
 
 
-def _parts(model: nn.Module, modules: dict[str, nn.Module]) -> Iterable[Part | None]:
+def _parts(model: nn.Module, modules: dict[str, nn.Module]) -> Iterable[ModelPart | None]:
     has_experts = any(_tail(name) in EXPERTS for name in modules)
 
-    def of(kind: str, belongs: Callable[[str, nn.Module], bool]) -> Part | None:
+    def of(kind: str, belongs: Callable[[str, nn.Module], bool]) -> ModelPart | None:
         found = {name: module for name, module in modules.items() if name and belongs(name, module)}
         if not found:
             return None
         classes = tuple(dict.fromkeys(type(module).__name__ for module in found.values()))
-        return Part(kind=kind, modules=tuple(found), classes=classes, patterns=_patterns(found, modules))
+        return ModelPart(kind=kind, modules=tuple(found), classes=classes, patterns=_patterns(found, modules))
 
     yield of("router", lambda name, module: _is_router(name, module, has_experts))
     yield of("norm", lambda name, module: isinstance(module, NORMS))
@@ -84,12 +84,12 @@ def _is_norm_by_hand(module: nn.Module) -> bool:
     return not torchs and type(module).__name__.lower().endswith("norm") and next(module.children(), None) is None
 
 
-def _temperature(model: nn.Module) -> Part | None:
+def _temperature(model: nn.Module) -> ModelPart | None:
     names = tuple(name for name, parameter in model.named_parameters() if _tail(name) in TEMPERATURES)
-    return Part(kind="temperature", modules=names) if names else None
+    return ModelPart(kind="temperature", modules=names) if names else None
 
 
-def _kind(modules: dict[str, nn.Module], parts: Iterable[Part]) -> str | None:
+def _kind(modules: dict[str, nn.Module], parts: Iterable[ModelPart]) -> str | None:
     """The first that fits."""
     kinds = {part.kind for part in parts}
     attends = any(_attends(module) for module in modules.values())

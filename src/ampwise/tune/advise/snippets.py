@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 
-from ampwise.evidence.choice.choice import Choice
-from ampwise.tune.advise.advice import Kept
+from ampwise.rules.evidence.choice.choice import PrecisionChoice
+from ampwise.tune.advise.advice import KeptPart
 from ampwise.tune.advise.around import switches
 from ampwise.tune.advise.keeping import patterns_of
 
@@ -30,7 +30,7 @@ def fits(module, name):
 
 
 convert_to_float8_training(model, module_filter_fn=fits)
-model = torch.compile(model)  # without it FP8 loses"""
+model = torch.compile(model)  # without it FP8 is slower than BF16"""
 SCALED = f"""\
     scaler.scale(loss).backward()
     scaler.unscale_(optimizer)  # before the clip
@@ -41,7 +41,7 @@ SCALED = f"""\
 UNSCALED = f"""\
     loss.backward()
     norm = {CLIP}
-    if torch.isfinite(norm):  # a NaN must not reach the weights; it waits for the device, Engine does not
+    if torch.isfinite(norm):  # keep NaN out of the weights; this syncs, Engine does not
         optimizer.step()
     optimizer.zero_grad(set_to_none=True)"""
 ENGINE_LOOP = """\
@@ -49,13 +49,13 @@ for x, y in engine.batches(loader):
     engine.step(lambda x, y: criterion(model(x), y), x.to(device), y.to(device))"""
 
 
-def by_hand(choice: Choice, precision: str, kept: Sequence[Kept]) -> str:
+def by_hand(choice: PrecisionChoice, precision: str, kept: Sequence[KeptPart]) -> str:
     """A loop with torch.amp; ``model``, ``optimizer``, ``criterion`` and ``loader`` are the user's."""
     return "\n".join(_by_hand(choice, precision, patterns_of(tuple(kept)))) + "\n"
 
 
-def with_engine(choice: Choice, precision: str, kept: Sequence[Kept]) -> str:
-    """The same with ampwise.Engine."""
+def with_engine(choice: PrecisionChoice, precision: str, kept: Sequence[KeptPart]) -> str:
+    """Return the loop with ampwise.Engine."""
     name = IN_ENGINE.get(precision, precision)
     policy = _policy(name, patterns_of(tuple(kept)))
     lines = [_device(choice), *_fp8(precision), *_switches(choice, precision)]
@@ -67,7 +67,7 @@ def with_engine(choice: Choice, precision: str, kept: Sequence[Kept]) -> str:
     return "\n".join([*needs_torch, "import ampwise", *_fp8_import(precision), "", *lines]) + "\n"
 
 
-def _by_hand(choice: Choice, precision: str, patterns: tuple[str, ...]) -> Iterator[str]:
+def _by_hand(choice: PrecisionChoice, precision: str, patterns: tuple[str, ...]) -> Iterator[str]:
     policy = _policy(IN_ENGINE.get(precision, precision), patterns)
     yield "import torch"
     yield from ("", "import ampwise") if policy else ()
@@ -90,23 +90,23 @@ def _by_hand(choice: Choice, precision: str, patterns: tuple[str, ...]) -> Itera
     yield from (SCALED if precision in ("fp16", "auto") else UNSCALED).splitlines()
 
 
-def _before_the_loop(choice: Choice, precision: str) -> Iterator[str]:
+def _before_the_loop(choice: PrecisionChoice, precision: str) -> Iterator[str]:
     if precision == "auto":
         yield from CHOSEN.splitlines()
     elif precision == "fp16":
-        yield "scaler = torch.amp.GradScaler(device)  # from 65536; finds its scale by itself"
+        yield "scaler = torch.amp.GradScaler(device)  # starts at 65536, adjusts itself"
     elif precision in ("bf16", "fp8") and choice.target.kind != "cpu":
         yield from NATIVE_BF16.splitlines()
 
 
-def _device(choice: Choice) -> str:
+def _device(choice: PrecisionChoice) -> str:
     kind = choice.target.kind
     if kind is None:
         return 'device = "cuda" if torch.cuda.is_available() else "cpu"'
     return f'device = "{kind}"'
 
 
-def _switches(choice: Choice, precision: str) -> tuple[str, ...]:
+def _switches(choice: PrecisionChoice, precision: str) -> tuple[str, ...]:
     return switches(choice, precision).lines
 
 

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import textwrap
 
-from ampwise.evidence.choice.answers import is_no
-from ampwise.evidence.choice.ideas import SYMPTOMS
 from ampwise.finding import Finding
-from ampwise.printers.terminal import paint, printable
-from ampwise.tune.advise.advice import Advice, Kept
+from ampwise.finding.terminal import paint, printable
+from ampwise.rules.evidence.choice.advice import advises_against
+from ampwise.rules.evidence.choice.ideas import SYMPTOMS
+from ampwise.tune.advise.advice import Advice, KeptPart
 
 __all__ = ["as_text"]
 
 WIDTH = 110
 LABEL = 10  # columns, before the text of a section
 ELSEWHERE = "with torch.amp: code.torch of --json"
-NAMES = {"auto": "BF16 where the device has units for it, else FP16"}
+NAMES = {"auto": "BF16 where the device has tensor cores for it, else FP16"}
 
 
 def as_text(advice: Advice, *, width: int = WIDTH, colour: bool = False) -> str:
@@ -49,7 +49,7 @@ def headline(advice: Advice) -> str:
     return f"Train {advice.choice.model.title} in {name}{scale.get(advice.precision, '')}{where}."
 
 
-_YES = {True: "yes", False: "no", None: "not known"}
+_YES = {True: "yes", False: "no", None: "unknown"}
 
 
 class _Lines:
@@ -80,7 +80,7 @@ class _Lines:
     def finding(self, finding: Finding, *, told: bool) -> None:
         """What speaks against it: the costs, and how to know. The message is left out where it was told before."""
         self.blank()
-        says = "no" if is_no(finding) else "careful"
+        says = "no" if advises_against(finding) else "careful"
         title = f"{finding.rule.code} {finding.rule.name}" + ("" if told else f": {finding.message}.")
         self.section(says, [title], "error" if says == "no" else "warning")
         for way, cost in finding.evidence["costs"].items():
@@ -118,7 +118,7 @@ class _Lines:
 
 
 def _first_no(advice: Advice) -> Finding | None:
-    return next((finding for finding in advice.findings if is_no(finding)), None)
+    return next((finding for finding in advice.findings if advises_against(finding)), None)
 
 
 def _speed(advice: Advice) -> str:
@@ -131,7 +131,7 @@ def _scale(advice: Advice) -> str:
     return "none" if advice.loss_scale is None else f"dynamic: {advice.loss_scale.why}"
 
 
-def _kept(kept: Kept) -> str:
+def _kept(kept: KeptPart) -> str:
     how = "by itself" if kept.by_itself else kept.how
     return f"{kept.what} ({how}): {kept.why}"
 

@@ -1,1 +1,1 @@
-"""Sizes that matrix units read in whole words: which products miss them, what that costs, and padding that mends it."""
+"""Sizes that tensor cores read in whole words: which matmuls miss them, what that costs, and padding that fixes it."""

@@ -1,8 +1,8 @@
-"""Layers whose weights have rows and columns of zeros besides their own, and which compute what they did without.
+"""Layers padded with rows and columns of zeros that compute the same as without padding.
 
-A layer is made into one of these in place, by its class: its name, its hooks and those who hold it stay. Sizes that
-one asks it for (``in_features``, ``num_embeddings``) and those in its state dict are the layer's own; only its
-parameters are larger.
+A layer is converted in place, by its class: its name, its hooks and all references to it stay. Its size attributes
+(``in_features``, ``num_embeddings``) and the sizes in its state dict are the unpadded ones; only its parameters are
+larger.
 """
 
 from __future__ import annotations
@@ -21,75 +21,75 @@ __all__ = [
     "SLICED",
     "PaddedEmbedding",
     "PaddedLinear",
-    "given",
-    "narrowed",
-    "widened",
-    "with_columns",
+    "crop_to",
+    "layer_outputs",
+    "pad_columns",
+    "pad_to",
 ]
 
-# What becomes of the outputs that padding adds: a view without them, -inf in their place, or they stay, as zeros,
-# for a layer that has the columns for them.
+# What a layer does with the outputs that padding adds: return a view without them, set them to -inf, or return
+# them, as zeros, for a layer that has columns for them.
 SLICED, MASKED, KEPT = "sliced", "masked", "kept"
 
 
-def widened(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """The tensor with zeros after its own values, in every dimension as many as it takes."""
+def pad_to(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """Return the tensor padded with zeros at the end of each dimension."""
     missing = [wanted - size for size, wanted in zip(tensor.shape, shape, strict=True)]
     if not any(missing):
         return tensor
     return F.pad(tensor, [amount for count in reversed(missing) for amount in (0, count)])
 
 
-def narrowed(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """What ``widened`` was given: a view."""
+def crop_to(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """Return a view without the padding that ``widened`` added."""
     return tensor[tuple(slice(size) for size in shape)]
 
 
-def with_columns(tensor: Tensor, own: int, wanted: int) -> Tensor:
-    """Rows of a layer's own length, with zeros at their ends; any others are left for the product to refuse."""
+def pad_columns(tensor: Tensor, own: int, wanted: int) -> Tensor:
+    """Pad the last dimension with zeros if it has the unpadded size; other sizes are left for the matmul to reject."""
     if own == wanted or tensor.shape[-1] != own:
         return tensor
     # Not F.pad, which fills all of the result before it copies.
     return torch.cat((tensor, tensor.new_zeros((*tensor.shape[:-1], wanted - own))), dim=-1)
 
 
-def given(made: Tensor, own: int, gives: str) -> Tensor:
-    """What a layer gives of what it made: its own outputs, or all of them."""
+def layer_outputs(made: Tensor, own: int, gives: str) -> Tensor:
+    """Return a layer's outputs without padding, masked, or with padding, as ``gives`` says."""
     if gives == KEPT or made.shape[-1] == own:
         return made
     if gives == SLICED:
         return made[..., :own]
-    with torch.no_grad():  # a softmax leaves these a gradient of exactly zero, so there is nothing to hold back
+    with torch.no_grad():  # a softmax gives these a gradient of exactly zero, so autograd need not track it
         made[..., own:] = -math.inf
     return made
 
 
 def _widened_once(parameter: nn.Parameter, saved: Tensor, is_assigned: bool) -> Tensor:
-    """What to load into a parameter. Layers that share one also share what is assigned to them, if that was shared."""
+    """Return the value to load into a parameter. Layers that share a parameter share an assigned tensor, too."""
     if not is_assigned:
-        return widened(saved, tuple(parameter.shape))
+        return pad_to(saved, tuple(parameter.shape))
     memory = saved.device, saved.data_ptr(), saved.shape
-    made: tuple[Any, Tensor] | None = getattr(parameter, "assigned", None)  # kept on who is about to be replaced
+    made: tuple[Any, Tensor] | None = getattr(parameter, "assigned", None)  # stored on the parameter to be replaced
     if made is None or made[0] != memory:
-        made = parameter.assigned = memory, widened(saved, tuple(parameter.shape))  # type: ignore[attr-defined]
+        made = parameter.assigned = memory, pad_to(saved, tuple(parameter.shape))  # type: ignore[attr-defined]
     return made[1]
 
 
 class _Padded(nn.Module):
-    """What the padded layers share: state dicts in the layer's own sizes."""
+    """Base of the padded layers: state dicts have unpadded sizes."""
 
     gives: str
 
     def own_shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """Of the parameters that are padded, their shapes without it."""
+        """Return the unpadded shapes of the padded parameters."""
         raise NotImplementedError
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
         for name, shape in self.own_shapes().items():
             if prefix + name in destination:
-                # A view: what is written to it, as averages of weights are, is written to the parameter.
-                destination[prefix + name] = narrowed(destination[prefix + name], shape)
+                # A view, so that in-place updates, as of averaged weights, reach the parameter.
+                destination[prefix + name] = crop_to(destination[prefix + name], shape)
 
     def _load_from_state_dict(
         self,
@@ -111,23 +111,23 @@ class _Padded(nn.Module):
                     f"size mismatch for {key}: copying a param with shape {saved.shape} from checkpoint, the shape in "
                     f"current model is {torch.Size(shape)} (which is padded to {parameter.shape})."
                 )
-                saved = narrowed(parameter.detach(), shape)
+                saved = crop_to(parameter.detach(), shape)
             state_dict[key] = _widened_once(parameter, saved, bool(local_metadata.get("assign_to_params_buffers")))
         super()._load_from_state_dict(
             state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
         )
 
     def reset_parameters(self) -> None:
-        """New values, as the layer would have drawn them without padding, and zeros after them."""
+        """Draw new values as the layer would without padding, and zero the padding."""
         plain = self._unpadded()
         with torch.no_grad():
             for name in self.own_shapes():
                 parameter = self._parameters[name]
                 assert parameter is not None
-                parameter.copy_(widened(plain._parameters[name], tuple(parameter.shape)))  # type: ignore[arg-type]
+                parameter.copy_(pad_to(plain._parameters[name], tuple(parameter.shape)))  # type: ignore[arg-type]
 
     def _unpadded(self) -> nn.Module:
-        """A new layer of the same kind, without padding."""
+        """Return a new layer of the same kind, without padding."""
         raise NotImplementedError
 
     def extra_repr(self) -> str:
@@ -140,8 +140,8 @@ class PaddedLinear(_Padded, nn.Linear):
     """``nn.Linear`` with rows of zeros, columns of zeros, or both."""
 
     def forward(self, input: Tensor) -> Tensor:
-        wide = with_columns(input, self.in_features, self.weight.shape[1])
-        return given(F.linear(wide, self.weight, self.bias), self.out_features, self.gives)
+        wide = pad_columns(input, self.in_features, self.weight.shape[1])
+        return layer_outputs(F.linear(wide, self.weight, self.bias), self.out_features, self.gives)
 
     def own_shapes(self) -> Mapping[str, tuple[int, ...]]:
         shapes: dict[str, tuple[int, ...]] = {"weight": (self.out_features, self.in_features)}
@@ -153,10 +153,10 @@ class PaddedLinear(_Padded, nn.Linear):
 
 
 class PaddedEmbedding(_Padded, nn.Embedding):
-    """``nn.Embedding`` with rows that no token has, columns of zeros, or both."""
+    """``nn.Embedding`` with rows that no token uses, columns of zeros, or both."""
 
     def forward(self, input: Tensor) -> Tensor:
-        return given(super().forward(input), self.embedding_dim, self.gives)
+        return layer_outputs(super().forward(input), self.embedding_dim, self.gives)
 
     def own_shapes(self) -> Mapping[str, tuple[int, ...]]:
         return {"weight": (self.num_embeddings, self.embedding_dim)}

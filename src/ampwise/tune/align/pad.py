@@ -1,4 +1,4 @@
-"""Padding that leaves what a model computes as it is: ``pad_`` and ``unpad_``."""
+"""``pad_`` and ``unpad_``: padding that does not change what a model computes."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from ampwise.errors import BadInput
-from ampwise.tune.align.layers import SLICED, PaddedEmbedding, PaddedLinear, narrowed, widened
-from ampwise.tune.align.plan import Padding, Step, Wish
-from ampwise.tune.align.planner import planned
-from ampwise.tune.align.tied import TiedEmbedding
+from ampwise.tune.align.layers import SLICED, PaddedEmbedding, PaddedLinear, crop_to, pad_to
+from ampwise.tune.align.padding_plan import PaddedWeight, Padding, PaddingRequest
+from ampwise.tune.align.padding_planner import plan_padding
+from ampwise.tune.align.tied_embedding import TiedEmbedding
 
 __all__ = ["pad_", "unpad_"]
 
@@ -31,7 +31,7 @@ def pad_(
     logits: str = SLICED,
     optimizer: Optimizer | Sequence[Optimizer] = (),
 ) -> Padding:
-    """Pad linear layers, with the embeddings tied to them, to sizes that matrix units read in whole words.
+    """Pad linear layers, with the embeddings tied to them, to sizes that tensor cores read in whole words.
 
     >>> import torch, ampwise
     >>> model = torch.nn.Sequential(torch.nn.Linear(512, 1001), torch.nn.ReLU(), torch.nn.Linear(1001, 512))
@@ -42,23 +42,23 @@ def pad_(
     >>> model[0].weight.shape, model.state_dict()["0.weight"].shape
     (torch.Size([1008, 512]), torch.Size([1001, 512]))
 
-    The model computes what it did: padding is zero, gets gradients of exactly zero, and stays zero under any optimizer
-    that treats values one by one. Outputs, losses and state dicts keep their sizes; a checkpoint of either model loads
-    into the other. Only parameters change their shapes, in place, so pad before the first step of an optimizer, or
-    name it. ``unpad_`` undoes it.
+    The model computes the same: padding is zero, gets gradients of exactly zero, and stays zero under any elementwise
+    optimizer. Outputs, losses and state dicts keep their sizes; a checkpoint of either model loads into the other. Only
+    parameters change their shapes, in place, so pad before the optimizer's first step, or pass the optimizer.
+    ``unpad_`` undoes it.
 
-    to: multiples of this; without it, of 8 for 16 bits, of 4 for TF32 and FP32, of 16 for FP8, and of whole lines of
-        memory (64 for 16 bits) where that adds at most 1%.
-    precision: what the model is trained in.
-    only: names or globs of modules; these are padded however small they are.
+    to: pad to multiples of this; by default of 8 for 16 bits, 4 for TF32 and FP32, 16 for FP8, and of whole cache lines
+            (64 for 16 bits) where that adds at most 1%.
+    precision: the precision the model is trained in.
+    only: names or globs of modules to pad, however small they are.
     head: the module that makes the logits. An embedding whose weight the model's code multiplies with, as in
-        ``F.linear(x, self.wte.weight)`` or ``x @ self.wte.weight.T``, is padded only if it is named here.
-    logits: "sliced": of their own number, a view of those with padding. "masked": with padding, of -inf.
-    optimizer: those that have trained the model already, whose state is padded with it.
+            ``F.linear(x, self.wte.weight)`` or ``x @ self.wte.weight.T``, is padded only if given here.
+    logits: "sliced": unpadded, a view of the padded ones. "masked": padded, with -inf in the padding.
+    optimizer: optimizers that have already trained the model, to pad their state, too.
     """
     _check(model, "pad_")
     patterns = (only,) if isinstance(only, str) else tuple(only)
-    padding = planned(model, Wish(precision=precision, to=to, only=patterns, head=head, logits=logits))
+    padding = plan_padding(model, PaddingRequest(precision=precision, to=to, only=patterns, head=head, logits=logits))
     optimizers = _optimizers(optimizer)
     _check_state("pad_", (layer for step in padding.padded for layer in step.layers), optimizers)
     for step in padding.padded:
@@ -66,12 +66,12 @@ def pad_(
             _make_padded(layer, step)
         for layer in step.layers:
             for name, shape in {"weight": step.after, "bias": step.after[:1]}.items():
-                _reshape_(layer._parameters.get(name), shape, widened, optimizers)
+                _reshape_(layer._parameters.get(name), shape, pad_to, optimizers)
     return padding
 
 
 def unpad_(model: nn.Module, *, optimizer: Optimizer | Sequence[Optimizer] = ()) -> None:
-    """Undo ``pad_``: every layer is of its own class and size again, to the bit. What is not padded stays as it is.
+    """Undo ``pad_``: restore the class and size of every padded layer, exactly. Other layers stay as they are.
 
     >>> import torch, ampwise
     >>> model = torch.nn.Linear(512, 1001)
@@ -94,11 +94,11 @@ def unpad_(model: nn.Module, *, optimizer: Optimizer | Sequence[Optimizer] = ())
 
 def _check(model: nn.Module, asked: str) -> None:
     if not isinstance(model, nn.Module):
-        raise BadInput(f"{asked}(): a torch.nn.Module is expected, not {type(model).__name__}.")
+        raise BadInput(f"{asked}(): expected a torch.nn.Module, got {type(model).__name__}.")
     if isinstance(model, DistributedDataParallel):
         raise BadInput(
-            f"{asked}(): the model is wrapped in DistributedDataParallel, which has laid out its gradients by size. "
-            f"Call {asked} on the model, then wrap it."
+            f"{asked}(): the model is wrapped in DistributedDataParallel, which has sized its gradient buckets. "
+            f"Call {asked} on the model first, then wrap it."
         )
 
 
@@ -106,16 +106,16 @@ def _optimizers(given: Optimizer | Iterable[Optimizer]) -> list[Optimizer]:
     found = [given] if isinstance(given, Optimizer) else list(given)
     for each in found:
         if not isinstance(each, Optimizer):
-            raise BadInput(f"pad_(optimizer=...): a torch.optim.Optimizer is expected, not {type(each).__name__}.")
+            raise BadInput(f"pad_(optimizer=...): expected a torch.optim.Optimizer, got {type(each).__name__}.")
     return found
 
 
 def _check_state(asked: str, layers: Iterable[nn.Module], optimizers: Sequence[Optimizer]) -> None:
-    """Whether all that hangs on the parameters can be given their new shapes, before any is."""
+    """Check that gradients and optimizer state can be reshaped, before any is."""
     for parameter in (each for layer in layers for each in layer.parameters(recurse=False)):
         if parameter.grad is not None and parameter.grad.layout is not torch.strided:
             raise BadInput(
-                f"{asked}(): a gradient of the model is sparse, which cannot be padded. Call zero_grad(), then {asked}."
+                f"{asked}(): a gradient of the model is sparse and cannot be padded. Call zero_grad(), then {asked}."
             )
         for optimizer in optimizers:
             _check_kept(asked, optimizer, parameter)
@@ -126,40 +126,40 @@ def _check_kept(asked: str, optimizer: Optimizer, parameter: nn.Parameter) -> No
         if isinstance(value, Tensor) and value.numel() != 1 and value.shape != parameter.shape:
             raise BadInput(
                 f"{asked}(optimizer=...): {type(optimizer).__name__} keeps {key!r} of {tuple(value.shape)} for a "
-                f"parameter of {tuple(parameter.shape)}, and how to pad that is not known. Call {asked} before the "
+                f"parameter of {tuple(parameter.shape)}, which cannot be padded. Call {asked} before the "
                 "first step, with a new optimizer."
             )
 
 
-def _make_padded(layer: nn.Module, step: Step) -> None:
-    made: Any = layer  # whose class changes under its name
+def _make_padded(layer: nn.Module, step: PaddedWeight) -> None:
+    made: Any = layer  # its class changes
     if isinstance(layer, nn.Linear):
         made.__class__, made.gives = PaddedLinear, step.gives
     elif step.tied_by_code:
         made.__class__, made.gives, made.logits = TiedEmbedding, SLICED, step.gives
-    else:  # one of its own is looked up for the next layer, which has the columns
+    else:  # an untied embedding may return padding to the next layer, which has the columns
         made.__class__, made.gives = PaddedEmbedding, step.gives if len(step.layers) == 1 else SLICED
 
 
 def _cut(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
-    return narrowed(tensor, shape).clone()  # of which no memory of the padding hangs on
+    return crop_to(tensor, shape).clone()  # frees the memory of the padding
 
 
 def _reshape_(
     parameter: nn.Parameter | None, shape: tuple[int, ...], reshape: Reshape, optimizers: Sequence[Optimizer]
 ) -> None:
-    """In place, so that whoever holds the parameter, as an optimizer does, goes on holding it."""
+    """Reshape in place, so that references to the parameter, such as an optimizer's, stay valid."""
     if parameter is None or tuple(parameter.shape) == shape:
         return
     before, gradient = parameter.shape, parameter.grad
-    parameter.grad = None  # which must have the parameter's shape at all times
+    parameter.grad = None  # it must have the parameter's shape at all times
     for optimizer in optimizers:
         state = optimizer.state.get(parameter, {})
         for key, value in state.items():
             if isinstance(value, Tensor) and value.shape == before:
                 state[key] = reshape(value, shape)
     changed = reshape(parameter.data, shape)
-    # A graph that is still held remembers the old shape for the next one; torch forgets it when the type changes.
+    # A graph still alive keeps the old shape for the parameter's gradient; changing the dtype makes torch drop it.
     other = torch.float32 if parameter.dtype == torch.float64 else torch.float64
     parameter.data = changed.new_empty(0, dtype=other)
     parameter.data = changed

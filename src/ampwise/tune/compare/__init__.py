@@ -1,1 +1,1 @@
-"""The same training step in several precisions: is it the same computation, how fast is it, and why not faster."""
+"""Benchmark one training step in several precisions: is the loss the same, how fast is it, and why not faster."""

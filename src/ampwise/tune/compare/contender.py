@@ -1,4 +1,4 @@
-"""One precision at the shared model: its training step, and what is put on the model while it has its turn."""
+"""One precision on the shared model: its training step, and what is installed on the model during its turn."""
 
 from __future__ import annotations
 
@@ -9,62 +9,62 @@ from typing import Any, cast
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ampwise.engine.precision.policy import Policy
 from ampwise.errors import BadInput
-from ampwise.evidence.speed import BASE, Row
-from ampwise.evidence.timing import HALVES
-from ampwise.tune.compare.float8 import AROUND, FP8, Float8Layers
-from ampwise.tune.compare.planning import Entry
-from ampwise.tune.step import TrainingStep
-from ampwise.tune.subject import Subject
+from ampwise.rules.evidence.speed import BASE, PrecisionRow
+from ampwise.rules.evidence.time_use import HALVES
+from ampwise.train.precision.policy import Policy
+from ampwise.tune.compare.float8 import FP8, OTHER_LAYERS, Float8Layers
+from ampwise.tune.compare.plan import PlannedRow
+from ampwise.tune.train_case import TrainCase
+from ampwise.tune.training_step import TrainingStep
 
-__all__ = ["AGAIN", "Contender", "contenders", "kept_patterns"]
+__all__ = ["AGAIN", "Contender", "make_contenders", "parse_keep"]
 
 AGAIN = "again"
 
 
 class Contender:
-    """Something that trains a step, in turns with others that share its model and optimizer."""
+    """Train steps in one precision, taking turns with others that share the model and optimizer."""
 
     def __init__(
         self,
-        entry: Entry,
+        entry: PlannedRow,
         step: TrainingStep,
         *,
         around: Callable[[], AbstractContextManager[object]] = nullcontext,
         label: str | None = None,
     ) -> None:
         self.precision, self.compiled = entry
-        self.label = label or Row(precision=entry.precision, compiled=entry.compiled).label
+        self.label = label or PrecisionRow(precision=entry.precision, compiled=entry.compiled).label
         self.step = step
-        self._around = around
+        self._installed = around
         self._counts = True
         self.forget_steps()
 
     @property
     def is_base(self) -> bool:
-        """Whether it is what the others are compared with."""
+        """Whether the others are compared with this one."""
         return self.label == BASE
 
     @property
     def skipped(self) -> int:
-        """Counted steps without an update: the scaler had found gradients that are not finite. Waits for the device.
+        """Count the steps without an update, because the scaler found gradients that are not finite. Syncs the device.
 
-        A fused optimizer is called all the same, and looks itself whether it has been found so.
+        A fused optimizer is called even then, and reads the scaler's flag itself.
         """
         return self._calls - self._updates + sum(float(found) > 0 for found in self._found)
 
     def again(self) -> Contender:
-        """The same once more, to see how far two runs of the same are apart."""
-        entry = Entry(self.precision, self.compiled)
-        return Contender(entry, self.step, around=self._around, label=f"{self.label} {AGAIN}")
+        """Return a second contender that repeats this one, to measure the noise between two equal runs."""
+        entry = PlannedRow(self.precision, self.compiled)
+        return Contender(entry, self.step, around=self._installed, label=f"{self.label} {AGAIN}")
 
     @contextmanager
     def turn(self) -> Iterator[None]:
-        """The model is this contender's: it computes as this one wants it."""
+        """Set up the model for this contender while inside."""
         hook = self.step.optimizer.register_step_post_hook(self._updated)
         try:
-            with self._around(), _or_fail() if self.compiled else nullcontext():
+            with self._installed(), _fail_on_recompile_limit() if self.compiled else nullcontext():
                 yield
         finally:
             hook.remove()
@@ -74,7 +74,7 @@ class Contender:
         return self.step()
 
     def uncounted(self) -> Tensor:
-        """A step that is not timed either."""
+        """Run a step that is neither counted nor timed."""
         self._counts = False
         try:
             return self.step()
@@ -82,43 +82,43 @@ class Contender:
             self._counts = True
 
     def forget_steps(self) -> None:
-        """Count from here on: while a scale is being found, steps are skipped as a matter of course."""
+        """Start counting from here: while the loss scale settles, skipped steps are normal."""
         self._calls = self._updates = 0
         self._found: list[Tensor] = []
 
     def _updated(self, optimizer: Optimizer, *_: object) -> None:
         if self._counts:
             self._updates += 1
-            found = getattr(optimizer, "found_inf", None)  # torch's scaler puts it there for one that is fused
+            found = getattr(optimizer, "found_inf", None)  # torch's scaler sets it on a fused optimizer
             self._found += [] if found is None else [found.detach()]
 
 
-def contenders(
-    entries: Sequence[Entry],
-    subject: Subject,
+def make_contenders(
+    entries: Sequence[PlannedRow],
+    case: TrainCase,
     optimizer: Optimizer,
     *,
     clip_norm: float | None,
     kept: Sequence[str] = (),
 ) -> list[Contender]:
-    """One for each entry; ``kept`` are patterns of modules that those of 16 bits run in FP32."""
-    return [_contender(entry, subject, optimizer, clip_norm, kept) for entry in entries]
+    """Make a contender for each entry; ``kept`` are patterns of modules that 16-bit precisions run in FP32."""
+    return [_contender(entry, case, optimizer, clip_norm, kept) for entry in entries]
 
 
 def _contender(
-    entry: Entry, subject: Subject, optimizer: Optimizer, clip_norm: float | None, kept: Sequence[str]
+    entry: PlannedRow, case: TrainCase, optimizer: Optimizer, clip_norm: float | None, kept: Sequence[str]
 ) -> Contender:
-    policy = Policy(AROUND if entry.precision == FP8 else entry.precision)
+    policy = Policy(OTHER_LAYERS if entry.precision == FP8 else entry.precision)
     if kept and entry.precision in HALVES:
         policy = policy.keep(BASE, *kept)
-        policy.modules(subject.model)  # a pattern that matches nothing is an error now, and not in the middle
-    step = TrainingStep(subject, policy, optimizer, clip_norm=clip_norm, compiled=entry.compiled)
-    around = Float8Layers(subject.model, step.in_place).on if entry.precision == FP8 else step.in_place
+        policy.modules(case.model)  # report a pattern that matches nothing now, not halfway through
+    step = TrainingStep(case, policy, optimizer, clip_norm=clip_norm, compiled=entry.compiled)
+    around = Float8Layers(case.model, step.in_place).on if entry.precision == FP8 else step.in_place
     return Contender(entry, step, around=around)
 
 
-def _or_fail() -> AbstractContextManager[object]:
-    """Where torch.compile has compiled the same code too often it goes on without: not what a row says it is."""
+def _fail_on_recompile_limit() -> AbstractContextManager[object]:
+    """Make torch.compile fail at its recompile limit: by default it goes on uncompiled, and the row would be wrong."""
     import torch._dynamo
 
     config: Any = torch._dynamo.config
@@ -126,16 +126,16 @@ def _or_fail() -> AbstractContextManager[object]:
     return cast("AbstractContextManager[object]", config.patch({name: True}))
 
 
-def kept_patterns(given: Sequence[str]) -> tuple[str, ...]:
-    """The patterns of ``--keep fp32=PATTERN``.
+def parse_keep(given: Sequence[str]) -> tuple[str, ...]:
+    """Parse the patterns of ``--keep fp32=PATTERN``.
 
-    >>> kept_patterns(["fp32=*.head"])
+    >>> parse_keep(["fp32=*.head"])
     ('*.head',)
     """
     patterns = []
     for text in given:
         precision, equals, pattern = text.partition("=")
         if precision != BASE or not equals or not pattern:
-            raise BadInput(f"--keep {text}: expected is fp32=PATTERN, such as fp32=*.router.")
+            raise BadInput(f"--keep {text}: expected fp32=PATTERN, such as fp32=*.router.")
         patterns.append(pattern)
     return tuple(patterns)

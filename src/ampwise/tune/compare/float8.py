@@ -1,4 +1,4 @@
-"""FP8 linear layers, on a model for a while: those of ``Engine(precision="fp8")``, with its default recipe."""
+"""FP8 linear layers, installed temporarily, as by ``Engine(precision="fp8")``, with its default recipe."""
 
 from __future__ import annotations
 
@@ -9,56 +9,56 @@ import torch
 from torch import nn
 
 from ampwise.errors import BadInput
-from ampwise.float8.checking import refuse_wrong_kernels
-from ampwise.float8.choosing import choices
-from ampwise.float8.layer import fit, unfit
-from ampwise.float8.layers import made
-from ampwise.float8.recipe import Fp8
-from ampwise.hardware.torch_facts import read_device
+from ampwise.hardware.torch_info import read_device
+from ampwise.train.float8.backends import make_forward
+from ampwise.train.float8.kernel_check import refuse_wrong_kernels
+from ampwise.train.float8.layer_choice import choose_layers
+from ampwise.train.float8.layer_forward import install_forward, remove_forward
+from ampwise.train.float8.recipe import Fp8
 
-__all__ = ["AROUND", "FP8", "Float8Layers", "why_no_float8"]
+__all__ = ["FP8", "OTHER_LAYERS", "Float8Layers", "why_no_float8"]
 
 FP8 = "fp8"
-AROUND = "bf16"  # what the other layers run in
+OTHER_LAYERS = "bf16"  # the precision of the other layers
 RECIPE = Fp8()
 
 
 def why_no_float8(device: torch.device) -> str | None:
-    """Why there is no FP8 on this device, as a sentence; None where there is."""
+    """Return why this device has no FP8, as a sentence; None if it has."""
     if device.type != "cuda":
-        return f"there are no FP8 matrix units on {device.type}."
+        return f"{device.type} has no FP8 tensor cores."
     found = read_device(torch, torch.cuda.current_device() if device.index is None else device.index)
-    if not found.has_matrix_units(FP8):
-        return f"{found.name} has no FP8 matrix units."
+    if not found.has_tensor_cores(FP8):
+        return f"{found.name} has no FP8 tensor cores."
     return None
 
 
 class Float8Layers:
-    """The linear layers of a model that become FP8 by default."""
+    """The linear layers of a model that run in FP8 by default."""
 
     def __init__(self, model: nn.Module, around: Callable[[], AbstractContextManager[object]] = nullcontext) -> None:
-        self._around = around  # entered with them in the model
-        found = choices(model, {}, RECIPE)
+        self._other_context = around  # entered while the layers are installed
+        found = choose_layers(model, {}, RECIPE)
         for device in {module.weight.device for module in found}:
             refuse_wrong_kernels(RECIPE, device)
         self._layers = {
-            module: made(module, RECIPE) for module, choice in found.items() if choice.recipe == RECIPE.recipe
+            module: make_forward(module, RECIPE) for module, choice in found.items() if choice.recipe == RECIPE.recipe
         }
         if not self._layers:
             why = next((f": {choice.name or 'the model itself'}: {choice.why}" for choice in found.values()), "")
-            raise BadInput(f"fp8: no linear layer of this model becomes FP8{why}. Leave it out of the comparison.")
+            raise BadInput(f"fp8: no linear layer of this model can run in FP8{why}. Leave fp8 out of the comparison.")
 
     def __len__(self) -> int:
         return len(self._layers)
 
     @contextmanager
     def on(self) -> Iterator[None]:
-        """While inside, they run in FP8."""
+        """Run these layers in FP8 while inside."""
         for module, how in self._layers.items():
-            fit(module, how)
+            install_forward(module, how)
         try:
-            with self._around():
+            with self._other_context():
                 yield
         finally:
             for module in self._layers:
-                unfit(module)
+                remove_forward(module)

@@ -1,4 +1,4 @@
-"""The GPU's clocks while it was measured, asked of the driver through nvidia-ml-py where that is installed."""
+"""GPU clocks during a measurement, read from the driver through nvidia-ml-py where that is installed."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
-from ampwise.evidence.speed import GpuClocks
+from ampwise.rules.evidence.speed import GpuClocks
 
 __all__ = ["ClockWatch"]
 
-# NVML's bits for why a clock is lower than it could be; others, such as "idle", say nothing about load.
+# NVML's bits for why a clock is below its maximum; others, such as "idle", say nothing about load.
 REASONS = {
     0x04: "its power limit",
     0x08: "a slowdown in hardware",
@@ -24,7 +24,7 @@ REASONS = {
 
 
 class ClockWatch:
-    """Reads the clock when asked. Where the driver cannot be asked it does nothing, and there is no result."""
+    """Samples the GPU's clock. Without the driver's library it does nothing and has no result."""
 
     def __init__(self, device: torch.device) -> None:
         self._seen: list[int] = []
@@ -36,7 +36,7 @@ class ClockWatch:
                 self._nvml, self._handle = _opened(device)
 
     def look(self) -> None:
-        """Now."""
+        """Take a sample."""
         if self._handle is None:
             return
         with contextlib.suppress(Exception):
@@ -44,17 +44,17 @@ class ClockWatch:
             self._reasons |= int(self._nvml.nvmlDeviceGetCurrentClocksThrottleReasons(self._handle))
 
     def seen(self) -> GpuClocks | None:
-        """From the first look to the last."""
+        """Return the clocks from the first sample to the last; None without samples."""
         if len(self._seen) < 2:
             return None
         try:
             top = int(self._nvml.nvmlDeviceGetMaxClockInfo(self._handle, self._nvml.NVML_CLOCK_SM))
-        except Exception:  # some devices do not say
+        except Exception:  # some devices do not report it
             return None
         return GpuClocks(
             before=self._seen[0],
             after=self._seen[-1],
-            lowest=min(self._seen[1:]),  # the first was idle
+            lowest=min(self._seen[1:]),  # the GPU was idle at the first
             top=top,
             held_back_by=tuple(words for bit, words in REASONS.items() if self._reasons & bit),
         )
@@ -62,9 +62,9 @@ class ClockWatch:
 
 def _opened(device: torch.device) -> tuple[Any, Any]:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # a package of the same name says that it is the wrong one
+        warnings.simplefilter("ignore")  # a package of the same name warns that it is the wrong one
         nvml = importlib.import_module("pynvml")
     nvml.nvmlInit()
-    # By its name for life: the driver counts devices otherwise than CUDA_VISIBLE_DEVICES does.
+    # By UUID: the driver numbers devices differently from CUDA_VISIBLE_DEVICES.
     name = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
     return nvml, nvml.nvmlDeviceGetHandleByUUID(name.encode())

@@ -1,22 +1,22 @@
-"""How much a step computes for each byte that its matrix products read and write."""
+"""FLOPs that a step computes for each byte that its matmuls read and write."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable
 
-from ampwise.evidence.timing import MatrixProduct
-from ampwise.watch.matrix_work import BYTES
+from ampwise.rules.evidence.time_use import ProfiledMatmul
+from ampwise.watch.matmul_work import BYTES
 
 __all__ = ["intensity_of"]
 
-ENOUGH = 0.5  # of the work has to be in products whose sizes tell
+ENOUGH = 0.5  # of the FLOPs have to be in matmuls of known shape
 
 
-def intensity_of(products: Iterable[MatrixProduct]) -> float | None:
-    """FLOPs for each byte, of plain products; None where most of the work is in others, such as convolutions.
+def intensity_of(products: Iterable[ProfiledMatmul]) -> float | None:
+    """Return FLOPs per byte over plain matmuls; None where most of the work is elsewhere, such as in convolutions.
 
-    >>> one = MatrixProduct(op="mm", shape="1×4096 @ 4096×4096", precision="bf16", flops=2.0 * 4096**2)
+    >>> one = ProfiledMatmul(op="mm", shape="1×4096 @ 4096×4096", precision="bf16", flops=2.0 * 4096**2)
     >>> round(intensity_of([one]), 1)
     1.0
     """
@@ -31,7 +31,7 @@ def intensity_of(products: Iterable[MatrixProduct]) -> float | None:
 
 
 def _elements(shape: str) -> int | None:
-    """Of both factors and the product, each read or written once."""
+    """Count the elements of both factors and of the product, each read or written once."""
     left, at, right = shape.partition(" @ ")
     if not at:
         return None

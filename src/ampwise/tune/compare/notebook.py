@@ -1,15 +1,15 @@
-"""A comparison as a notebook shows it."""
+"""Show a comparison in a notebook."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ampwise.evidence.speed import BASE
-from ampwise.evidence.speed_words import columns_of, headline, layer_note
-from ampwise.printers.html import badge, bold, box, code, finding_html, paragraph, table, text
+from ampwise.finding.html import badge, bold, box, code, finding_html, paragraph, table, text
+from ampwise.rules.evidence.speed import BASE
+from ampwise.rules.evidence.speed_text import columns_of, layer_note, speed_headline
 
 if TYPE_CHECKING:
-    from ampwise.evidence.speed import Row, Speeds
+    from ampwise.rules.evidence.speed import PrecisionRow, SpeedComparison
     from ampwise.tune.compare.result import PrecisionComparison
 
 __all__ = ["comparison_html"]
@@ -19,10 +19,10 @@ MOST_LAYERS = 12
 
 
 def comparison_html(result: PrecisionComparison) -> str:
-    """The verdict, the table, the layers, the findings."""
+    """Render the verdict, the table, the layers and the findings."""
     speeds, best = result.speeds, result.best
     mood = MOODS[str(speeds.verdict(best) if best is not None else None)]
-    head = paragraph(f"{badge('precisions', mood)} {bold(headline(speeds))}")
+    head = paragraph(f"{badge('precisions', mood)} {bold(speed_headline(speeds))}")
     where = paragraph(f"{code(speeds.subject)} on {text(speeds.device_name)}", soft=True)
     columns = columns_of(speeds)
     rows = [[_cell(row, speeds, column.cell(row, speeds)) for column in columns] for row in speeds.rows]
@@ -31,12 +31,12 @@ def comparison_html(result: PrecisionComparison) -> str:
     return "".join([*parts, *map(finding_html, result.findings), notes])
 
 
-def _cell(row: Row, speeds: Speeds, words: str) -> str:
+def _cell(row: PrecisionRow, speeds: SpeedComparison, words: str) -> str:
     verdict = speeds.verdict(row)
     return badge(words, MOODS[str(verdict)]) if verdict is not None and words == str(verdict) else text(words)
 
 
-def _layers(speeds: Speeds) -> str:
+def _layers(speeds: SpeedComparison) -> str:
     if not speeds.layers:
         return ""
     labels = [label for label in speeds.layers[0].seconds if label != BASE]

@@ -1,4 +1,4 @@
-"""One step under torch's profiler."""
+"""Run one step under torch's profiler."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch.autograd.profiler import record_function
 
 from ampwise.tune.compare.contender import Contender
-from ampwise.tune.compare.scopes import UPDATE, scopes_on
+from ampwise.tune.compare.profiler_ranges import UPDATE, module_ranges
 from ampwise.watch.patches import Patches
 from ampwise.watch.profiler import Profiler
 
@@ -18,26 +18,26 @@ __all__ = ["profiled_step"]
 
 
 def profiled_step(contender: Contender) -> Any:
-    """What torch has recorded of a step; with ranges for modules unless it is compiled, which they would change.
+    """Return the profiler's record of a step, with a range for each module unless compiled: hooks would recompile it.
 
-    The caller has given the contender its turn.
+    Call it in the contender's turn.
     """
     step = contender.step
-    ranges = nullcontext() if contender.compiled else scopes_on(step.subject.model)
+    ranges = nullcontext() if contender.compiled else module_ranges(step.case.model)
     with _profiler() as profiler, ranges:
-        _wait(step.subject.device)
+        _synchronize(step.case.device)
         profiler.start()
         try:
             step.forward_and_backward()
             with record_function(UPDATE):
                 step.update()
-            _wait(step.subject.device)
+            _synchronize(step.case.device)
         finally:
             recorded = profiler.stop()
     return recorded
 
 
-def _wait(device: torch.device) -> None:
+def _synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 

@@ -1,4 +1,4 @@
-"""How far a comparison has come: a bar on a terminal, a line for each thing that is done elsewhere."""
+"""Progress of a comparison: a bar on a terminal, elsewhere one line for each phase."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TextIO
 
-from ampwise.printers.terminal import console, printable, say
-from ampwise.tune.compare.measuring import Progress
+from ampwise.finding.terminal import console, printable, say
+from ampwise.tune.compare.measurement import Progress
 
 __all__ = ["progress_on"]
 
 
 @contextmanager
 def progress_on(stream: TextIO, *, quiet: bool = False) -> Iterator[Progress | None]:
-    """What to call with how far it is; None where nobody wants to know."""
+    """Yield the callback that shows progress; None if ``quiet``."""
     if quiet:
         yield None
     elif stream.isatty():
@@ -34,13 +34,13 @@ def _bar(stream: TextIO) -> Iterator[Progress]:
 
 
 def _lines(stream: TextIO) -> Progress:
-    said: set[str] = set()
+    shown: set[str] = set()
 
-    def tell(done: int, total: int, doing: str) -> None:
+    def report(done: int, total: int, doing: str) -> None:
         what = doing.partition(":")[0]
-        if what not in said:
-            said.add(what)
+        if what not in shown:
+            shown.add(what)
             say("ampwise: {} ({}/{})", what, done, total, stream=stream)
             stream.flush()
 
-    return tell
+    return report

@@ -1,53 +1,53 @@
-"""What a comparison gives: the evidence, what follows from it, and its forms for terminals, notebooks and machines."""
+"""Result of a comparison: the measurements, the findings, and how to print or serialize them."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any
 
-from ampwise.evidence.speed import Row, Speeds
-from ampwise.evidence.speed_words import BASES, headline
 from ampwise.finding import Finding
-from ampwise.rules.judging import judged
+from ampwise.rules.dispatch import run_checks
+from ampwise.rules.evidence.speed import PrecisionRow, SpeedComparison
+from ampwise.rules.evidence.speed_text import BASES, speed_headline
 
 __all__ = ["PrecisionComparison"]
 
-ROOM = "speed"
+CATEGORY = "speed"
 
 
 @dataclass(frozen=True, slots=True)
 class PrecisionComparison:
     """A training step in several precisions: ``ampwise.compare`` returns one.
 
-    ``speeds`` has every number, ``findings`` are reasons and warnings, ``best`` is the row to go over to, if there is
-    one. ``print`` shows what ``ampwise compare`` does, a notebook the same as tables and bars.
+    ``speeds`` has every number, ``findings`` are reasons and warnings, ``best`` is the row to switch to, if there is
+    one. ``print`` shows the same as ``ampwise compare``; a notebook shows it as tables.
     """
 
-    speeds: Speeds
+    speeds: SpeedComparison
 
     @property
-    def rows(self) -> tuple[Row, ...]:
-        """One for each precision, eager or compiled."""
+    def rows(self) -> tuple[PrecisionRow, ...]:
+        """The rows: one for each precision, eager or compiled."""
         return self.speeds.rows
 
     @property
-    def best(self) -> Row | None:
-        """The fastest that computes the same, of those that are less trouble if noise cannot tell them apart."""
+    def best(self) -> PrecisionRow | None:
+        """The fastest row with the same loss; among rows noise cannot separate, the one that takes least change."""
         return self.speeds.best
 
     @property
     def verdict(self) -> str:
-        """In a sentence."""
-        return headline(self.speeds)
+        """The verdict in a sentence."""
+        return speed_headline(self.speeds)
 
     @property
     def findings(self) -> list[Finding]:
         """Why it is not faster, and what makes a number doubtful; worst first."""
-        found = judged(self.speeds, ROOM)
+        found = run_checks(self.speeds, CATEGORY)
         return sorted(found, key=lambda finding: (finding.severity.rank, finding.rule.code))
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain data for JSON; ``basis`` says what each number rests on."""
+        """Return plain data for JSON; ``basis`` says what each number rests on."""
         best = self.best
         return self.speeds.as_dict() | {
             "verdict": self.verdict,

@@ -1,4 +1,4 @@
-"""What training changes in a model, kept aside: a precision that spoils it does not spoil it for the others."""
+"""Snapshots of what training changes in a model, so that a precision that diverges does not affect the others."""
 
 from __future__ import annotations
 
@@ -11,36 +11,36 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-__all__ = ["Buffers", "Snapshot", "are_finite"]
+__all__ = ["ModelSnapshot", "StateSnapshot", "are_finite"]
 
 
-class Buffers:
-    """The buffers of a model as they are now, by their names: a forward pass may add some, or replace them."""
+class StateSnapshot:
+    """Copy of a model's buffers, by name: a forward pass may add some, or replace them."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._saved = {name: buffer.detach().clone() for name, buffer in _written(model)}
+        self._saved = {name: buffer.detach().clone() for name, buffer in _writable_buffers(model)}
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Those that are still there, in the same shape."""
-        for name, buffer in _written(self._model):
+        """Restore the buffers that still exist with the same shape."""
+        for name, buffer in _writable_buffers(self._model):
             saved = self._saved.get(name)
             if saved is not None and saved.shape == buffer.shape:
                 buffer.copy_(saved)
 
 
-class Snapshot:
-    """Weights, buffers and the optimizer's state; in the host's memory, as the device's may be full."""
+class ModelSnapshot:
+    """Copy of weights, buffers and the optimizer's state, in the host's memory, as the device's may be full."""
 
     def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
         self._weights = [(weight, weight.detach().to("cpu", copy=True)) for weight in model.parameters()]
-        self._buffers, self._optimizer = Buffers(model), optimizer
+        self._buffers, self._optimizer = StateSnapshot(model), optimizer
         self._state: dict[str, Any] = copy.deepcopy(optimizer.state_dict())  # before the first step, next to nothing
 
     @torch.no_grad()
     def restore(self) -> None:
-        """As it was then."""
+        """Restore weights, buffers and the optimizer's state."""
         for weight, saved in self._weights:
             weight.copy_(saved)
         self._buffers.restore()
@@ -49,7 +49,7 @@ class Snapshot:
 
 @torch.no_grad()
 def are_finite(tensors: Iterable[Tensor]) -> bool:
-    """Whether all of their values are. Waits for the device once."""
+    """Whether all values are finite. Syncs the device once."""
     found = [torch.isfinite(_values(tensor)).all() for tensor in tensors]
     return all(bool(each) for each in torch.stack(found).cpu()) if found else True
 
@@ -58,8 +58,8 @@ def _values(tensor: Tensor) -> Tensor:
     return tensor.detach()._values() if tensor.is_sparse else tensor.detach()
 
 
-def _written(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Buffers that a pass can write to: not one whose elements share their place, nor one that is yet to be made."""
+def _writable_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield the buffers that can be written: not expanded ones, whose elements share memory, nor uninitialized ones."""
     for name, buffer in model.named_buffers():
         if is_lazy(buffer):
             continue

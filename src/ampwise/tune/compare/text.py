@@ -1,4 +1,4 @@
-"""A comparison as the terminal shows it."""
+"""Show a comparison on a terminal."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ import io
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from ampwise.evidence.speed import BASE, LayerTime, Row, Speeds
-from ampwise.evidence.speed_words import (
+from ampwise.finding.terminal import console, printable, table
+from ampwise.rules.evidence.speed import BASE, LayerTime, PrecisionRow, SpeedComparison
+from ampwise.rules.evidence.speed_text import (
     KIND_WORDS,
     clock_note,
     columns_of,
-    headline,
     kept_note,
     layer_note,
     problems,
-    setting,
+    setup_text,
+    speed_headline,
     split_of,
 )
-from ampwise.printers.terminal import console, printable, table
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -36,7 +36,7 @@ STYLES = {"definitely": "green", "use": "green", "optional": "yellow", "stay": "
 
 
 def comparison_text(result: PrecisionComparison) -> str:
-    """All of it, without colour."""
+    """Render the whole comparison without colour."""
     out = console(io.StringIO())
     with out.capture() as captured:
         show(out, result)
@@ -44,10 +44,10 @@ def comparison_text(result: PrecisionComparison) -> str:
 
 
 def show(out: Console, result: PrecisionComparison) -> None:
-    """The verdict first, then what it rests on."""
+    """Print the verdict first, then the numbers behind it."""
     speeds = result.speeds
-    _say(out, f"{speeds.subject} on {setting(speeds)}", style="dim")
-    _say(out, headline(speeds), style="bold")
+    _say(out, f"{speeds.subject} on {setup_text(speeds)}", style="dim")
+    _say(out, speed_headline(speeds), style="bold")
     out.print()
     out.print(_rows(speeds))
     for line in problems(speeds):
@@ -69,7 +69,7 @@ def show(out: Console, result: PrecisionComparison) -> None:
         _say(out, sentence, style="dim")
 
 
-def _rows(speeds: Speeds) -> Table:
+def _rows(speeds: SpeedComparison) -> Table:
     columns = columns_of(speeds)
     shown = table()
     for column in columns:
@@ -82,8 +82,8 @@ def _rows(speeds: Speeds) -> Table:
     return shown
 
 
-def _splits(rows: list[Row]) -> Table:
-    """Shares of a step."""
+def _splits(rows: list[PrecisionRow]) -> Table:
+    """Tabulate how each step's time splits by kind of work."""
     shares = {row.label: split_of(row) for row in rows}
     kinds = [kind for kind in KIND_WORDS if any(kind in split for split in shares.values())]
     shown = table("time of a step")
@@ -94,7 +94,7 @@ def _splits(rows: list[Row]) -> Table:
     return shown
 
 
-def _layers(speeds: Speeds) -> Table:
+def _layers(speeds: SpeedComparison) -> Table:
     labels = [label for label in speeds.layers[0].seconds if label != BASE]
     shown = table("layers", "class")
     shown.add_column("", justify="right")
@@ -123,7 +123,7 @@ def _show_finding(out: Console, finding: Finding) -> None:
         _say(out, f"  try: {finding.evidence['experiment']}")
 
 
-def _notes(speeds: Speeds) -> list[str]:
+def _notes(speeds: SpeedComparison) -> list[str]:
     return [note for note in (kept_note(speeds), clock_note(speeds), *speeds.not_measured) if note]
 
 

@@ -1,1 +1,1 @@
-"""A training step on two sides, compared module by module: what a precision, a kernel or a device changes."""
+"""Compare a training step on two sides, module by module: what a precision, a kernel or a device changes."""

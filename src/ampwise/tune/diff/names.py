@@ -1,4 +1,4 @@
-"""The models that a function uses, and what their modules and parameters are called."""
+"""Find the models that a function uses, and name their modules and parameters."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 from torch.nn.parameter import is_lazy
 
-from ampwise.engine.precision.policy import named_modules
 from ampwise.errors import UnknownName
-from ampwise.site import kind_of
-from ampwise.trace.names import variables_of
+from ampwise.trace.call_arguments import outer_variables
+from ampwise.trace.call_site import code_owner
+from ampwise.train.precision.policy import named_modules
 
-__all__ = ["Names", "models_of"]
+__all__ = ["ModuleNames", "find_models"]
 
-DEEPEST = 3  # functions that call functions, objects that hold objects
-LONGEST = 200  # what holds more is data
+DEEPEST = 3  # levels of nested functions and objects to search
+LONGEST = 200  # longer containers are data
 
 
-def models_of(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Module]:
-    """The models that a function can reach, by the names it has for them; those that are part of another left out."""
+def find_models(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Module]:
+    """Return the models that a function can reach, by their variable names; parts of other models are left out."""
     found: dict[Module, str] = {}
     for name, model in _reached("", function, DEEPEST, set()):
         found.setdefault(model, name)
@@ -55,8 +55,8 @@ def _parts(value: Any) -> Iterator[tuple[str, Any]]:
         yield from (("self", value.__self__), ("", value.__func__))
     elif isinstance(value, FunctionType):
         inner = inspect.unwrap(value)
-        if isinstance(inner, FunctionType) and kind_of(inner.__code__.co_filename) == "own":
-            yield from variables_of(inner).items()
+        if isinstance(inner, FunctionType) and code_owner(inner.__code__.co_filename) == "own":
+            yield from outer_variables(inner).items()
     elif isinstance(value, Mapping | list | tuple) and len(value) > LONGEST:
         return
     elif isinstance(value, Mapping):
@@ -67,15 +67,15 @@ def _parts(value: Any) -> Iterator[tuple[str, Any]]:
         yield from vars(value).items()
 
 
-class Names:
-    """Of modules and parameters. The model that is trained needs no prefix, others have the name they are known by."""
+class ModuleNames:
+    """Names of modules and parameters. The trained model has no prefix; others have the name of their variable."""
 
     def __init__(self, models: Mapping[str, Module], patterns: Sequence[str] = ()) -> None:
         self._patterns = tuple(patterns)
         self._names: dict[int, str] = {}
         self._parameters: dict[int, str] = {}
         self.roots: list[Module] = []
-        self.looked_into = True  # False: models are known, and nobody looks at their modules
+        self.looked_into = True  # False: models are known, but their modules are not compared
         main = [model for model in models.values() if _is_trained(model)] or list(models.values())
         self.main = main[0] if len(main) == 1 else None
         for name, model in models.items():
@@ -84,7 +84,7 @@ class Names:
             self.check_patterns()
 
     def learn(self, model: Module, name: str | None = None) -> None:
-        """A model that was not known before. name: what its modules' names begin with."""
+        """Add a model; ``name`` is the prefix of its modules' names."""
         prefix = self._free_prefix(model) if name is None else name
         self.roots.append(model)
         for path, module in named_modules(model).items():
@@ -97,25 +97,25 @@ class Names:
         return id(module) in self._names
 
     def of(self, module: Module) -> str:
-        """In its model; "" of the model itself."""
+        """Return the name in its model; "" for the model itself."""
         return self._names[id(module)]
 
     def of_parameter(self, parameter: Tensor) -> str | None:
         return self._parameters.get(id(parameter))
 
     def watched(self, model: Module) -> Iterator[Module]:
-        """Those of a model's modules that are to be looked at, each once."""
+        """Yield the modules of a model to compare, each once."""
         for module in dict.fromkeys(named_modules(model).values()) if self.looked_into else ():
             if not self._patterns or any(fnmatchcase(self.of(module), pattern) for pattern in self._patterns):
                 yield module
 
     def parameters(self) -> list[Parameter]:
-        """Those that are trained, each once."""
+        """Return the trained parameters, each once."""
         found = (parameter for model in self.roots for parameter in model.parameters())
         return list(dict.fromkeys(each for each in found if each.requires_grad and not is_lazy(each)))
 
     def _free_prefix(self, model: Module) -> str:
-        """Of a model that no variable is known for: none if it is the only one, else its class."""
+        """Return the prefix of a model without a known variable: none if it is the only one, else its class."""
         if not any(map(_is_trained, self.roots)) and _is_trained(model):
             return ""
         taken = {name.partition(".")[0] for name in self._names.values()}
@@ -123,7 +123,7 @@ class Names:
         return kind if kind not in taken else f"{kind}{sum(name.startswith(kind) for name in taken) + 1}"
 
     def check_patterns(self) -> None:
-        """An error where a pattern matches no module."""
+        """Raise UnknownName if a pattern matches no module."""
         for pattern in self._patterns:
             if not any(fnmatchcase(name, pattern) for name in self._names.values()):
                 raise _no_match(pattern, self._names.values())
@@ -138,5 +138,5 @@ def _no_match(pattern: str, names: Iterable[str]) -> UnknownName:
         "module",
         pattern,
         filter(None, names),
-        listing="Names are those of model.named_modules(), and * matches any part of one, dots too.",
+        listing="Use names of model.named_modules(); * matches any part of a name, including dots.",
     )

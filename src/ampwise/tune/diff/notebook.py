@@ -1,13 +1,13 @@
-"""A difference as a notebook shows it."""
+"""Show a difference in a notebook."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from ampwise.evidence.difference import BACKWARD, FORWARD
-from ampwise.evidence.difference_words import headline, loss_text
-from ampwise.printers.html import badge, bold, box, code, finding_html, paragraph, prose, table, text
+from ampwise.finding.html import badge, bold, box, code, finding_html, paragraph, prose, table, text
+from ampwise.rules.evidence.difference import BACKWARD, FORWARD
+from ampwise.rules.evidence.difference_text import difference_headline, loss_text
 from ampwise.tune.diff.text import (
     MODULE_HEADINGS,
     OP_HEADINGS,
@@ -30,19 +30,19 @@ __all__ = ["difference_html"]
 
 
 def difference_html(result: Difference) -> str:
-    """The answer, what was found, and the worst rows."""
+    """Render the verdict, the findings and the worst rows."""
     evidence = result.evidence
     mood = "ok" if result.explained else str(result.findings[0].severity)
-    head = paragraph(f"{badge('diff', mood)} <b>{prose(headline(evidence))}</b>")
+    head = paragraph(f"{badge('diff', mood)} <b>{prose(difference_headline(evidence))}</b>")
     sides = "".join(
         paragraph(f"{name} {code(side_text(side))}") for name, side in (("a", evidence.a), ("b", evidence.b))
     )
     growths = [growth_text(evidence.growth(phase), phase) for phase in (FORWARD, BACKWARD)]
     modules = [cells for row in shown_modules(evidence) for cells in module_cells(row)]
-    told = [loss_text(evidence), *growths, noise_text(evidence), *evidence.notes]
+    lines = [loss_text(evidence), *growths, noise_text(evidence), *evidence.notes]
     return "".join(
         [
-            box(head + sides + "".join(paragraph(prose(line), soft=True) for line in told if line), mood),
+            box(head + sides + "".join(paragraph(prose(line), soft=True) for line in lines if line), mood),
             *map(finding_html, result.findings),
             _table("Modules, worst first", MODULE_HEADINGS, modules, 2),
             _table("Operations, worst first", OP_HEADINGS, map(op_cells, shown_ops(evidence)), 2),

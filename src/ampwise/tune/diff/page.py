@@ -1,4 +1,4 @@
-"""What the page of a difference shows."""
+"""Build the HTML page of a difference."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ampwise.evidence.compared import BEYOND, Compared
-from ampwise.evidence.difference import BACKWARD, FORWARD, Differing, ModuleRow
-from ampwise.evidence.difference_words import BASES, headline, loss_text, op_text, spot_text
-from ampwise.printers.terminal import printable
-from ampwise.record.rows import Seen
-from ampwise.report.page.difference import difference_page
-from ampwise.report.page.view import FARTHER, Card, rules_of
-from ampwise.report.source_lines import kept_lines
-from ampwise.report.wording import one_line
+from ampwise.finding.terminal import printable
+from ampwise.report.formatting import evidence_line
+from ampwise.report.page.difference_page import difference_page
+from ampwise.report.page.run_view import MORE_CONTEXT, FindingCard, rules_of
+from ampwise.report.source_lines import recorded_lines
+from ampwise.rules.evidence.difference import BACKWARD, FORWARD, ModuleRow, StepDifference
+from ampwise.rules.evidence.difference_text import BASES, difference_headline, loss_text, op_text, spot_text
+from ampwise.rules.evidence.rows import CountedFinding
+from ampwise.rules.evidence.tensor_difference import BEYOND, ComparedTensor
 from ampwise.tune.diff.text import (
     MODULE_HEADINGS,
     OP_HEADINGS,
@@ -32,14 +32,14 @@ if TYPE_CHECKING:
     from ampwise.finding import Finding
     from ampwise.tune.diff.result import Difference
 
-__all__ = ["page_of"]
+__all__ = ["render_page"]
 
 MOST_MODULES, MOST_OPS, MOST_PARAMETERS = 1000, 300, 400
-LARGEST_FILE = 2**21  # bytes of source that lines are taken from
+LARGEST_FILE = 2**21  # bytes of a source file to quote lines from
 
 
-def page_of(result: Difference) -> str:
-    """One HTML file."""
+def render_page(result: Difference) -> str:
+    """Return one self-contained HTML file."""
     return difference_page(_view(result), _charts(result.evidence))
 
 
@@ -51,11 +51,11 @@ def _view(result: Difference) -> dict[str, Any]:
     ops = sorted(evidence.ops, key=lambda row: -(row.compared.times or 0.0))
     modules = [cells for row in evidence.rows for cells in module_cells(row)]
     return {
-        "title": f"{headline(evidence)}.",
+        "title": f"{difference_headline(evidence)}.",
         "mood": "ok" if result.explained else str(result.findings[0].severity),
         "first": "" if evidence.first is None else f"It {spot_text(evidence.first)}.{op_text(evidence.first)}",
         "sides": [("subject", evidence.subject), ("a", side_text(evidence.a)), ("b", side_text(evidence.b))],
-        "told": [text for text in (loss_text(evidence), *growths, noise_text(evidence), *evidence.notes) if text],
+        "notes": [text for text in (loss_text(evidence), *growths, noise_text(evidence), *evidence.notes) if text],
         "beyond": f"{BEYOND:.0f}",
         "basis": f"Errors are {BASES['errors']}.",
         "cards": cards,
@@ -72,14 +72,14 @@ def _view(result: Difference) -> dict[str, Any]:
     }
 
 
-def _card(finding: Finding, name: str) -> Card:
-    seen = Seen(finding=finding, excerpt=_excerpt(finding))
-    return Card(
+def _card(finding: Finding, name: str) -> FindingCard:
+    counted = CountedFinding(finding=finding, excerpt=_excerpt(finding))
+    return FindingCard(
         id=name,
-        seen=seen,
+        counted=counted,
         place=str(finding.place) if finding.place.as_dict() else "",
-        told=[one_line(finding.shown_evidence)] if finding.shown_evidence else [],
-        lines=kept_lines(seen),
+        details=[evidence_line(finding.shown_evidence)] if finding.shown_evidence else [],
+        lines=recorded_lines(counted),
         more_lines={},
         diff="",
         example="",
@@ -87,7 +87,7 @@ def _card(finding: Finding, name: str) -> Card:
 
 
 def _excerpt(finding: Finding) -> dict[str, Any]:
-    """The lines around a place, as they are now."""
+    """Return the source lines near a place, as they are now."""
     file, line = finding.place.file, finding.place.line
     if file is None or line is None:
         return {}
@@ -96,18 +96,18 @@ def _excerpt(finding: Finding) -> dict[str, Any]:
         lines = path.read_text(encoding="utf-8").split("\n") if path.stat().st_size <= LARGEST_FILE else []
     except (OSError, ValueError):
         return {}
-    first = max(1, line - FARTHER)
-    return {"first_line": first, "lines": lines[first - 1 : line + FARTHER]}
+    first = max(1, line - MORE_CONTEXT)
+    return {"first_line": first, "lines": lines[first - 1 : line + MORE_CONTEXT]}
 
 
-def _charts(evidence: Differing) -> dict[str, Any]:
+def _charts(evidence: StepDifference) -> dict[str, Any]:
     rows = [row for row in evidence.rows if row.is_leaf]
     forward = [(*row.inputs, *row.outputs) for row in rows]
     return {
         "names": [printable(_called(row)) for row in rows],
         "passes": [
             _pass("Forward: what modules return", "--line0", "line0", [row.outputs for row in rows], forward),
-            _pass("Backward: the gradients by that", "--line1", "line1", [row.gradients for row in rows]),
+            _pass("Backward: gradients of what modules return", "--line1", "line1", [row.gradients for row in rows]),
         ],
     }
 
@@ -120,10 +120,10 @@ def _pass(
     title: str,
     colour: str,
     key: str,
-    compared: Sequence[Sequence[Compared]],
-    judged: Sequence[Sequence[Compared]] | None = None,
+    compared: Sequence[Sequence[ComparedTensor]],
+    judged: Sequence[Sequence[ComparedTensor]] | None = None,
 ) -> dict[str, Any]:
-    """judged: with the code before each module, whose error is shown where that is beyond."""
+    """Return one chart. ``judged`` includes the code before each module, whose error is shown if it is beyond."""
     shown = [_worst(own, of) for own, of in zip(compared, judged or compared, strict=True)]
     errors = [None if each is None else each.error for each in shown]
     limits = [None if each is None or each.expected is None else BEYOND * each.expected for each in shown]
@@ -138,7 +138,7 @@ def _pass(
     }
 
 
-def _worst(own: Sequence[Compared], judged: Sequence[Compared]) -> Compared | None:
+def _worst(own: Sequence[ComparedTensor], judged: Sequence[ComparedTensor]) -> ComparedTensor | None:
     beyond = [each for each in judged if each.beyond]
     return max(beyond or own, key=lambda each: each.error, default=None)
 

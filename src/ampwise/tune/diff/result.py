@@ -1,39 +1,47 @@
-"""What ``diff`` returns: the evidence, what follows from it, and its forms for terminals, notebooks and machines."""
+"""Result of ``diff``: the evidence, the findings, and how to print or serialize them."""
 
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from ampwise.evidence.difference import BACKWARD, FORWARD, Differing, ModuleRow, OpRow, ParameterRow, Spot
-from ampwise.evidence.difference_words import BASES, headline
 from ampwise.finding import Finding, Place, Severity
-from ampwise.rules.judging import judged
+from ampwise.rules.dispatch import run_checks
+from ampwise.rules.evidence.difference import (
+    BACKWARD,
+    FORWARD,
+    ErrorLocation,
+    ModuleRow,
+    OpRow,
+    ParameterRow,
+    StepDifference,
+)
+from ampwise.rules.evidence.difference_text import BASES, difference_headline
 
 __all__ = ["Difference"]
 
-ROOM = "difference"
+CATEGORY = "difference"
 
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Difference:
-    """A training step on two sides, held against each other: ``ampwise.diff`` returns one.
+    """A training step compared on two sides: ``ampwise.diff`` returns one.
 
     ``rows`` are modules in the order of their calls, ``parameters`` the gradients as the optimizer gets them, ``first``
-    is the first place beyond what rounding explains, if there is one, and ``findings`` say what it is and what to do.
-    ``print`` shows what ``ampwise diff`` does, a notebook the same as tables, ``page()`` is one HTML file with plots.
+    is the first place beyond what rounding explains, if any, and ``findings`` say what it is and how to fix it.
+    ``print`` shows the same as ``ampwise diff``, a notebook shows tables, ``page()`` is one HTML file with plots.
     """
 
-    evidence: Differing
+    evidence: StepDifference
 
     @property
     def rows(self) -> tuple[ModuleRow, ...]:
-        """Calls of modules, in their order."""
+        """Calls of modules, in order."""
         return self.evidence.rows
 
     @property
     def ops(self) -> tuple[OpRow, ...]:
-        """Operations, where they were asked for."""
+        """Operations; empty unless ``ops=True``."""
         return self.evidence.ops
 
     @property
@@ -42,31 +50,31 @@ class Difference:
         return self.evidence.parameters
 
     @property
-    def first(self) -> Spot | None:
+    def first(self) -> ErrorLocation | None:
         """The first place beyond what rounding explains."""
         return self.evidence.first
 
     @property
     def verdict(self) -> str:
-        """In a sentence."""
-        return headline(self.evidence)
+        """The verdict in a sentence."""
+        return difference_headline(self.evidence)
 
     @property
     def findings(self) -> list[Finding]:
-        """What is not explained, and why: the first place first, then the worst."""
+        """What rounding does not explain, and why: the first place first, then by severity."""
         first = None if self.first is None else self.first.place
-        if self.evidence.unsteady:  # before all else
+        if self.evidence.unsteady:  # reported before all else
             first = Place(module=self.evidence.floor_at)
-        found = judged(self.evidence, ROOM)
+        found = run_checks(self.evidence, CATEGORY)
         return sorted(found, key=lambda each: (each.place != first, each.severity.rank, each.rule.code))
 
     @property
     def explained(self) -> bool:
-        """Whether rounding is all there is."""
+        """Whether rounding explains everything."""
         return not any(finding.severity is not Severity.INFO for finding in self.findings)
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain data for JSON; ``basis`` says what each number rests on."""
+        """Return plain data for JSON; ``basis`` says what each number rests on."""
         evidence = self.evidence
         growths = {phase: evidence.growth(phase) for phase in (FORWARD, BACKWARD)}
         return {
@@ -90,10 +98,10 @@ class Difference:
         }
 
     def page(self) -> str:
-        """One HTML file that needs nothing else: the error along the depth, and all tables."""
-        from ampwise.tune.diff.page import page_of
+        """Return one self-contained HTML file: the error along the depth, and all tables."""
+        from ampwise.tune.diff.page import render_page
 
-        return page_of(self)
+        return render_page(self)
 
     def __repr__(self) -> str:
         return f"<Difference: {self.verdict}>"

@@ -1,6 +1,6 @@
-"""A side of a difference: in which precision, on which device, by which kernels a step is computed.
+"""A side of a difference: the precision, device and kernels of a step.
 
-As text it is ``PRECISION[@DEVICE][,OPTION…]``: "bf16", "fp32@cuda", "fp16,scale=1024", "bf16,attention=math",
+As text: ``PRECISION[@DEVICE][,OPTION…]``, such as "bf16", "fp32@cuda", "fp16,scale=1024", "bf16,attention=math",
 "fp32,compiled", "tf32,emulated".
 """
 
@@ -16,25 +16,25 @@ from typing import Any
 import torch
 from torch.nn.attention import SDPBackend
 
-from ampwise.emulation.recipe import UP, Recipe, recipe_named, with_scales_up
-from ampwise.engine.precision.policy import Policy
-from ampwise.engine.precision.precision import AUTO, PRECISIONS, RIGHT_NAMES, Precision, facts_of
 from ampwise.errors import AmpwiseError, BadInput, PrecisionUnavailable, UnknownName
-from ampwise.evidence.wording import scale_text
-from ampwise.formats import BlockFormat, Format, all_names, find_format, find_scalar_format
+from ampwise.numbers.emulation.recipe import UP, EmulationRecipe, recipe_for_format, recipe_with_scales_rounded_up
+from ampwise.numbers.formats import BlockFormat, Format, all_names, find_format, find_scalar_format
+from ampwise.rules.evidence.number_text import scale_text
+from ampwise.train.precision.policy import Policy
+from ampwise.train.precision.precision import AUTO, PRECISIONS, RIGHT_NAMES, TrainPrecision, precisions_of
 
-__all__ = ["ATTENTION", "FORM", "WIDEST", "Side", "side_of"]
+__all__ = ["ATTENTION", "SIDE_SYNTAX", "WIDEST", "Side", "parse_side"]
 
-FORM = "PRECISION[@DEVICE][,OPTION…], such as bf16, fp32@cuda or 'bf16,attention=math'"
+SIDE_SYNTAX = "PRECISION[@DEVICE][,OPTION…], such as bf16, fp32@cuda or 'bf16,attention=math'"
 WIDEST = "fp64"
-ARITHMETICS = {**PRECISIONS, WIDEST: Precision(name=WIDEST, dtype=None, scaled=False, tf32=False)}
+ARITHMETICS = {**PRECISIONS, WIDEST: TrainPrecision(name=WIDEST, dtype=None, scaled=False, tf32=False)}
 ATTENTION = {
     "math": SDPBackend.MATH,
     "flash": SDPBackend.FLASH_ATTENTION,
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
     "cudnn": SDPBackend.CUDNN_ATTENTION,
 }
-SPREAD = 16  # between a tensor's typical magnitudes and those that matter still
+SPREAD = 16  # ratio of a tensor's typical magnitude to the smallest that still matters
 OPTIONS = ("compiled", "compiled=BACKEND", "emulated", UP, f"attention={'|'.join(ATTENTION)}", "scale=NUMBER")
 
 
@@ -42,17 +42,17 @@ OPTIONS = ("compiled", "compiled=BACKEND", "emulated", UP, f"attention={'|'.join
 class Side:
     """How a step is computed."""
 
-    precision: str  # a key of ARITHMETICS, or a format that is emulated
+    precision: str  # a key of ARITHMETICS, or an emulated format
     policy: Policy | None = None
-    recipe: Recipe | None = None  # of products that are emulated
-    device: torch.device | None = None  # None: where the model is
+    recipe: EmulationRecipe | None = None  # for emulated matmuls
+    device: torch.device | None = None  # None: that of the model
     compiled: str = ""  # torch.compile's backend
     attention: str = ""
-    scale: float | None = None  # of the loss; None: as the precision needs it
+    scale: float | None = None  # of the loss; None: chosen as the precision needs
 
     @property
     def label(self) -> str:
-        """As one asks for it."""
+        """The text that selects this side."""
         name = self.precision if self.policy is None else repr(self.policy)
         options = [
             "emulated" if self.recipe is not None and self.precision in ARITHMETICS else "",
@@ -61,17 +61,17 @@ class Side:
             f"attention={self.attention}" if self.attention else "",
             "" if self.scale is None else f"scale={scale_text(self.scale)}",
         ]
-        where = "" if self.device is None else f"@{self.device}"
-        return ",".join([name + where, *filter(None, options)])
+        target = "" if self.device is None else f"@{self.device}"
+        return ",".join([name + target, *filter(None, options)])
 
     @property
-    def arithmetic(self) -> Precision:
-        """What torch computes in; an emulated format is computed in FP32."""
+    def arithmetic(self) -> TrainPrecision:
+        """The precision torch computes in; FP32 for an emulated format."""
         return ARITHMETICS["fp32" if self.recipe is not None else self.precision]
 
     @property
     def is_wider(self) -> bool:
-        """Whether weights and batch become FP64."""
+        """Whether weights and batch are converted to FP64."""
         return self.recipe is None and self.precision == WIDEST
 
     @property
@@ -91,27 +91,28 @@ class Side:
 
     @property
     def flushed_below(self) -> float:
-        """Tensors of this typical magnitude have values below the format's range; 0 where each tensor has a scale."""
+        """Typical magnitude below which a tensor has values below the format's range; 0 if each tensor has a scale."""
         if self.recipe is not None and self.recipe.scaled:
             return 0.0
         return find_scalar_format(self.precision).smallest_normal * SPREAD
 
     def on(self, device: torch.device) -> Side:
-        """With nothing left open, for a model on a device; an error where it cannot be had there."""
-        where = self.device or device
-        precision = facts_of(where).best if self.precision == AUTO else self.precision
-        placed = replace(self, precision=precision, device=self.device if where != device else None)
-        lacks = facts_of(where).lacks.get(precision) if self.recipe is None else None
+        """Resolve the side for a model on a device; raise PrecisionUnavailable if it cannot run there."""
+        target = self.device or device
+        precision = precisions_of(target).best if self.precision == AUTO else self.precision
+        placed = replace(self, precision=precision, device=self.device if target != device else None)
+        lacks = precisions_of(target).lacks.get(precision) if self.recipe is None else None
         if lacks is not None:
             raise PrecisionUnavailable(
-                f"diff: {self.label}: {lacks} It runs {', '.join((*facts_of(where).runs, WIDEST))}. What it lacks can "
-                f"be emulated: '{self.label},emulated'."
+                f"diff: {self.label}: {lacks} It runs "
+                f"{', '.join((*precisions_of(target).runs, WIDEST))}. To emulate it: "
+                f"'{self.label},emulated'."
             )
         return placed
 
 
 def roundoff(fmt: Format | BlockFormat) -> float:
-    """The largest relative error of rounding a value to a format, inside its range.
+    """Return the largest relative error of rounding a value to a format, within its range.
 
     >>> roundoff(find_format("bf16")) == 2**-8
     True
@@ -119,10 +120,10 @@ def roundoff(fmt: Format | BlockFormat) -> float:
     return (fmt.element if isinstance(fmt, BlockFormat) else fmt).epsilon / 2
 
 
-def side_of(asked: Any) -> Side:
-    """A side by its text, or by a policy.
+def parse_side(asked: Any) -> Side:
+    """Parse a side from its text, or make one from a policy.
 
-    >>> side = side_of("bf16,attention=math")
+    >>> side = parse_side("bf16,attention=math")
     >>> side.precision, side.attention, side.roundoffs[0]
     ('bf16', 'math', 0.00390625)
     """
@@ -131,7 +132,7 @@ def side_of(asked: Any) -> Side:
     if isinstance(asked, Policy):
         return Side(precision=asked.base, policy=asked)
     if not isinstance(asked, str):
-        raise BadInput(f"diff: {asked!r}: a side is {FORM}, or a Policy.")
+        raise BadInput(f"diff: expected {SIDE_SYNTAX}, or a Policy; got {asked!r}.")
     first, *words = [word.strip() for word in re.split("[,+]", asked)]
     name, _, device = first.partition("@")
     emulated = "emulated" in words
@@ -153,10 +154,10 @@ def _named(name: str, asked: str, *, emulated: bool) -> Side:
     right = RIGHT_NAMES.get(name.lower())
     known = list(dict.fromkeys([*ARITHMETICS, *all_names()]))
     if right is not None or not name:
-        hint = f"Here that is called {right!r}. " if right else ""
-        raise BadInput(f"diff: {asked!r}: a side is {FORM}. {hint}The precisions are {', '.join(ARITHMETICS)}.")
+        hint = f"Did you mean {right!r}? " if right else ""
+        raise BadInput(f"diff: {asked!r}: expected {SIDE_SYNTAX}. {hint}The precisions are {', '.join(ARITHMETICS)}.")
     try:
-        recipe = recipe_named(name)
+        recipe = recipe_for_format(name)
     except UnknownName as error:
         listing = f"Precisions are {', '.join(ARITHMETICS)}; any other format of `ampwise formats` is emulated."
         raise UnknownName("precision", name, known, listing=listing) from error
@@ -164,25 +165,25 @@ def _named(name: str, asked: str, *, emulated: bool) -> Side:
 
 
 def _policy(file: str) -> Policy:
-    """One that was written as JSON."""
+    """Read a policy from a JSON file."""
     try:
         data = json.loads(Path(file).read_text(encoding="utf-8"))
-        if isinstance(data, dict) and "policy" in data:  # what a search has found has one among other things
+        if isinstance(data, dict) and "policy" in data:  # the result of a search contains one
             _refuse_narrow(file, data)
             data = data["policy"]
         return Policy.from_dict(data)
     except OSError as error:
-        raise BadInput(f"diff: {file}: the policy cannot be read: {error.strerror or error}.") from error
+        raise BadInput(f"diff: {file}: cannot read the policy: {error.strerror or error}.") from error
     except (ValueError, AmpwiseError) as error:
-        raise BadInput(f"diff: {file}: it is no policy, as Policy.as_dict() writes it in JSON: {error}") from error
+        raise BadInput(f"diff: {file}: expected JSON as written from Policy.as_dict(): {error}") from error
 
 
 def _refuse_narrow(file: str, found: dict[str, Any]) -> None:
-    """Formats that a policy cannot ask for: products that a search has emulated."""
+    """Refuse search results with emulated formats, which a policy cannot express."""
     if found.get("narrow"):
         names = ", ".join(sorted(set(map(str, found["narrow"].values()))))
         raise BadInput(
-            f"diff: {file}: what ampwise search found has modules in {names}, which a policy of autocast cannot have. "
+            f"diff: {file}: this search result has modules in {names}, which an autocast policy cannot express. "
             "Compare the format itself, such as --b e4m3, or search with --formats bf16,fp32."
         )
 
@@ -191,21 +192,21 @@ def _device(text: str, asked: str) -> torch.device:
     try:
         device = torch.device(text)
     except RuntimeError as error:
-        raise BadInput(f"diff: {asked!r}: there is no kind of device {text!r}; cpu and cuda:1 are devices.") from error
+        raise BadInput(f"diff: {asked!r}: expected a device such as cpu or cuda:1, got {text!r}.") from error
     backend = None if device.type == "cpu" else getattr(torch, device.type, None)
     seen = (
         1 if device.type == "cpu" else backend.device_count() if backend is not None and backend.is_available() else 0
     )
     if (device.index or 0) >= seen:
         kinds = "CUDA" if device.type == "cuda" else device.type
-        raise BadInput(f"diff: {asked!r}: torch sees {seen or 'no'} {kinds} devices here. Try: ampwise gpu")
+        raise BadInput(f"diff: {asked!r}: torch sees {seen or 'no'} {kinds} devices. Run: ampwise gpu")
     return device
 
 
 def _with(side: Side, word: str, asked: str) -> Side:
     name, _, value = word.partition("=")
     if word == UP and side.recipe is not None:
-        return replace(side, recipe=with_scales_up(side.recipe, f"diff: {asked!r}"))
+        return replace(side, recipe=recipe_with_scales_rounded_up(side.recipe, f"diff: {asked!r}"))
     if name == "compiled":
         return replace(side, compiled=value or "inductor")
     if name == "attention":
@@ -215,7 +216,7 @@ def _with(side: Side, word: str, asked: str) -> Side:
         return replace(side, attention=value)
     if name == "scale":
         return replace(side, scale=_scale(value, asked))
-    raise BadInput(f"diff: {asked!r}: there is no option {word!r}; a side is {FORM}, with {', '.join(OPTIONS)}.")
+    raise BadInput(f"diff: {asked!r}: unknown option {word!r}; expected {SIDE_SYNTAX}, with {', '.join(OPTIONS)}.")
 
 
 def _scale(text: str, asked: str) -> float:
@@ -224,5 +225,5 @@ def _scale(text: str, asked: str) -> float:
     except ValueError:
         scale = math.nan
     if not (math.isfinite(scale) and scale > 0):
-        raise BadInput(f"diff: {asked!r}: scale={text} is no loss scale; 65536 is what a GradScaler begins with.")
+        raise BadInput(f"diff: {asked!r}: expected a positive loss scale, such as 65536; got scale={text}.")
     return scale

@@ -1,13 +1,13 @@
-"""All numbers of a comparison in one sweep over both tensors: what ``statistics._row`` defines, which reads them often.
+"""Compute all numbers of a comparison in one pass over both tensors, as ``statistics._row`` defines them.
 
-Each program takes a stretch of both and leaves a column of a table; a second, tiny launch makes a row of it. Nothing
-waits. Values become FP64 before they are subtracted and squared, so errors and products are as exact as the
-reference's. Sums are of terms that are never negative, a few thousand to a lane and then as a tree: to 1e-12 at least
-they are those of the reference, which adds in another order. Counts and largest values are the same to the last bit.
-FP64 is slow on cards for games, where this takes some times longer than reading does.
+Each program reduces a stretch of both tensors to a column of a table; a second, tiny launch reduces the table to a row.
+Nothing syncs. Values are converted to FP64 before they are subtracted and squared, so errors and products are as exact
+as the reference's. Sums have only non-negative terms, a few thousand per lane and then as a tree: they agree with the
+reference, which adds in another order, to 1e-12 or better. Counts and largest values are identical. On consumer GPUs
+FP64 is slow, and this takes a few times longer than reading the tensors.
 """
 
-# Constants of a Triton kernel are arguments in capitals, and its branches are taken when it is compiled.
+# Triton constants are upper-case arguments, and its branches are resolved at compile time.
 # ruff: noqa: N803, SIM108
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ampwise.census.launch import launching_on
+from ampwise.numbers.census.launch import launching_on
 
 __all__ = ["READ", "combine_kernel", "compare_kernel", "launch_row"]
 
-BLOCK = 512  # values at a time: four for each thread, of each of which a dozen numbers are kept
-LEAST = 8 * BLOCK  # for a program
-PROGRAMS = 1024  # at most, of which the second launch makes a row in one go
+BLOCK = 512  # values at a time: four per thread, with a dozen accumulators each
+LEAST = 8 * BLOCK  # values of a program
+PROGRAMS = 1024  # at most, so that the second launch reduces them at once
 WARPS = 4
 COLUMNS = 13
 
-# What the kernel can load. Of booleans, it reads the bytes.
+# Dtypes that the kernel can load; booleans are read as bytes.
 READ = frozenset(
     {torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.bool}
     | {torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8}
@@ -41,7 +41,7 @@ _NOWHERE = tl.constexpr(2**31 - 1)
 
 @triton.jit
 def _wide(values):
-    """In the narrowest of FP32 and FP64 that has them all."""
+    """Convert to FP32, or to FP64 where FP32 cannot hold all values."""
     if values.dtype.is_floating() and values.dtype.primitive_bitwidth < 64:
         wide = values.to(tl.float32)
     else:
@@ -51,7 +51,7 @@ def _wide(values):
 
 @triton.jit
 def _load(pointer, offsets, n, MASKED: tl.constexpr):
-    """The values in FP32 or FP64."""
+    """Load values as FP32 or FP64."""
     if MASKED:
         values = tl.load(pointer + offsets, mask=offsets < n, other=0)
     else:
@@ -61,12 +61,12 @@ def _load(pointer, offsets, n, MASKED: tl.constexpr):
 
 @triton.jit
 def _is_finite(values):
-    return tl.abs(values) < float("inf")  # which a NaN is not, either
+    return tl.abs(values) < float("inf")  # false for NaN, too
 
 
 @triton.jit
 def _times(values, factor, SCALED: tl.constexpr):
-    """In FP64."""
+    """Convert to FP64 and multiply by the factor."""
     wide = values.to(tl.float64)
     if SCALED:
         wide = wide * factor
@@ -100,9 +100,9 @@ def compare_kernel(
     a, b, table, n, each, factor_a, factor_b,
     WHOLE: tl.constexpr, SCALED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The statistics of one stretch of ``each`` values, into its column of the table.
+    """Write the statistics of one stretch of ``each`` values to its column of the table.
 
-    Factors are the bits of FP64 numbers: a float that is handed to a kernel arrives in FP32.
+    Factors are passed as the bits of FP64 numbers: a float argument of a kernel arrives as FP32.
     """
     program = tl.program_id(0)
     start = program.to(tl.int64) * each
@@ -115,7 +115,7 @@ def compare_kernel(
     squares_a = tl.zeros([BLOCK], tl.float64)
     squares_b = tl.zeros([BLOCK], tl.float64)
     squares = tl.zeros([BLOCK], tl.float64)
-    largest = tl.full([BLOCK], -1.0, tl.float64)  # so that the first value is taken, be its error 0
+    largest = tl.full([BLOCK], -1.0, tl.float64)  # so that the first value counts even with an error of 0
     at = tl.zeros([BLOCK], tl.int32)
     changed = tl.zeros([BLOCK], tl.int32)
     largest_a = _wide(tl.zeros([BLOCK], a.dtype.element_ty))
@@ -162,7 +162,7 @@ def compare_kernel(
 
 @triton.jit
 def combine_kernel(table, row, programs, PROGRAMS: tl.constexpr):
-    """A row of the table's columns."""
+    """Reduce the table's columns to a row."""
     lanes = tl.arange(0, PROGRAMS)
     there = lanes < programs
     largest = tl.load(table + 3 * PROGRAMS + lanes, mask=there, other=-1.0)
@@ -178,7 +178,7 @@ def combine_kernel(table, row, programs, PROGRAMS: tl.constexpr):
 
 
 def launch_row(a: Tensor, b: Tensor, factors: tuple[float, float]) -> Tensor:
-    """Of two contiguous tensors of one device and one size that is not 0, the row that ``statistics._row`` gives."""
+    """Return the row that ``statistics._row`` gives, for contiguous, non-empty tensors of equal size on one device."""
     values = a.numel()
     each = max(LEAST, triton.cdiv(triton.cdiv(values, PROGRAMS), BLOCK) * BLOCK)
     programs = triton.cdiv(values, each)
@@ -194,12 +194,13 @@ def launch_row(a: Tensor, b: Tensor, factors: tuple[float, float]) -> Tensor:
 
 
 def _bytes(tensor: Tensor) -> Tensor:
-    """Booleans as the bytes that they are."""
+    """View booleans as bytes."""
     return tensor.view(torch.uint8) if tensor.dtype == torch.bool else tensor
 
 
 def _bits(factor: float) -> int:
-    """
+    """Return the bits of an FP64 number as an integer.
+
     >>> hex(_bits(1.0))
     '0x3ff0000000000000'
     """

@@ -1,1 +1,1 @@
-"""How much memory a training step takes, without taking it."""
+"""Predict how much memory a training step takes, without allocating it."""

@@ -1,9 +1,9 @@
-"""Torch's caching allocator for CUDA, as far as it decides how much is allocated, how much is reserved, and what fits.
+"""Model of torch's caching allocator for CUDA: how much is allocated, how much is reserved, and what fits.
 
-It asks the device for segments of 2 MiB, of 20 MiB, or of a large tensor's own size, and cuts them into blocks. A freed
-block is kept for the next tensor of its size, so that more is reserved than allocated; and what would be left over of a
-large block is not cut off where it is a mebibyte or less, so that a tensor may hold more than it asked for. Where the
-device has no more, segments that are free as a whole go back to it first.
+It requests segments of 2 MiB, of 20 MiB, or of a large tensor's own size, and splits them into blocks. A freed block is
+cached for the next tensor of its size, so more is reserved than allocated. The rest of a large block is not split off
+if it is at most 1 MiB, so a tensor may hold more than it requested. When the device is full, segments that are
+entirely free are released first.
 """
 
 from __future__ import annotations
@@ -11,30 +11,30 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from dataclasses import dataclass
 
-from ampwise.tune.memory.log import SMALLEST, Log, rounded
+from ampwise.tune.memory.allocation_log import SMALLEST, AllocationLog, rounded
 
-__all__ = ["Allocator", "Level", "OutOfMemory", "levels"]
+__all__ = ["Allocator", "Level", "SimulatedOutOfMemory", "levels"]
 
 MIB = 2**20
-SMALL = MIB  # what asks for no more than this comes from the small segments
+SMALL = MIB  # requests up to this come from small segments
 SMALL_SEGMENT, LARGE_SEGMENT = 2 * MIB, 20 * MIB
-OWN_SEGMENT, SEGMENT_STEP = 10 * MIB, 2 * MIB  # what asks for so much has a segment of its own, in such steps
+OWN_SEGMENT, SEGMENT_STEP = 10 * MIB, 2 * MIB  # larger requests get their own segment, rounded up to such steps
 
 
-class OutOfMemory(Exception):
-    """The device has no room for a segment, even when it was given back what is free."""
+class SimulatedOutOfMemory(Exception):
+    """The device has no memory for a segment, even after cached ones are released."""
 
 
 @dataclass(slots=True, eq=False)
-class Block:
+class MemoryBlock:
     """A part of a segment."""
 
     address: int
     size: int
     small: bool
     free: bool = False
-    before: Block | None = None
-    after: Block | None = None
+    before: MemoryBlock | None = None
+    after: MemoryBlock | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class Level:
 
 
 class Allocator:
-    """Of one device and one stream, with torch's default settings.
+    """Allocator of one device and one stream, with torch's default settings.
 
     >>> allocator = Allocator()
     >>> first = allocator.allocate(1000)
@@ -57,10 +57,10 @@ class Allocator:
     def __init__(self, capacity: int | None = None) -> None:
         self.capacity = capacity  # of the device, in bytes; None: no limit
         self.allocated = self.reserved = 0
-        self.retries = 0  # how often the device was full, and segments went back to it
+        self.retries = 0  # how often the device was full and cached segments were released
         # Free blocks by size, then by address: the best fit is the first that is large enough.
         self._free: dict[bool, list[tuple[int, int]]] = {True: [], False: []}
-        self._blocks: dict[int, Block] = {}
+        self._blocks: dict[int, MemoryBlock] = {}
         self._next = 0  # address
 
     @property
@@ -68,7 +68,7 @@ class Allocator:
         return Level(self.allocated, self.reserved)
 
     def allocate(self, nbytes: int) -> int | None:
-        """Where a tensor lies; None for one without bytes. OutOfMemory if there is no room."""
+        """Return the address of a tensor; None for an empty one. Raise OutOfMemory if it does not fit."""
         if nbytes <= 0:
             return None
         size = rounded(nbytes)
@@ -81,7 +81,7 @@ class Allocator:
         return block.address
 
     def release(self, address: int | None) -> None:
-        """Give a tensor's block back, joined to the free ones beside it."""
+        """Free a tensor's block, and merge it with free neighbours."""
         if address is None:
             return
         block = self._blocks[address]
@@ -93,25 +93,25 @@ class Allocator:
         block.free = True
         insort(self._free[block.small], (block.size, block.address))
 
-    def _best_fit(self, size: int) -> Block | None:
+    def _best_fit(self, size: int) -> MemoryBlock | None:
         free = self._free[size <= SMALL]
         place = bisect_left(free, (size, 0))
         return self._blocks[free.pop(place)[1]] if place < len(free) else None
 
-    def _new_segment(self, size: int) -> Block:
+    def _new_segment(self, size: int) -> MemoryBlock:
         small = size <= SMALL
         if small or size < OWN_SEGMENT:
             segment = SMALL_SEGMENT if small else LARGE_SEGMENT
         else:
             segment = -(-size // SEGMENT_STEP) * SEGMENT_STEP
-        self._make_room(segment)
-        block = Block(self._next, segment, small)
+        self._release_cached(segment)
+        block = MemoryBlock(self._next, segment, small)
         self._blocks[block.address] = block
         self._next += segment
         self.reserved += segment
         return block
 
-    def _make_room(self, segment: int) -> None:
+    def _release_cached(self, segment: int) -> None:
         if self.capacity is None or self.reserved + segment <= self.capacity:
             return
         self.retries += 1
@@ -123,17 +123,17 @@ class Allocator:
                     del self._blocks[address]
                     self.reserved -= size
         if self.reserved + segment > self.capacity:
-            raise OutOfMemory
+            raise SimulatedOutOfMemory
 
-    def _cut(self, block: Block, size: int) -> None:
-        rest = Block(block.address + size, block.size - size, block.small, True, block, block.after)
+    def _cut(self, block: MemoryBlock, size: int) -> None:
+        rest = MemoryBlock(block.address + size, block.size - size, block.small, True, block, block.after)
         if rest.after is not None:
             rest.after.before = rest
         block.size, block.after = size, rest
         self._blocks[rest.address] = rest
         insort(self._free[rest.small], (rest.size, rest.address))
 
-    def _join(self, left: Block, right: Block) -> Block:
+    def _join(self, left: MemoryBlock, right: MemoryBlock) -> MemoryBlock:
         for block in (left, right):
             if block.free:
                 self._free[block.small].remove((block.size, block.address))
@@ -145,8 +145,8 @@ class Allocator:
         return left
 
 
-def levels(log: Log, allocator: Allocator | None = None) -> list[Level]:
-    """What torch would say after each event; first, before any."""
+def levels(log: AllocationLog, allocator: Allocator | None = None) -> list[Level]:
+    """Return allocated and reserved bytes before the first event and after each."""
     allocator = allocator or Allocator()
     places: dict[int, int | None] = {}
     found = [allocator.level]

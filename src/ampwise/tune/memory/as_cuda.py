@@ -1,8 +1,7 @@
-"""Has CPU tensors take CUDA's ways through torch: its autocast, and operations that it puts together otherwise.
+"""Make CPU tensors follow CUDA's paths through torch: its autocast, and operations that it composes differently.
 
-Fake tensors on a CUDA device cannot be trained where there is no GPU, and a prediction should not depend on whether
-there is one. So the tensors are fake ones on the CPU, and for as long as ``as_cuda`` lasts the dispatcher sends them
-where it would send CUDA's.
+Fake tensors on a CUDA device cannot be trained without a GPU, and a prediction should not depend on whether there is
+one. So the tensors are fake ones on the CPU, and within ``as_cuda`` the dispatcher routes them like CUDA's.
 """
 
 from __future__ import annotations
@@ -26,17 +25,17 @@ __all__ = ["as_cuda"]
 
 ATEN = torch.ops.aten
 AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
-ONE_AT_A_TIME = threading.RLock()  # the dispatcher is the process's
+ONE_AT_A_TIME = threading.RLock()  # the dispatcher is global
 Kernel = Callable[..., Any]
 Cache = WeakValueDictionary[tuple[int, torch.dtype], Tensor]
 
 
 @contextmanager
 def as_cuda() -> Iterator[None]:
-    """Within, CPU tensors are treated as CUDA's; only for fake ones, since the kernels themselves are not CUDA's."""
+    """Treat CPU tensors as CUDA's; only for fake tensors, as the kernels do not compute."""
     with ONE_AT_A_TIME, torch.library._scoped_library("aten", "IMPL") as library:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that kernels are overridden is the purpose
+            warnings.simplefilter("ignore")  # overriding kernels is intended here
             for name, kernel in _autocast_kernels():
                 library.impl(name, kernel, "AutocastCPU")
             for name, kernel in COMPOSED.items():
@@ -47,7 +46,7 @@ def as_cuda() -> Iterator[None]:
 def _autocast_kernels() -> Iterator[tuple[str, Kernel]]:
     on_cuda, on_cpu = _registered("AutocastCUDA"), _registered("AutocastCPU")
     cache: Cache = WeakValueDictionary()
-    # What both cast to the lower type stays as it is, with torch's own cache of cast weights.
+    # Operations that both cast to the lower dtype stay as they are, with torch's own cache of cast weights.
     for name in sorted((LOWER & on_cuda) - on_cpu):
         yield name, partial(_lower, _operator(name), cache)
     for name in sorted(FP32 & on_cuda):
@@ -102,7 +101,7 @@ def _promote(operator: Kernel, *args: Any, **kwargs: Any) -> Any:
 
 
 def _cached(cache: Cache, dtype: torch.dtype, tensor: Tensor) -> Tensor:
-    """The weight's cast, for as long as something holds it: a graph does, from a weight's first use to its last."""
+    """Return the cast of a weight, cached while something holds it: the graph does, from first to last use."""
     if not (tensor.is_leaf and tensor.requires_grad):
         return tensor.to(dtype)
     found = cache.get((id(tensor), dtype))
@@ -116,7 +115,7 @@ def _cast(cast: Callable[[Tensor], Tensor], tree: Any) -> Any:
 
 
 def _is_cast(leaf: object) -> bool:
-    """Autocast leaves integers alone, and FP64."""
+    """Whether autocast casts it: not integers, and not FP64."""
     return isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.dtype != torch.float64
 
 

@@ -1,7 +1,7 @@
-"""What CUDA's autocast does with which operation, as in torch's ``ATen/autocast_mode.h``.
+"""What CUDA's autocast does with each operation, as in torch's ``ATen/autocast_mode.h``.
 
-A name is that of the operator, with its overload where it is not the default one. Operations that are on no list run in
-the types they are given. A torch that does not have an operation on its list leaves it alone, and so does ``as_cuda``.
+A name is that of the operator, with its overload unless that is the default. Operations on no list run in the dtypes
+they are given. Operations that the installed torch does not list are left alone by ``as_cuda``, too.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ def _names(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-# All floating-point arguments are cast to the type of the region.
+# All floating-point arguments are cast to autocast's dtype.
 LOWER = _names(
     """
     _convolution.deprecated _convolution conv1d conv2d conv3d conv_tbc conv_transpose1d conv_transpose2d.input
@@ -37,7 +37,7 @@ FP32 = _names(
     """
 )
 
-# The arguments stay, and the result is asked for in FP32, unless a type was asked for.
+# The arguments stay, and the result is FP32 unless a dtype is given.
 FP32_OUTPUT = _names(
     """
     prod prod.dim_int softmax.int log_softmax.int cumprod cumsum linalg_vector_norm linalg_matrix_norm
@@ -45,8 +45,8 @@ FP32_OUTPUT = _names(
     """
 )
 
-# Likewise, by another overload that takes the type.
+# The same, through another overload that takes the dtype.
 NORMS = {"norm.Scalar": "norm.ScalarOpt_dtype", "norm.ScalarOpt_dim": "norm.ScalarOpt_dim_dtype"}
 
-# All floating-point arguments are cast to the widest type among them.
+# All floating-point arguments are cast to the widest dtype among them.
 PROMOTE = _names("addcdiv addcmul atan2 bilinear cross dot vdot grid_sampler index_put tensordot scatter_add")

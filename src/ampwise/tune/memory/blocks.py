@@ -1,4 +1,4 @@
-"""The repeated blocks of a model: what activation checkpointing recomputes, and what FSDP gathers, one at a time."""
+"""Repeated blocks of a model: the units of activation checkpointing and of FSDP."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PRESERVE_RNG = False  # its state is not on the GPU, and fake tensors draw no nu
 
 
 def repeated_blocks(model: nn.Module) -> list[nn.Module]:
-    """The outermost modules of a kind that a list of modules or a ``Sequential`` has more than one of."""
+    """Return the outermost modules of a class that occurs more than once in a ``ModuleList`` or ``Sequential``."""
     found: list[nn.Module] = []
     pending = [model]
     while pending:
@@ -34,7 +34,7 @@ def repeated_blocks(model: nn.Module) -> list[nn.Module]:
 
 @contextmanager
 def checkpointed(model: nn.Module, name: str) -> Iterator[None]:
-    """Within, a block keeps its inputs for the backward pass and nothing else; the rest is computed again there."""
+    """Checkpoint the repeated blocks while inside: each saves only its inputs, and recomputes the rest for backward."""
     blocks = repeated_blocks(model)
     if not blocks:
         raise BadInput(

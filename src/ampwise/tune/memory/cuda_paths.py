@@ -1,7 +1,7 @@
-"""Operations that torch puts together otherwise for CUDA than for a CPU, so that other things are kept for backward.
+"""Operations that torch composes differently for CUDA than for a CPU, so that other tensors are saved for backward.
 
-Each is as torch's own C++ does it for CUDA tensors: the fused kernels of attention, dropout's mask of one byte, and so
-on. Only shapes and types are worked out; nothing here computes.
+Each follows torch's C++ for CUDA tensors: the fused kernels of attention, dropout's mask of one byte, and so on. Only
+shapes and dtypes are worked out; nothing is computed.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ __all__ = ["COMPOSED"]
 ATEN = torch.ops.aten
 SIXTEEN_BITS = (torch.float16, torch.bfloat16)
 FLASH_HEAD = 256  # the widest head that the flash kernel takes
-ALIGNED_BYTES = 16  # what the memory-efficient kernel wants a head to be a multiple of
+ALIGNED_BYTES = 16  # the memory-efficient kernel needs heads that are multiples of this
 
 
 def attention(
@@ -31,7 +31,7 @@ def attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """The kernel that torch picks on a GPU with matrix units: flash, else memory-efficient, else plain arithmetic."""
+    """Call the kernel that torch picks on a GPU with tensor cores: flash, else memory-efficient, else math."""
     grouped = enable_gqa and query.shape[-3] != key.shape[-3]
     if _flash(query, key, value, attn_mask):
         return ATEN._scaled_dot_product_flash_attention(  # type: ignore[no-any-return]
@@ -73,14 +73,14 @@ def _as_bias(mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor | None:
 
 
 def dropout(input: Tensor, p: float, train: bool) -> Tensor:
-    """CUDA's kernel keeps a mask of booleans; on a CPU it is a tensor of the input's own type."""
+    """Save a boolean mask, as CUDA's kernel does; on a CPU it has the input's dtype."""
     if p == 0 or not train or not input.numel():
         return input
     return torch.native_dropout(input, p, train)[0]
 
 
 class FusedRmsNorm(torch.autograd.Function):
-    """One kernel, which keeps its input and a number a row; on a CPU it is put together from five."""
+    """RMSNorm as one kernel, which saves its input and one number per row; a CPU composes it from five."""
 
     @staticmethod
     def forward(ctx: Any, input: Tensor, weight: Tensor | None, dims: int) -> tuple[Tensor, Tensor]:
@@ -102,7 +102,7 @@ def rms_norm(
 
 
 def _softmax_like(kernel: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """From FP16 to FP32 there is a kernel that casts as it goes; from BF16 there is none, and so there is a copy."""
+    """Cast from FP16 to FP32 inside the kernel; BF16 has no such kernel, so it is copied."""
 
     def softmax(input: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
         if input.dtype == torch.float16 and dtype == torch.float32:
@@ -112,12 +112,12 @@ def _softmax_like(kernel: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return softmax
 
 
-# Operators that on CUDA take another way → that way.
+# Operators with another path on CUDA, and that path.
 COMPOSED: dict[str, Callable[..., Any]] = {
     "scaled_dot_product_attention": attention,
     "dropout": dropout,
     "softmax.int": _softmax_like(ATEN._softmax.default),
     "log_softmax.int": _softmax_like(ATEN._log_softmax.default),
 }
-if hasattr(ATEN, "_fused_rms_norm"):  # before it was, CUDA took the same five kernels
+if hasattr(ATEN, "_fused_rms_norm"):  # without it, CUDA runs the same five kernels
     COMPOSED["_fused_rms_norm"] = rms_norm

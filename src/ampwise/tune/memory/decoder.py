@@ -1,7 +1,7 @@
-"""A decoder transformer of any size, for when there is no code to ask, only numbers.
+"""A decoder transformer of given sizes, for predictions without a model's code.
 
-It is what most such models are: embeddings, blocks of attention and a gated MLP behind RMSNorm, rotary positions, a
-head of its own, cross-entropy over the vocabulary. It is built of fake tensors, and asked as a user's own model is.
+It has the common architecture: embeddings, blocks of attention and a gated MLP after RMSNorm, rotary positions, an
+untied head, cross-entropy over the vocabulary. It is built of fake tensors and treated like a user's own model.
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ampwise.tune.memory.shapes import Shape
-from ampwise.tune.subject import Maker, maker_of
+from ampwise.tune.memory.decoder_shapes import DecoderShape
+from ampwise.tune.train_case import CaseFactory, make_factory
 
-__all__ = ["Decoder", "decoder_maker"]
+__all__ = ["Decoder", "decoder_factory"]
 
 
 class DecoderBlock(nn.Module):
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, shape: DecoderShape) -> None:
         super().__init__()
         self.shape = shape
         hidden, narrow = shape.hidden, shape.kv_heads * shape.head
@@ -45,11 +45,11 @@ class DecoderBlock(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Its forward pass ends in the loss."""
+    """Decoder transformer; its forward pass returns the loss."""
 
     angles: Tensor
 
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, shape: DecoderShape) -> None:
         super().__init__()
         self.embedding = nn.Embedding(shape.vocab, shape.hidden)
         self.blocks = nn.ModuleList(DecoderBlock(shape) for _ in range(shape.layers))
@@ -70,11 +70,11 @@ def _rotated(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
     return x * cosine.to(x.dtype) + torch.cat((-right, left), -1) * sine.to(x.dtype)
 
 
-def decoder_maker(shape: Shape) -> Maker:
-    """What makes it, with a batch of sequences; one sequence, if nobody asks for more."""
+def decoder_factory(shape: DecoderShape) -> CaseFactory:
+    """Return a factory of the decoder with a batch of sequences; by default one sequence."""
 
     def make(batch: int = 1) -> tuple[nn.Module, tuple[Tensor, Tensor]]:
         tokens, nexts = (torch.zeros(batch, shape.seq, dtype=torch.long) for _ in range(2))
         return Decoder(shape), (tokens, nexts)
 
-    return maker_of(make, "a decoder transformer")
+    return make_factory(make, "a decoder transformer")

@@ -1,10 +1,10 @@
-"""An estimate as a notebook shows it."""
+"""Show a memory estimate in a notebook."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ampwise.printers.html import bold, box, paragraph, table, text
+from ampwise.finding.html import bold, box, paragraph, table, text
 from ampwise.tune.memory.text import CAPTION, headline, lines, title, verdicts
 
 if TYPE_CHECKING:
@@ -14,7 +14,7 @@ __all__ = ["memory_html"]
 
 
 def memory_html(result: MemoryEstimate) -> str:
-    """The table of each size of batch, what follows, what was assumed."""
+    """Render a table for each batch size, the verdicts, and the assumptions."""
     parts = [box(paragraph(bold(headline(result))), "info")]
     for batch in result.batches:
         rows = [
@@ -22,6 +22,6 @@ def memory_html(result: MemoryEstimate) -> str:
             for line in lines(result, batch)
         ]
         parts.append(table([title(result, batch), *result.precisions, "basis"], rows))
-    parts += [paragraph(text(said)) for said in verdicts(result)]
+    parts += [paragraph(text(sentence)) for sentence in verdicts(result)]
     parts += [paragraph(text(note), soft=True) for note in (CAPTION, *result.notes)]
     return "".join(parts)

@@ -1,4 +1,4 @@
-"""Optimizers by name: torch's own, and models of others that keep as much state."""
+"""Optimizers by name: torch's own, and stand-ins that keep as much state as others."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from ampwise.errors import UnknownName
-from ampwise.low_bit.kept import CODED, Coded
-from ampwise.low_bit.optimizers import TORCHAOS
-from ampwise.tune import step
+from ampwise.train.low_bit.optimizers import TORCHAO_OPTIMIZERS
+from ampwise.train.low_bit.quantized_state import QUANTIZED_OPTIMIZERS, QuantizedMoments
+from ampwise.tune import training_step as step
 
 __all__ = ["MODELLED", "NAMES", "checked_optimizer", "make_optimizer"]
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
-class Kept(Optimizer):
-    """Keeps what an optimizer keeps, and updates in place: for those that torch does not have."""
+class StateOnlyOptimizer(Optimizer):
+    """Stand-in for optimizers that torch lacks: creates their state, and updates nothing."""
 
     def __init__(self, parameters: Iterable[Parameter], keep: Callable[[Parameter], dict[str, Any]]) -> None:
         super().__init__(parameters, {})
@@ -34,22 +34,22 @@ class Kept(Optimizer):
                     self.state[parameter] = self.keep(parameter)
 
 
-class CodedMoments(Kept):
-    """One of torchao's: two moments in codes. It may be told to round BF16 weights by chance."""
+class CodedMoments(StateOnlyOptimizer):
+    """Stand-in for torchao's optimizers: two quantized moments, with an option to round BF16 weights stochastically."""
 
-    def __init__(self, parameters: Iterable[Parameter], coded: Coded) -> None:
+    def __init__(self, parameters: Iterable[Parameter], coded: QuantizedMoments) -> None:
         super().__init__(parameters, lambda parameter: {name: _moment(parameter, coded) for name in MOMENTS})
         self.bf16_stochastic_round = False
 
 
-def _moment(parameter: Parameter, coded: Coded) -> Tensor:
-    """As many bytes."""
+def _moment(parameter: Parameter, coded: QuantizedMoments) -> Tensor:
+    """Return a tensor of as many bytes as the moment."""
     if not coded.codes(parameter.numel()):
         return torch.empty_like(parameter)
     return parameter.new_empty(coded.moment_bytes(parameter.numel(), parameter.element_size()), dtype=torch.uint8)
 
 
-def _coded(coded: Coded) -> Callable[[list[Parameter]], Optimizer]:
+def _coded(coded: QuantizedMoments) -> Callable[[list[Parameter]], Optimizer]:
     return lambda parameters: CodedMoments(parameters, coded)
 
 
@@ -61,26 +61,29 @@ def _fused(name: str) -> Callable[[list[Parameter]], Optimizer]:
     return lambda parameters: step.make_optimizer(name, parameters, fused=True)
 
 
-# By the names that an engine takes. Adam keeps what AdamW does: only the decay of weights is another.
-CODES: dict[str, Coded] = {name: CODED[name if name in CODED else name.replace("adam", "adamw")] for name in TORCHAOS}
+# By the names that Engine takes. Adam keeps the same state as AdamW: only weight decay differs.
+CODES: dict[str, QuantizedMoments] = {
+    name: QUANTIZED_OPTIMIZERS[name if name in QUANTIZED_OPTIMIZERS else name.replace("adam", "adamw")]
+    for name in TORCHAO_OPTIMIZERS
+}
 MAKERS: dict[str, Callable[[list[Parameter]], Optimizer]] = {
     **{name: _fused(name) for name in step.OPTIMIZERS},
     **{name: _coded(coded) for name, coded in CODES.items()},
-    "lion": lambda parameters: Kept(parameters, _one_moment),
+    "lion": lambda parameters: StateOnlyOptimizer(parameters, _one_moment),
     "adafactor": torch.optim.Adafactor,
 }
 NAMES = tuple(MAKERS)
-# Those that torch does not have, and what they are taken to keep.
+# Optimizers that torch lacks, and the state they are assumed to keep.
 MODELLED = {**{name: f"torchao's, {coded.text}" for name, coded in CODES.items()}, "lion": "one moment in FP32"}
 
 
 def checked_optimizer(name: str) -> str:
-    """The name of one that is known."""
+    """Return the name if it is known; else raise UnknownName."""
     if name not in MAKERS:
         raise UnknownName("optimizer", name, NAMES, listing=f"--optimizer takes {', '.join(NAMES)}.")
     return name
 
 
 def make_optimizer(name: str, parameters: Iterable[Parameter]) -> Optimizer:
-    """As it would be on CUDA; torch's own are fused there."""
+    """Make an optimizer as it would be on CUDA, where torch's own are fused."""
     return MAKERS[checked_optimizer(name)](list(parameters))

@@ -1,4 +1,4 @@
-"""What torch would report of a step: the peak, what it consists of, what is reserved; and whether a device has room."""
+"""Peak of a step as torch would report it, what it consists of, what is reserved, and whether it fits a device."""
 
 from __future__ import annotations
 
@@ -6,37 +6,37 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from ampwise.tune.memory.allocator import Allocator, OutOfMemory, levels
-from ampwise.tune.memory.log import Log
+from ampwise.tune.memory.allocation_log import AllocationLog
+from ampwise.tune.memory.allocator import Allocator, SimulatedOutOfMemory, levels
 
-__all__ = ["SLACK", "WORKSPACES", "Fit", "Peak", "fit", "peak_of"]
+__all__ = ["SLACK", "WORKSPACES", "Fit", "Peak", "check_fit", "find_peak"]
 
-WORKSPACES = "workspaces"  # cuBLAS's own, which it keeps
-SLACK = "rounding"  # what tensors are given beyond what they ask for
+WORKSPACES = "workspaces"  # cuBLAS's, which stay allocated
+SLACK = "rounding"  # bytes that tensors get beyond what they request
 
 
 class Fit(StrEnum):
     """Whether a step fits into a device's memory."""
 
     YES = "yes"
-    TIGHT = "tight"  # only since the allocator gives cached memory back as it goes, which takes time at every step
+    TIGHT = "tight"  # only because the allocator releases cached memory in between, which takes time at every step
     NO = "no"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Peak:
-    """Bytes of a step; at its peak where nothing else is said."""
+    """Bytes of a step; at its peak unless noted otherwise."""
 
     split: Mapping[str, int] = field(hash=False)  # by kind; they add up to ``allocated``
     most: Mapping[str, int] = field(hash=False)  # by kind, each at its own moment
     allocated: int  # torch.cuda.max_memory_allocated()
     reserved: int  # torch.cuda.max_memory_reserved()
-    phase: str  # in which the peak is
+    phase: str  # in which the peak occurs
     phases: Mapping[str, int] = field(hash=False)  # the peak of each
 
 
-def peak_of(log: Log, extra: Mapping[str, int]) -> Peak:
-    """Of a step in the midst of training, where the allocator has what the steps before left; and ``extra``, always."""
+def find_peak(log: AllocationLog, extra: Mapping[str, int]) -> Peak:
+    """Compute the peak of a step during training, with the allocator's cache of earlier steps, plus ``extra`` bytes."""
     again = log.in_training()
     after = levels(again)
     always = sum(extra.values())
@@ -59,14 +59,14 @@ def peak_of(log: Log, extra: Mapping[str, int]) -> Peak:
     )
 
 
-def fit(log: Log, extra: Mapping[str, int], room: int) -> Fit:
-    """Whether the step goes into so many bytes; where that is close, by having the allocator do without more."""
-    left = room - sum(extra.values())
+def check_fit(log: AllocationLog, extra: Mapping[str, int], available: int) -> Fit:
+    """Return whether the step fits the available bytes; if it is close, simulate the allocator with that limit."""
+    left = available - sum(extra.values())
     if log.peak(*log.phases) > left:
         return Fit.NO
     allocator = Allocator(left)
     try:
         levels(log.in_training(), allocator)
-    except OutOfMemory:
+    except SimulatedOutOfMemory:
         return Fit.NO
     return Fit.TIGHT if allocator.retries else Fit.YES

@@ -1,4 +1,4 @@
-"""How much memory training takes, as plain data: for Python, for JSON, for a notebook."""
+"""Result of ``memory`` as plain data: for Python, for JSON, for a notebook."""
 
 from __future__ import annotations
 
@@ -6,42 +6,42 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from ampwise.tune.memory.log import PER_PARAMETER
+from ampwise.tune.memory.allocation_log import PER_PARAMETER
+from ampwise.tune.memory.decoder_shapes import DecoderShape
+from ampwise.tune.memory.device_memory import CONTEXT, DeviceMemory
 from ampwise.tune.memory.peak import Fit
-from ampwise.tune.memory.room import CONTEXT, Room
-from ampwise.tune.memory.shapes import Shape
 
 __all__ = ["Estimate", "MemoryEstimate"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Estimate:
-    """A step in one precision with one size of batch; of one rank, where there are several. In bytes."""
+    """A step in one precision with one batch size; per rank, if there are several. In bytes."""
 
     precision: str
     batch: int | None
-    peak: int  # what torch.cuda.max_memory_allocated() would say
-    reserved: int  # what torch.cuda.max_memory_reserved() would say
-    phase: str  # in which the peak is
-    split: Mapping[str, int] = field(hash=False)  # of the peak
-    most: Mapping[str, int] = field(hash=False)  # the most of each kind, whenever that is
+    peak: int  # torch.cuda.max_memory_allocated()
+    reserved: int  # torch.cuda.max_memory_reserved()
+    phase: str  # in which the peak occurs
+    split: Mapping[str, int] = field(hash=False)  # of the peak, by kind
+    most: Mapping[str, int] = field(hash=False)  # by kind, each at its own moment
     phases: Mapping[str, int] = field(hash=False)  # the peak of each
-    fits: Fit | None  # whether the GPU has room; None without one
-    ranks: int | None  # the fewest ranks with FSDP on which it fits that GPU; None if it fits, or nothing helps
-    smallest: Room | None = None  # of the sizes GPUs have, the smallest that has room
+    fits: Fit | None  # whether it fits the GPU; None without a GPU
+    ranks: int | None  # the fewest FSDP ranks on which it fits that GPU; None if it fits, or nothing helps
+    smallest: DeviceMemory | None = None  # the smallest GPU memory in the catalog that suffices
 
     @property
     def per_parameter(self) -> int:
-        """What there is of, whatever the batch: weights, gradients, what the optimizer keeps; of one rank."""
+        """Bytes that do not depend on the batch: weights, gradients and optimizer state; of one rank."""
         return sum(self.most.get(kind, 0) for kind in PER_PARAMETER)
 
     @property
     def needed(self) -> int:
-        """With CUDA's own."""
+        """Reserved bytes plus CUDA's context."""
         return self.reserved + CONTEXT
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain data for JSON."""
+        """Return plain data for JSON."""
         return {
             "precision": self.precision,
             "batch": self.batch,
@@ -60,17 +60,17 @@ class Estimate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryEstimate:
-    """What ``ampwise.memory`` gives."""
+    """Result of ``ampwise.memory``."""
 
     name: str
     parameters: int
     trained: int
-    shape: Shape | None  # of a model that was asked about by its sizes
+    shape: DecoderShape | None  # of a model given by its sizes
     optimizer: str
     checkpointing: bool
     fsdp: int | None
     ddp: bool
-    gpu: Room | None
+    gpu: DeviceMemory | None
     estimates: tuple[Estimate, ...]
     largest_batch: Mapping[str, int] | None = field(hash=False)  # by precision, on that GPU; 0 if not even one row fits
     notes: tuple[str, ...] = ()
@@ -84,12 +84,12 @@ class MemoryEstimate:
         return tuple(dict.fromkeys(estimate.batch for estimate in self.estimates))
 
     def at(self, precision: str, batch: int | None = None) -> Estimate:
-        """One of the estimates; the first of that precision, if no batch is named."""
+        """Return the estimate of a precision; the first one unless a batch is given."""
         fitting = (each for each in self.estimates if each.precision == precision)
         return next(each for each in fitting if batch is None or each.batch == batch)
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain data for JSON."""
+        """Return plain data for JSON."""
         return {
             "name": self.name,
             "parameters": self.parameters,

@@ -1,23 +1,23 @@
-"""The numbers as rows of a table, for the terminal and for notebooks."""
+"""Format a memory estimate as rows of a table, for the terminal and for notebooks."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from ampwise.tune.memory.log import ACTIVATIONS, CASTS, INPUTS, PER_PARAMETER, TEMPORARY
+from ampwise.tune.memory.allocation_log import ACTIVATIONS, CASTS, INPUTS, PER_PARAMETER, TEMPORARY
+from ampwise.tune.memory.decoder_shapes import count_text
+from ampwise.tune.memory.device_memory import CONTEXT, GIB
 from ampwise.tune.memory.peak import WORKSPACES, Fit
 from ampwise.tune.memory.ranks import BUCKETS, GATHERED, REDUCED
 from ampwise.tune.memory.result import Estimate, MemoryEstimate
-from ampwise.tune.memory.room import CONTEXT, GIB
-from ampwise.tune.memory.shapes import count_text
 
-__all__ = ["CAPTION", "Line", "as_text", "headline", "lines", "title", "verdicts"]
+__all__ = ["CAPTION", "MemoryLine", "as_text", "headline", "lines", "title", "verdicts"]
 
 MIB = 2**20
 DERIVED, ALLOWANCE = "derived", "allowance"
 CAPTION = (
-    "Each kind at its most, whenever that is: the peak is below their sum, since activations go as gradients come."
+    "Each row is the maximum of its kind: the peak is below their sum, since activations are freed as gradients appear."
 )
 KINDS = (
     *PER_PARAMETER,
@@ -33,7 +33,7 @@ KINDS = (
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class MemoryLine:
     """A row of the table: a cell for each precision."""
 
     label: str
@@ -43,7 +43,7 @@ class Line:
 
 
 def headline(result: MemoryEstimate) -> str:
-    """What was asked about."""
+    """Describe the model and how it is trained."""
     how = [f"{result.optimizer}"]
     if result.checkpointing:
         how.append("blocks recomputed")
@@ -56,8 +56,8 @@ def headline(result: MemoryEstimate) -> str:
     return f"{result.name}: {parameters}; {', '.join(how)}"
 
 
-def lines(result: MemoryEstimate, batch: int | None) -> Iterator[Line]:
-    """The table for one size of batch."""
+def lines(result: MemoryEstimate, batch: int | None) -> Iterator[MemoryLine]:
+    """Yield the rows of the table for one batch size."""
     columns = [result.at(precision, batch) for precision in result.precisions]
     unit = unit_of(result)
     for kind in KINDS:
@@ -65,35 +65,36 @@ def lines(result: MemoryEstimate, batch: int | None) -> Iterator[Line]:
             yield _row(kind, columns, unit, lambda column, kind=kind: column.most.get(kind, 0))  # type: ignore[misc]
     if result.fsdp is None:
         each = tuple(f"{column.per_parameter / result.parameters:.2f}" for column in columns)
-        yield Line("bytes a parameter", each, DERIVED)
+        yield MemoryLine("bytes per parameter", each, DERIVED)
     yield _row("peak", columns, unit, lambda column: column.peak, strong=True)
-    yield Line("peak in", tuple(column.phase for column in columns), "")
+    yield MemoryLine("peak in", tuple(column.phase for column in columns), "")
     yield _row("reserved", columns, unit, lambda column: column.reserved)
     yield _row("CUDA context", columns, unit, lambda _: CONTEXT, basis=ALLOWANCE)
     yield _row("needed", columns, unit, lambda column: column.needed, strong=True)
     if result.gpu is not None:
-        yield Line("fits", tuple(str(column.fits) for column in columns), result.gpu.basis, strong=True)
+        yield MemoryLine("fits", tuple(str(column.fits) for column in columns), result.gpu.basis, strong=True)
     else:
-        yield Line("fits a GPU of", tuple(map(_smallest, columns)), "datasheet", strong=True)
+        yield MemoryLine("fits a GPU of", tuple(map(_smallest, columns)), "datasheet", strong=True)
 
 
 def unit_of(result: MemoryEstimate) -> tuple[str, int]:
-    """What to count in, and its bytes: that in which the largest number is not too long."""
+    """Return the unit for all numbers, and its bytes."""
     return ("GiB", GIB) if max(each.needed for each in result.estimates) >= 2 * GIB else ("MiB", MIB)
 
 
 def verdicts(result: MemoryEstimate) -> Iterator[str]:
-    """What follows from the table, in sentences."""
-    room = result.gpu
-    if room is None:
+    """Yield what follows from the table, in sentences."""
+    device = result.gpu
+    if device is None:
         return
     yield (
-        f"{room.name} has {room.total / GIB:.1f} GiB ({room.basis}), of which torch may have {room.usable / GIB:.1f}."
+        f"{device.name} has {device.total / GIB:.1f} GiB ({device.basis}), "
+        f"of which torch can use {device.usable / GIB:.1f}."
     )
-    for fit, said in SAID.items():
+    for fit, parts in SAID.items():
         found = [each for each in result.estimates if each.fits is fit]
         if found:
-            yield f"{said}: {', '.join(map(_named, found))}."
+            yield f"{parts}: {', '.join(map(_named, found))}."
     ranks = {each.precision: each.ranks for each in result.estimates if each.ranks is not None}
     if ranks:
         yield f"With FSDP it would fit on {', '.join(f'{count} ranks in {name}' for name, count in ranks.items())}."
@@ -103,28 +104,28 @@ def verdicts(result: MemoryEstimate) -> Iterator[str]:
 
 
 def as_text(result: MemoryEstimate) -> str:
-    """All of it, in plain text."""
-    said = [headline(result)]
+    """Render the whole estimate as plain text."""
+    parts = [headline(result)]
     for batch in result.batches:
         rows = [(title(result, batch), *result.precisions, "basis")]
         rows += [(line.label, *line.cells, line.basis) for line in lines(result, batch)]
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        said.append("")
+        parts.append("")
         for label, *cells, basis in rows:
             shown = (cell.rjust(width) for cell, width in zip(cells, widths[1:-1], strict=True))
-            said.append("  ".join((label.ljust(widths[0]), *shown, basis)).rstrip())
-    return "\n".join([*said, "", *verdicts(result), CAPTION, *result.notes])
+            parts.append("  ".join((label.ljust(widths[0]), *shown, basis)).rstrip())
+    return "\n".join([*parts, "", *verdicts(result), CAPTION, *result.notes])
 
 
 def title(result: MemoryEstimate, batch: int | None) -> str:
-    """Of a table: for which size of batch, and in what."""
+    """Return the title of a table: batch size and unit."""
     unit, _ = unit_of(result)
     return unit if batch is None else f"batch {batch}, {unit}"
 
 
 SAID = {
     Fit.NO: "It does not fit",
-    Fit.TIGHT: "It fits tightly, with the allocator giving memory back and taking it again at every step",
+    Fit.TIGHT: "It fits tightly: the allocator has to release and reallocate memory at every step",
 }
 
 
@@ -136,8 +137,8 @@ def _row(
     *,
     basis: str = DERIVED,
     strong: bool = False,
-) -> Line:
-    return Line(label, tuple(_shown(size(column), unit[1]) for column in columns), basis, strong)
+) -> MemoryLine:
+    return MemoryLine(label, tuple(_shown(size(column), unit[1]) for column in columns), basis, strong)
 
 
 def _shown(nbytes: int, unit: int) -> str:

@@ -1,7 +1,7 @@
-"""Follows every tensor that torch makes, from its allocation to its end.
+"""Track every tensor that torch makes, from its allocation to its end.
 
-What counts are storages: a view takes no memory. A storage's end is the moment at which torch would give its memory
-back, since the same references keep it alive, whether its tensors are real or fake.
+Storages count, as a view takes no memory. A storage ends when torch would free its memory, since the same references
+keep it alive whether its tensors are real or fake.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ampwise.tune.memory.log import ACTIVATIONS, CASTS, PARAMETERS, TEMPORARY, Log, Phase
+from ampwise.tune.memory.allocation_log import ACTIVATIONS, CASTS, PARAMETERS, TEMPORARY, AllocationLog, Phase
 
-__all__ = ["FORWARD", "Scratch", "Tracker"]
+__all__ = ["FORWARD", "AllocationTracker", "Scratch"]
 
 FORWARD = "forward"
 TO_COPY = torch.ops.aten._to_copy.default
@@ -28,14 +28,14 @@ ITEM = torch.ops.aten._local_scalar_dense.default
 DEVICE = torch.ops.prim.device.default
 SIXTEEN_BITS = (torch.float16, torch.bfloat16)
 
-# Bytes that a kernel takes for itself while it runs, from its arguments.
+# Bytes that a kernel allocates while it runs, from its arguments.
 Scratch = Callable[..., int]
 
 
-class Tracker(TorchDispatchMode):
-    """Within it, whatever is allocated is put on record.
+class AllocationTracker(TorchDispatchMode):
+    """Records all allocations while active.
 
-    >>> with Tracker() as tracker, tracker.phase("forward"):
+    >>> with AllocationTracker() as tracker, tracker.phase("forward"):
     ...     kept = torch.zeros(256) + 1
     >>> log = tracker.log()
     >>> log.peak(), log.split(len(log.events))  # of the two, the zeros were temporary
@@ -55,44 +55,44 @@ class Tracker(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is DEVICE and isinstance(args[0], FakeTensor):
-            return args[0].fake_device  # asked for at every turn, and slow to answer otherwise
+            return args[0].fake_device  # requested all the time, and slow otherwise
         if func is ITEM and self._stand_in is not None:
             return self._stand_in
         made = func(*args, **(kwargs or {}))
         kind = CASTS if func is TO_COPY and self._is_weight_cast(args[0], made) else None
         for tensor in _tensors(made):
-            self._see(tensor, kind)
+            self._track(tensor, kind)
         if func in self._scratch:
-            self._pulse(self._scratch[func](*args, **(kwargs or {})))
+            self._allocate_briefly(self._scratch[func](*args, **(kwargs or {})))
         return made
 
     def adopt(self, kind: str, tensors: Iterable[Tensor]) -> None:
-        """Say what tensors are, known or not; what is said of a storage first holds."""
+        """Set the kind of tensors, tracked or not; the first kind set for a storage stays."""
         for tensor in tensors:
-            self._see(tensor, kind)
+            self._track(tensor, kind)
             block = self._blocks.get(tensor.untyped_storage()._cdata)
             if block is not None and self._kinds[block] is None:
                 self._kinds[block] = kind
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """What happens within is a phase of the step."""
+        """Record what happens inside as a phase of the step."""
         start = len(self._events)
         yield
         self._phases.append(Phase(name, start, len(self._events)))
 
     @contextmanager
     def reading(self, value: float) -> Iterator[None]:
-        """Within, ``tensor.item()`` is this number: an optimizer reads its count of steps, which fake tensors lack."""
+        """Make ``tensor.item()`` return this number: an optimizer reads its step count, which fake tensors lack."""
         self._stand_in = value
         try:
             yield
         finally:
             self._stand_in = None
 
-    def log(self) -> Log:
-        """What has happened until now."""
-        log = Log(
+    def log(self) -> AllocationLog:
+        """Return the log so far."""
+        log = AllocationLog(
             sizes=tuple(self._sizes),
             kinds=(TEMPORARY,) * len(self._sizes),
             events=tuple(_in_order(self._events, {phase.end for phase in self._phases})),
@@ -100,9 +100,9 @@ class Tracker(TorchDispatchMode):
         )
         return replace(log, kinds=tuple(map(_kind, self._kinds, log.outliving(FORWARD))))
 
-    def _see(self, tensor: Tensor, kind: str | None) -> None:
+    def _track(self, tensor: Tensor, kind: str | None) -> None:
         if tensor.layout is not torch.strided:
-            return  # a sparse tensor is seen by its parts
+            return  # a sparse tensor is tracked by its parts
         storage = tensor.untyped_storage()
         if storage._cdata in self._blocks:
             return
@@ -121,8 +121,8 @@ class Tracker(TorchDispatchMode):
         del self._ends[address]
         self._events.append(~self._blocks.pop(address))
 
-    def _pulse(self, nbytes: int) -> None:
-        # Of no bytes, too: steps of other sizes, in which there are some, are then the same but for sizes.
+    def _allocate_briefly(self, nbytes: int) -> None:
+        # Also for 0 bytes, so that steps of other sizes, where it is not 0, have the same events.
         self._events.append(~self._allocated(nbytes, TEMPORARY))
 
     def _is_weight_cast(self, source: Tensor, made: Tensor) -> bool:
@@ -135,7 +135,7 @@ def _kind(known: str | None, outlives_forward: bool) -> str:
 
 
 def _in_order(events: list[int], marks: set[int]) -> Iterator[int]:
-    """Blocks freed at once, in the order of their numbers: autocast drops its copies in that of their addresses."""
+    """Sort blocks freed at once by number: autocast drops its copies in the order of their addresses."""
     freed: list[int] = []
     for index, event in enumerate(events):
         if index in marks or event >= 0:

@@ -1,1 +1,1 @@
-"""The cheapest format for each module with which loss and gradients stay what they are in FP32, within a tolerance."""
+"""Find the cheapest format for each module with which loss and gradients stay within a tolerance of FP32's."""

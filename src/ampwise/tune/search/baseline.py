@@ -1,33 +1,35 @@
-"""FP32, which all is compared with, and how far it is from itself: the noise floor."""
+"""Run the FP32 reference, and measure how far two FP32 runs differ: the noise floor."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from ampwise.errors import BadInput
-from ampwise.tune.search.difference import Groups, Reference, Tally
-from ampwise.tune.search.passes import Batch, Outcome, Passes
-from ampwise.tune.search.state import told_if_it_fails
+from ampwise.tune.search.fp32_error import ErrorTally, Fp32Reference, ParameterGroups
+from ampwise.tune.search.passes import PassResult, PassRunner, SearchBatch
+from ampwise.tune.search.saved_state import errors_in_one_line
 
-__all__ = ["noise_of", "reference_of"]
+__all__ = ["measure_noise", "run_reference"]
 
 NOT_REPEATABLE = 1e-3  # an error that no order of summation explains
 
 
-def reference_of(passes: Passes, groups: Groups, batches: Sequence[Batch]) -> Reference:
-    """Loss and gradients on each batch."""
-    reference = Reference(groups, (_in_fp32(passes, batch) for batch in batches), len(batches))
+def run_reference(passes: PassRunner, groups: ParameterGroups, batches: Sequence[SearchBatch]) -> Fp32Reference:
+    """Compute FP32's loss and gradients on each batch."""
+    reference = Fp32Reference(groups, (_in_fp32(passes, batch) for batch in batches), len(batches))
     for what, size in (("the loss is", reference.loss_squares), ("all gradients are", float(reference.squares.sum()))):
         if batches and not size:
             raise BadInput(
-                f"search(): {what} 0 in FP32, and an error is relative to it. Give batches that are not learned yet."
+                f"search(): {what} 0 in FP32, so relative errors are undefined. Give batches that are not learned yet."
             )
     return reference
 
 
-def noise_of(passes: Passes, reference: Reference, batches: Sequence[Batch], tolerance: float) -> float:
-    """The error of FP32 against itself; a tolerance that is not above it is refused."""
-    tally, again = Tally(reference), []
+def measure_noise(
+    passes: PassRunner, reference: Fp32Reference, batches: Sequence[SearchBatch], tolerance: float
+) -> float:
+    """Return the error between two FP32 runs; raise BadInput if the tolerance is not above it."""
+    tally, again = ErrorTally(reference), []
     for batch in batches:
         outcome = _in_fp32(passes, batch)
         again.append(outcome.loss)
@@ -37,24 +39,23 @@ def noise_of(passes: Passes, reference: Reference, batches: Sequence[Batch], tol
         first, second = max(zip(reference.losses, again, strict=True), key=lambda two: abs(two[0] - two[1]))
         raise BadInput(
             "search(): the function is not repeatable: run twice in FP32 on the same batch, from the same random "
-            f"numbers, it gives a loss of {first:.6g} and then {second:.6g} (error {noise:.2g}). Does it change its "
-            "arguments, count its calls, or have random numbers of its own?"
+            f"numbers, its loss is {first:.6g} and then {second:.6g} (error {noise:.2g}). Does it change its "
+            "arguments, count its calls, or use its own random generator?"
         )
     if noise >= tolerance:
         raise BadInput(
-            f"search(tolerance={tolerance:g}): FP32 itself does not meet it between two runs: they differ by "
-            f"{noise:.2g}, the noise floor here. Ask for {10 * noise:.0e} or more, or for "
-            "torch.use_deterministic_algorithms(True)."
+            f"search(tolerance={tolerance:g}): two FP32 runs already differ by {noise:.2g}, the noise floor here. Use "
+            f"{10 * noise:.0e} or more, or call torch.use_deterministic_algorithms(True)."
         )
     return noise
 
 
-def _in_fp32(passes: Passes, batch: Batch) -> Outcome:
-    with told_if_it_fails(f"batches[{batch.place}]"):
+def _in_fp32(passes: PassRunner, batch: SearchBatch) -> PassResult:
+    with errors_in_one_line(f"batches[{batch.place}]"):
         outcome = passes.outcome(batch)
     if not outcome.finite:
         raise BadInput(
             f"search(): in FP32 the loss or a gradient is not finite on batches[{batch.place}], so there is nothing to "
-            "compare with. ampwise.trace(fn, *batch) says where it comes from."
+            "compare with. ampwise.trace(fn, *batch) finds the origin."
         )
     return outcome

@@ -1,4 +1,4 @@
-"""What a search is about, in a few words and checksums: whether a file of progress belongs to it."""
+"""Fingerprint of a search, by which a file of progress is recognized."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.nn import Module
 from torch.utils._pytree import tree_flatten
 
-from ampwise.tune.search.choices import Choice
-from ampwise.tune.search.passes import Batch
-from ampwise.tune.search.units import Unit
+from ampwise.tune.search.format_choices import FormatChoice
+from ampwise.tune.search.passes import SearchBatch
+from ampwise.tune.search.units import SearchUnit
 
 __all__ = ["batch_digest", "fingerprint_of"]
 
@@ -23,14 +23,14 @@ PLAIN = bool | int | float | str | bytes | None
 
 def fingerprint_of(
     model: Module,
-    units: Sequence[Unit],
-    batches: Iterable[Batch],
-    choices: Sequence[Choice],
+    units: Sequence[SearchUnit],
+    batches: Iterable[SearchBatch],
+    choices: Sequence[FormatChoice],
     tolerance: float,
     losses: Sequence[float],
     device: torch.device,
 ) -> dict[str, Any]:
-    """By part, so that one can say which is another. ``losses`` in FP32 tell what the function does."""
+    """Return checksums by part, so that a mismatch can be named. FP32's ``losses`` identify the function."""
     state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     return {
         "modules": _digest([f"{unit.name}:{unit.kind}" for unit in units]),
@@ -44,19 +44,19 @@ def fingerprint_of(
     }
 
 
-def batch_digest(batch: Batch) -> str:
-    """The same for batches that hold the same."""
+def batch_digest(batch: SearchBatch) -> str:
+    """Return a digest that is equal for equal batches."""
     leaves, tree = tree_flatten((batch.args, dict(batch.kwargs)))
     return _digest([str(tree), *map(_plain, leaves)])
 
 
 def _plain(leaf: Any) -> Any:
-    """What a digest can be made of. What nothing is known about is like nothing else."""
+    """Convert to something that can be hashed; an unknown object equals only itself."""
     if isinstance(leaf, Tensor | PLAIN):
         return leaf
     try:
         return pickle.dumps(leaf)
-    except Exception:  # of the user's own class: whatever it raises
+    except Exception:  # from the user's class: it may raise anything
         return id(leaf)
 
 

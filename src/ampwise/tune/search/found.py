@@ -1,4 +1,4 @@
-"""What a search has found: a format for each module, why, and what it gains."""
+"""Result of a search: a format for each module, why, and what it gains."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from typing import Any
 import torch
 from torch.nn import Module
 
-from ampwise.engine.arguments import where
-from ampwise.engine.precision.arithmetic import Arithmetic
-from ampwise.engine.precision.policy import Policy, named_modules
-from ampwise.engine.precision.precision import PRECISIONS
 from ampwise.errors import AmpwiseError, BadInput, UnknownName
-from ampwise.record.files import read_json, write_aside
-from ampwise.strict_json import dumps
-from ampwise.tune.search.arrangement import arrangement_of
-from ampwise.tune.search.choices import WIDEST, choices_of
-from ampwise.tune.search.costs import Gain
-from ampwise.tune.search.units import Unit
+from ampwise.finding.strict_json import dumps
+from ampwise.runs.files import read_json, write_atomically
+from ampwise.train.arguments import model_device
+from ampwise.train.precision.contexts import PrecisionContexts
+from ampwise.train.precision.policy import Policy, named_modules
+from ampwise.train.precision.precision import PRECISIONS
+from ampwise.tune.search.arrangement import arrange_formats
+from ampwise.tune.search.costs import FormatGain
+from ampwise.tune.search.format_choices import WIDEST, parse_formats
+from ampwise.tune.search.units import SearchUnit
 
-__all__ = ["Found", "On", "Sensitive", "Verified"]
+__all__ = ["AppliedFormats", "Found", "ModuleSensitivity", "Verification"]
 
 WHAT = "a policy of ampwise search"
 VERSION = 1
@@ -33,30 +33,29 @@ LARGEST = 64_000_000  # bytes of a file
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sensitive:
-    """A module: the format that was found for it, and why not a narrower one.
+class ModuleSensitivity:
+    """A module, the format found for it, and why not a narrower one.
 
-    ``estimates`` are what each narrower format was thought to do, in the units of the error, from running the module by
-    itself. ``alone`` is the error of the whole where this module alone has ``narrower``, measured, for those for which
-    that was done.
+    ``estimates`` are predicted errors in each narrower format, from running the module by itself. ``alone`` is the
+    measured error of the whole model when only this module has ``narrower``; it is measured for some modules only.
     """
 
     name: str
     kind: str
     format: str
-    share: float  # of the products' FLOPs
-    narrower: str | None  # the next format that it does not have
+    share: float  # of the FLOPs of all matmuls
+    narrower: str | None  # the next narrower format, which it does not tolerate
     estimates: Mapping[str, float]
     alone: float | None
     reasons: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Verified:
-    """On batches that the search has not seen; ``worst`` is the module whose gradient was farthest off there.
+class Verification:
+    """Result on batches that the search has not seen; ``worst`` is the module with the largest gradient error there.
 
-    ``raised``: what was given a wider format because it failed; then ``error_after`` is the error on these batches,
-    which are not unseen any more.
+    ``raised``: modules that were given a wider format because it failed; then ``error_after`` is the error on these
+    batches, which are no longer unseen.
     """
 
     batches: int
@@ -67,54 +66,54 @@ class Verified:
 
     @property
     def passed(self) -> bool:
-        """At once."""
+        """Whether it passed without changes."""
         return not self.raised
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class On:
-    """A policy that is on a model: what is needed to train by hand."""
+class AppliedFormats:
+    """A policy applied to a model: what a manual training loop needs."""
 
     base: str
     device: torch.device
 
     def forward(self) -> Any:
-        """Around the forward pass: autocast, where there is one."""
-        return Arithmetic(PRECISIONS[self.base], self.device.type).forward()
+        """Return the context for the forward pass: autocast, if the policy has one."""
+        return PrecisionContexts(PRECISIONS[self.base], self.device.type).forward()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Found:
-    """The cheapest formats that were found to pass. ``print`` shows them, with what they gain and what is sensitive.
+    """The cheapest formats that pass. ``print`` shows them, with what they gain and which modules are sensitive.
 
-    ``policy`` is what runs in which of 16 and 32 bits, for ``ampwise.Engine`` and ``torch.autocast``; ``narrow`` are
-    the patterns of modules whose products have fewer bits, and which formats. ``widened`` are modules of 16 bits in
-    what is FP32, whose output is made FP32 again. ``apply`` puts all of it on.
+    ``policy`` says what runs in 16 and what in 32 bits, for ``ampwise.Engine`` and ``torch.autocast``; ``narrow`` maps
+    patterns of modules to the formats of fewer bits that their matmuls have. ``widened`` are 16-bit modules within FP32
+    whose output is cast to FP32. ``apply`` applies all of it.
 
-    ``gap``: no other assignment that passes can be cheaper by more than this part of the cost, if nothing gets worse by
-    a wider format.
+    ``gap``: no other passing assignment can be cheaper by more than this fraction of the cost, if a wider format is
+    never worse.
     """
 
     subject: str
-    formats: tuple[str, ...]  # asked for, the cheapest first
+    formats: tuple[str, ...]  # as given, the cheapest first
     tolerance: float
-    noise: float  # the error of FP32 against itself
+    noise: float  # the error between two FP32 runs
     error: float
     loss_error: float
     gradient_error: float
-    worst: str | None  # the module whose gradient is farthest off
-    modules: Mapping[str, str]  # by name, the format
+    worst: str | None  # the module with the largest gradient error
+    modules: Mapping[str, str]  # format by name
     policy: Policy
     narrow: Mapping[str, str]
     widened: tuple[str, ...]
-    ranking: tuple[Sensitive, ...]
-    gain: Gain
+    ranking: tuple[ModuleSensitivity, ...]
+    gain: FormatGain
     gap: float
-    verified: Verified | None
+    verified: Verification | None
     batches: int
     trials: int
     passes: int
-    spent: bool  # as many trials were made as allowed; more may find a cheaper one
+    spent: bool  # the limit on trials was reached; more may find a cheaper one
     seconds: float
     device: str
     notes: tuple[str, ...] = ()
@@ -126,16 +125,17 @@ class Found:
 
     @property
     def counts(self) -> dict[str, int]:
-        """How many modules have each format."""
+        """Number of modules in each format."""
         counted = Counter(self.modules.values())
         return {fmt: counted[fmt] for fmt in self.formats}
 
     @contextmanager
-    def apply(self, model: Module) -> Iterator[On]:
-        """While inside, the model computes by what was found, forward and backward; formats of 8 bits and fewer are
-        emulated, so that it runs anywhere and gains nothing yet.
+    def apply(self, model: Module) -> Iterator[AppliedFormats]:
+        """Apply the formats found while inside, forward and backward.
 
-        To train inside, use ``Engine(model, optimizer, precision=found.policy)``, or by hand::
+        Formats of 8 bits and fewer are emulated, so that it runs anywhere and gains no speed.
+
+        To train inside, use ``Engine(model, optimizer, precision=found.policy)``, or write the loop yourself::
 
             with found.apply(model) as on:
                 with on.forward():
@@ -143,41 +143,42 @@ class Found:
                 loss.backward()
         """
         units = self._units(model)
-        choices = {choice.name: choice for choice in choices_of(self.formats)}
-        device = where([model])
-        arrangement = arrangement_of(units, [choices[self.modules[unit.name]] for unit in units], device)
-        with self.policy.apply(model), replace(arrangement, regions={}).on(model):  # the regions are the policy's
-            yield On(base=self.policy.base, device=device)
+        choices = {choice.name: choice for choice in parse_formats(self.formats)}
+        device = model_device([model])
+        arrangement = arrange_formats(units, [choices[self.modules[unit.name]] for unit in units], device)
+        with self.policy.apply(model), replace(arrangement, regions={}).on(model):  # the policy sets the regions
+            yield AppliedFormats(base=self.policy.base, device=device)
 
-    def _units(self, model: Module) -> list[Unit]:
+    def _units(self, model: Module) -> list[SearchUnit]:
         if not isinstance(model, Module):
-            raise BadInput(f"Found.apply(): a torch.nn.Module is expected, not {type(model).__name__}.")
+            raise BadInput(f"Found.apply(): expected a torch.nn.Module, got {type(model).__name__}.")
         named = named_modules(model)
         for name in self.modules:
             if name not in named:
-                listing = "The policy was found for a model that has it."
+                listing = "The policy was found for a model that has this module."
                 raise UnknownName("module", name, filter(None, named), listing=listing)
         return [
-            Unit(name=name, module=named[name], kind=type(named[name]).__name__, flops=0.0) for name in self.modules
+            SearchUnit(name=name, module=named[name], kind=type(named[name]).__name__, flops=0.0)
+            for name in self.modules
         ]
 
     def save(self, path: str | PathLike[str]) -> None:
         """Write it as JSON, for ``load``."""
         try:
-            write_aside(Path(path), [dumps(self.as_dict()).encode()])
+            write_atomically(Path(path), [dumps(self.as_dict()).encode()])
         except OSError as error:
-            raise BadInput(f"Found.save({str(path)!r}): it cannot be written: {error.strerror or error}.") from error
+            raise BadInput(f"Found.save({str(path)!r}): cannot write it: {error.strerror or error}.") from error
 
     @classmethod
     def load(cls, path: str | PathLike[str]) -> Found:
-        """What ``save`` wrote."""
+        """Read what ``save`` wrote."""
         try:
             return cls.from_dict(read_json(Path(path), LARGEST))
         except (OSError, ValueError, KeyError, TypeError, AttributeError, AmpwiseError) as error:
-            raise BadInput(f"Found.load({str(path)!r}): that is no {WHAT.partition(' ')[2]}: {error}.") from error
+            raise BadInput(f"Found.load({str(path)!r}): not a file of ampwise search --out: {error}.") from error
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain data for JSON; what is not known is None."""
+        """Return plain data for JSON; unknown values are None."""
         plain = {name: getattr(self, name) for name in self.__slots__}
         return {
             "what": WHAT,
@@ -191,23 +192,23 @@ class Found:
 
     @classmethod
     def from_dict(cls, data: Any) -> Found:
-        """What ``as_dict`` gave, by way of JSON or not."""
+        """Read what ``as_dict`` returned, through JSON or not."""
         if not isinstance(data, dict) or data.get("what") != WHAT or data.get("version") != VERSION:
-            raise BadInput(f"it does not say that it is {WHAT}, version {VERSION}")
+            raise BadInput(f"it is not marked as {WHAT!r}, version {VERSION}")
         parts = {name: data[name] for name in cls.__slots__}
         checked = parts | {
             "policy": Policy.from_dict(parts["policy"]),
             "ranking": tuple(_sensitive(each) for each in parts["ranking"]),
-            "gain": Gain(**parts["gain"]),
+            "gain": FormatGain(**parts["gain"]),
             "verified": None if parts["verified"] is None else _verified(parts["verified"]),
         }
         numbers = {name: float(parts[name]) for name in ("error", "loss_error", "gradient_error", "noise", "gap")}
         tuples = {name: tuple(map(str, parts[name])) for name in ("formats", "widened", "notes")}
         mappings = {name: {str(one): str(fmt) for one, fmt in parts[name].items()} for name in ("modules", "narrow")}
         found = cls(**checked | numbers | tuples | mappings)
-        known = {choice.name for choice in choices_of(found.formats)}
+        known = {choice.name for choice in parse_formats(found.formats)}
         if not set(found.modules.values()) <= known:
-            raise BadInput("its modules have formats that it does not name")
+            raise BadInput("its modules have formats that its list of formats lacks")
         return found
 
     def __str__(self) -> str:
@@ -225,14 +226,14 @@ class Found:
         return found_html(self)
 
 
-def _sensitive(data: dict[str, Any]) -> Sensitive:
+def _sensitive(data: dict[str, Any]) -> ModuleSensitivity:
     estimates = {str(fmt): float(value) for fmt, value in data["estimates"].items()}
     alone = None if data["alone"] is None else float(data["alone"])
-    return Sensitive(**data | {"estimates": estimates, "alone": alone, "reasons": tuple(data["reasons"])})
+    return ModuleSensitivity(**data | {"estimates": estimates, "alone": alone, "reasons": tuple(data["reasons"])})
 
 
-def _verified(data: dict[str, Any]) -> Verified:
+def _verified(data: dict[str, Any]) -> Verification:
     after = None if data["error_after"] is None else float(data["error_after"])
-    return Verified(
+    return Verification(
         **data | {"error": float(data["error"]), "error_after": after, "raised": tuple(map(str, data["raised"]))}
     )

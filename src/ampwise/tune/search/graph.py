@@ -1,4 +1,4 @@
-"""What the graph of a loss tells without running it."""
+"""Inspect the graph of a loss without running it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 __all__ = ["before_softmax", "has_hidden_parts"]
 
 SOFTMAX = re.compile(r"_?(Log)?Softmax|_?SafeSoftmax")
-# What leaves logits logits: other shapes and types, a temperature, a mask, a sum or difference of two.
+# Operations that keep logits logits: shape, dtype, temperature, mask, sum or difference.
 LOGITS_STILL = re.compile(
     r"(Unsafe)?View|Reshape|Transpose|T|Permute|Squeeze|Unsqueeze|Expand|Slice|Select|Clone|Alias|ToCopy|Mul|Div|Add|Sub"
     r"|MaskedFill|Where"
@@ -20,18 +20,18 @@ NAME = re.compile(r"(\w+?)Backward\d*$")
 
 
 def before_softmax(loss: Tensor) -> Iterator[Any]:
-    """The nodes of the graph whose results go into a softmax, as they are or little changed."""
+    """Yield the graph nodes whose results go into a softmax, unchanged or nearly so."""
     for softmax in filter(_is(SOFTMAX), _reached([loss.grad_fn], lambda node: True)):
         yield from _reached(_after(softmax), _is(LOGITS_STILL))
 
 
 def has_hidden_parts(loss: Tensor) -> bool:
-    """Whether a part of the graph is a checkpoint that makes its own, and so has no way to its parameters."""
+    """Whether a part of the graph is a reentrant checkpoint, which hides the path to its parameters."""
     return any(map(_is(re.compile("CheckpointFunction")), _reached([loss.grad_fn], lambda node: True)))
 
 
 def _reached(starts: Iterable[Any], goes_on: Callable[[Any], bool]) -> Iterator[Any]:
-    """The nodes that one comes to, going on from those that say so."""
+    """Yield the reachable nodes; ``goes_on`` says whether to continue from a node."""
     pending, seen = list(starts), set()
     while pending:
         node = pending.pop()

@@ -1,4 +1,4 @@
-"""Trying assignments: each once, on one batch after the other, and no longer than it can still pass."""
+"""Try assignments, each once, batch by batch, stopping when one can no longer pass."""
 
 from __future__ import annotations
 
@@ -8,97 +8,99 @@ from collections.abc import Callable, Sequence
 import torch
 
 from ampwise.errors import AmpwiseError
-from ampwise.tune.search.arrangement import Arrangement, arrangement_of
-from ampwise.tune.search.choices import Choice
+from ampwise.trace.user_code import describe_error
+from ampwise.tune.search.arrangement import FormatArrangement, arrange_formats
 from ampwise.tune.search.descent import Assignment
-from ampwise.tune.search.difference import Reference, Tally
-from ampwise.tune.search.passes import Batch, Passes
-from ampwise.tune.search.store import Store
-from ampwise.tune.search.trial import Trial
-from ampwise.tune.search.units import Unit
-from ampwise.user_code import failure
+from ampwise.tune.search.format_choices import FormatChoice
+from ampwise.tune.search.fp32_error import ErrorTally, Fp32Reference
+from ampwise.tune.search.passes import PassRunner, SearchBatch
+from ampwise.tune.search.trial import SearchTrial
+from ampwise.tune.search.trial_store import TrialStore
+from ampwise.tune.search.units import SearchUnit
 
-__all__ = ["Spent", "Trials"]
-
-
-class Spent(Exception):
-    """There have been as many trials as were allowed."""
+__all__ = ["TrialRunner", "TrialsSpent"]
 
 
-class Trials:
-    """Trials on some batches, a stage of the search. ``units`` beyond those of an assignment stay wide. There may be
-    ``limit`` of them, if that is set."""
+class TrialsSpent(Exception):
+    """The limit on trials is reached."""
+
+
+class TrialRunner:
+    """Trials on some batches, for one stage of the search.
+
+    ``units`` beyond those of an assignment stay wide. ``limit`` bounds the number of trials.
+    """
 
     def __init__(
         self,
         stage: str,
-        passes: Passes,
-        units: Sequence[Unit],
-        choices: Sequence[Choice],
-        reference: Reference,
-        batches: Sequence[Batch],
-        store: Store,
-        tell: Callable[[Trial], object],
+        passes: PassRunner,
+        units: Sequence[SearchUnit],
+        choices: Sequence[FormatChoice],
+        reference: Fp32Reference,
+        batches: Sequence[SearchBatch],
+        store: TrialStore,
+        report: Callable[[SearchTrial], object],
     ) -> None:
         self.stage, self.choices, self.batches = stage, choices, batches
         self._passes, self._units = passes, units
-        self._reference, self._store, self._tell = reference, store, tell
-        self._seen: dict[Assignment, Trial] = {}
+        self._reference, self._store, self._report = reference, store, report
+        self._seen: dict[Assignment, SearchTrial] = {}
         self.limit: float = math.inf
 
     @property
     def count(self) -> int:
-        """How many assignments were tried."""
+        """Number of assignments tried."""
         return len(self._seen)
 
     def passed(self, tolerance: float) -> list[Assignment]:
-        """Those tried that are within it."""
+        """Return the tried assignments within the tolerance."""
         return [each for each, trial in self._seen.items() if trial.whole and trial.error <= tolerance]
 
-    def of(self, assignment: Assignment, tolerance: float) -> Trial:
-        """The trial of an assignment; it may be given up where it is beyond the tolerance."""
+    def of(self, assignment: Assignment, tolerance: float) -> SearchTrial:
+        """Return the trial of an assignment; it may stop early once it exceeds the tolerance."""
         if assignment not in self._seen and self.count >= self.limit:
-            raise Spent
+            raise TrialsSpent
         return self._of(assignment, tolerance)
 
-    def whole(self, assignment: Assignment) -> Trial:
-        """On all batches, whatever it is, and however many there have been."""
+    def whole(self, assignment: Assignment) -> SearchTrial:
+        """Return the trial on all batches, regardless of error and limit."""
         return self._of(assignment, math.inf)
 
-    def _of(self, assignment: Assignment, tolerance: float) -> Trial:
+    def _of(self, assignment: Assignment, tolerance: float) -> SearchTrial:
         seen = self._seen.get(assignment) or self._store.trials.get((self.stage, assignment))
         if seen is None or not (seen.whole or seen.error > tolerance):
             seen = self._tried(assignment, tolerance)
             self._store.keep(self.stage, seen)
         if assignment not in self._seen:
-            self._tell(seen)
+            self._report(seen)
         self._seen[assignment] = seen
         return seen
 
-    def arranged(self, assignment: Assignment) -> Arrangement:
-        """What runs how."""
-        return arrangement_of(self._units, self.chosen(assignment), self._passes.device)
+    def arranged(self, assignment: Assignment) -> FormatArrangement:
+        """Arrange the formats of an assignment."""
+        return arrange_formats(self._units, self.chosen(assignment), self._passes.device)
 
-    def chosen(self, assignment: Assignment) -> list[Choice]:
-        """The format of each unit."""
+    def chosen(self, assignment: Assignment) -> list[FormatChoice]:
+        """Return the format of each unit."""
         wide = [self.choices[-1]] * (len(self._units) - len(assignment))
         return [*(self.choices[place] for place in assignment), *wide]
 
-    def _tried(self, assignment: Assignment, tolerance: float) -> Trial:
-        tally, arrangement = Tally(self._reference), self.arranged(assignment)
+    def _tried(self, assignment: Assignment, tolerance: float) -> SearchTrial:
+        tally, arrangement = ErrorTally(self._reference), self.arranged(assignment)
         for batch in self.batches:
             try:
                 tally.add(self._passes.outcome(batch, arrangement))
             except (torch.OutOfMemoryError, AmpwiseError):
                 raise
-            except Exception as error:  # two types in one operation, say
-                self._passes.outcome(batch)  # in FP32 it runs; if not, that is what is told
-                problem = failure(error)[:300]
-                return Trial(assignment=assignment, loss=math.inf, gradient=math.inf, worst=None, problem=problem)
+            except Exception as error:  # for example mixed dtypes
+                self._passes.outcome(batch)  # raises if FP32 fails, too
+                problem = describe_error(error)[:300]
+                return SearchTrial(assignment=assignment, loss=math.inf, gradient=math.inf, worst=None, problem=problem)
             if tally.difference.error > tolerance:
                 break
         found = tally.difference
-        return Trial(
+        return SearchTrial(
             assignment=assignment,
             loss=found.loss,
             gradient=found.gradient,

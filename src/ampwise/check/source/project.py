@@ -1,0 +1,493 @@
+"""The checked files, read on demand (``Project``), and the analysis of each (``Code``)."""
+# ruff: noqa: PTH120 (pathlib takes longer to import than a check)
+
+from __future__ import annotations
+
+import ast
+import bisect
+import functools
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+from ampwise.check.source.events import SourceEvent
+from ampwise.check.source.frame import Frame
+from ampwise.check.source.lazy_pattern import LazyPattern
+from ampwise.check.source.outline import ClassOutline, FileOutline, FunctionOutline, outline
+from ampwise.check.source.relevance import (
+    is_worth_importing,
+    is_worth_reading,
+    may_lose_precision,
+    may_step,
+    may_step_or_save,
+    may_take_part,
+    may_train,
+    may_train_in_half,
+    names_called,
+)
+from ampwise.check.source.script import SourceScript, UnreadableFile, read_bytes, read_script, script_from_text
+from ampwise.check.source.steps import MOST_ON_PATHS, Region, regions_of
+from ampwise.check.source.torch_names import FRAMEWORKS
+from ampwise.check.source.walk import FOLLOWED_PER_LINE, MOST_FOLLOWED, CodeSite, CodeTrace, WorkBudget, trace_function
+
+TYPE_CHECKING = False  # as in typing, which takes milliseconds to import
+if TYPE_CHECKING:
+    from typing import TypeVar
+
+    NodeType = TypeVar("NodeType", bound=ast.AST)
+
+__all__ = ["Project", "SourceFile"]
+
+IMPORTED = LazyPattern(
+    r"^[ \t]*from[ \t]+([.\w]+)[ \t]+import[ \t]+(\([^)]*\)|[^\n#]+)|^[ \t]*import[ \t]+([\w., ]+)", re.M
+)
+# Mixed precision that a script handles itself although it uses a framework.
+OWN_AMP = LazyPattern(r"GradScaler|unscale_|(?:torch|amp)\.autocast|cuda\.amp")
+MOST_IMPORTED = 5_000  # files read because others import from them
+MOST_IMPORTED_CHARACTERS = 100_000_000
+MOST_LIMITS_NAMED = 3  # in one file
+RECENT_TEXTS = 32  # cached, since the files of a folder import the same few
+CALLED = LazyPattern(r"\w+(?=\()")
+FORWARDS_REEXPORTS = 3  # how many __init__ files a name is followed through
+
+
+class Project:
+    """The checked files. Each is read once, at first use."""
+
+    def __init__(self, paths: Sequence[str], texts: Mapping[str, str] | None = None) -> None:
+        self.paths = list(paths)
+        self.texts = dict(texts or {})
+        self._codes: dict[str, SourceFile | UnreadableFile] = {}
+        self._worth: dict[str, bool] = {}
+        self._frames: dict[tuple[FunctionOutline, ClassOutline | None], Frame] = {}
+        self._known: dict[tuple[Callable[[FunctionOutline], bool], FunctionOutline], bool] = {}
+        self._called: dict[FunctionOutline, list[FunctionOutline]] = {}
+        self._nearest: dict[tuple[str, str], str] = {}
+        self._recent: dict[str, str | None] = {}
+        self._imported_files = self._imported_characters = 0
+        self.notes: dict[str, None] = {}  # messages about what was not analysed, and why
+
+    def frame(self, function: FunctionOutline, instance_of: ClassOutline | None = None) -> Frame:
+        """Return the frame of a function without a caller."""
+        key = (function, instance_of)
+        if key not in self._frames:
+            self._frames[key] = Frame(function, self, instance_of=instance_of)
+        return self._frames[key]
+
+    def is_worth_following(self, function: FunctionOutline, caller: FileOutline) -> bool:
+        """Whether a function, or one that it calls, may do part of the step.
+
+        In the caller's own file any part of training counts; in another file only what touches gradients, or saves.
+        """
+        return self._some_does(may_take_part if function.outline is caller else may_step_or_save, function)
+
+    def may_lose_precision(self, function: FunctionOutline) -> bool:
+        """Whether a function, or one that it calls, computes values that may overflow or underflow."""
+        return self._some_does(may_lose_precision, function)
+
+    def _some_does(self, does: Callable[[FunctionOutline], bool], function: FunctionOutline) -> bool:
+        """Whether ``does`` holds for a function or for one that it calls, directly or not."""
+        key = (does, function)
+        if key not in self._known:
+            self._look_for(does, function)
+        return self._known[key]
+
+    def _look_for(self, does: Callable[[FunctionOutline], bool], function: FunctionOutline) -> None:
+        """Evaluate ``does`` for a function and all that it calls, directly or not, each once."""
+        callers: dict[FunctionOutline, list[FunctionOutline]] = {function: []}
+        doing = []
+        pending = [function]
+        while pending:
+            one = pending.pop()
+            if does(one):
+                doing.append(one)
+                continue
+            for callee in self._callees(one):
+                if self._known.get((does, callee)):
+                    doing.append(one)
+                elif (does, callee) not in self._known:
+                    if callee not in callers:
+                        callers[callee] = []
+                        pending.append(callee)
+                    callers[callee].append(one)
+        self._known.update({(does, one): False for one in callers})
+        while doing:
+            one = doing.pop()
+            if not self._known[does, one]:
+                self._known[does, one] = True
+                doing += callers[one]
+
+    def _callees(self, function: FunctionOutline) -> list[FunctionOutline]:
+        """Return the functions of the same file that a function calls."""
+        if function not in self._called:
+            frame = self.frame(function)
+            imported = function.outline.imports.names
+            found: dict[FunctionOutline, None] = {}
+            for node in ast.walk(function.node):
+                if not isinstance(node, ast.Call) or (isinstance(node.func, ast.Name) and node.func.id in imported):
+                    continue
+                target = frame.callee(node)
+                if target is not None:
+                    found[target[0]] = None
+            self._called[function] = list(found)
+        return self._called[function]
+
+    def code(self, path: str) -> SourceFile:
+        """Return the analysis of the file at ``path``; raises Unreadable."""
+        if path not in self._codes:
+            self._codes[path] = self._read(path)
+        found = self._codes[path]
+        if isinstance(found, UnreadableFile):
+            raise found
+        return found
+
+    def find(self, qualified: str, importer: FileOutline, depth: int = 0) -> FunctionOutline | ClassOutline | None:
+        """Return the function or class of this full name, if a checked file defines it."""
+        module, _, name = qualified.rpartition(".")
+        path = self._path_of(module, importer.path) if module else None
+        if path is None or not self._is_worth_reading(path) or not self._may_import(path):
+            return None
+        try:
+            found = self.code(path).outline
+        except UnreadableFile:
+            return None
+        defined = found.module.functions.get(name) or found.classes.get(name)
+        if defined is None and name in found.imports.names and depth < FORWARDS_REEXPORTS:
+            return self.find(found.imports.names[name], found, depth + 1)
+        return defined
+
+    def _is_worth_reading(self, path: str) -> bool:
+        """Whether to parse an imported file: only if it has to do with training."""
+        if path in self._codes:
+            return True
+        if path not in self._worth:
+            text = self._text(path)
+            self._worth[path] = text is not None and (path.endswith("__init__.py") or is_worth_reading(text))
+        return self._worth[path]
+
+    def imported_by(self, path: str) -> list[str]:
+        """Return the other checked files from which ``path`` imports something that has to do with training."""
+        taken: dict[str, set[str]] = {}
+        for module, names in _imports_in(self._text(path) or ""):
+            other = self._path_of(module.lstrip("."), path) if module.strip(".") else None
+            if other is not None and other != path:
+                taken.setdefault(other, set()).update(names)
+        return [other for other, names in taken.items() if is_worth_importing(self._text(other) or "", names)]
+
+    def importers(self, path: str) -> dict[str, set[str]]:
+        """Return the other checked files that import from ``path``, and the imported names ("*": the module itself)."""
+        stem = _module_parts(path)[-1] if _module_parts(path) else ""
+        return {other: names for other, names in self._importers_by_stem.get(stem, {}).items() if other != path}
+
+    @functools.cached_property
+    def _importers_by_stem(self) -> dict[str, dict[str, set[str]]]:
+        found: dict[str, dict[str, set[str]]] = {}
+        if len(self.paths) < 2:
+            return found
+        for path in self.paths:
+            text = self._text(path)
+            if text is None or not (".backward(" in text or "caler" in text):
+                continue  # it calls no training step of another file
+            for module, names in _imports_in(text):
+                stem = module.rpartition(".")[2]
+                found.setdefault(stem, {}).setdefault(path, set()).update(names)
+        return found
+
+    def _text(self, path: str) -> str | None:
+        if path in self.texts:
+            return self.texts[path]
+        if not path.endswith(".py"):
+            return None
+        if path not in self._recent:
+            if len(self._recent) >= RECENT_TEXTS:
+                self._recent.pop(next(iter(self._recent)))
+            try:
+                text = read_bytes(path).decode("utf-8", "replace")
+                self._recent[path] = text.replace("\r\n", "\n").replace("\r", "\n")
+            except UnreadableFile as error:
+                self._recent[path] = None
+                self.notes[f"{path}: not read for the files that import it: {error.reason}"] = None
+        return self._recent[path]
+
+    def _read(self, path: str) -> SourceFile | UnreadableFile:
+        try:
+            script = script_from_text(self.texts[path], path) if path in self.texts else read_script(path)
+            return SourceFile(self, script, outline(script, ".".join(_folder_parts(path))))
+        except UnreadableFile as error:
+            return error
+        except RecursionError:
+            return UnreadableFile(path, "nested too deeply to follow")
+
+    def _may_import(self, path: str) -> bool:
+        """Whether one more file may be read because another imports it."""
+        if path in self._codes:
+            return True
+        text = self._text(path) or ""
+        if self._imported_files >= MOST_IMPORTED or self._imported_characters + len(text) > MOST_IMPORTED_CHARACTERS:
+            read = "1 imported file was" if self._imported_files == 1 else f"{self._imported_files} imported files were"
+            self.notes[f"{path}: import not followed: {read} already read, which is the limit"] = None
+            return False
+        self._imported_files += 1
+        self._imported_characters += len(text)
+        return True
+
+    def _path_of(self, module: str, importer: str) -> str | None:
+        fitting = self._by_module.get(module, [])
+        if len(fitting) < 2:
+            return fitting[0][0] if fitting else None
+        # Choose the file with the longest common prefix, in characters, which is faster than comparing folders. In
+        # alphabetical order it is next to the importer; among equally near ones, the one given first wins.
+        index = bisect.bisect_left(fitting, (importer, 0))
+        beside = [path for path, _ in fitting[max(0, index - 1) : index + 1]]
+        shared = max((os.path.commonprefix([path, importer]) for path in beside), key=len)  # noqa: RUF071
+        if (module, shared) not in self._nearest:
+            near = (item for item in fitting if item[0].startswith(shared))
+            self._nearest[module, shared] = min(near, key=lambda item: item[1])[0]
+        return self._nearest[module, shared]
+
+    @functools.cached_property
+    def _by_module(self) -> dict[str, list[tuple[str, int]]]:
+        """Checked files with their position in ``paths``, by every dotted name they may be imported under."""
+        found: dict[str, list[tuple[str, int]]] = {}
+        for number, path in enumerate(self.paths):
+            parts = _module_parts(path)
+            for first in range(len(parts)):
+                found.setdefault(".".join(parts[first:]), []).append((path, number))
+        for fitting in found.values():
+            fitting.sort()
+        return found
+
+
+class SourceFile:
+    """Analysis of one file: what the source rules check."""
+
+    def __init__(self, project: Project, script: SourceScript, outline: FileOutline) -> None:
+        self.project = project
+        self.script = script
+        self.outline = outline
+        self.given_up: list[Region] = []  # training steps with too many paths, once for each rule that needed them
+        self._budget = WorkBudget(MOST_ON_PATHS)
+
+    @property
+    def path(self) -> str:
+        return self.script.path
+
+    def nodes(self, *types: type[NodeType]) -> list[NodeType]:
+        """Return every node of these types in the file, for rules that need no context."""
+        if len(types) == 1:
+            return self._nodes_by_type.get(types[0], [])  # type: ignore[return-value]
+        return [node for one in types for node in self.nodes(one)]
+
+    @functools.cached_property
+    def _nodes_by_type(self) -> dict[type[ast.AST], list[ast.AST]]:
+        found: dict[type[ast.AST], list[ast.AST]] = {}
+        pending: list[ast.AST] = [self.script.tree]
+        for node in pending:  # as ast.walk, in half the time
+            found.setdefault(type(node), []).append(node)
+            if isinstance(node, ast.Name | ast.Constant):
+                continue  # half of all nodes, without children
+            for name in node._fields:
+                child = getattr(node, name, None)
+                if isinstance(child, list):
+                    pending += [part for part in child if isinstance(part, ast.AST)]
+                elif isinstance(child, ast.AST) and not isinstance(child, ast.expr_context):
+                    pending.append(child)
+        return found
+
+    @property
+    def tree_nodes(self) -> list[ast.AST]:
+        """All nodes of the file."""
+        return [node for nodes in self._nodes_by_type.values() for node in nodes]
+
+    def function_at(self, node: ast.stmt | ast.expr) -> FunctionOutline:
+        """Return the innermost function that contains a node."""
+        index = bisect.bisect_right(self._functions_by_line, node.lineno, key=_first_line)
+        function = self._functions_by_line[index - 1] if index else self.outline.module
+        while not isinstance(function.node, ast.Module) and node.lineno > (function.node.end_lineno or 0):
+            function = function.parent or self.outline.module
+        return function
+
+    @functools.cached_property
+    def _functions_by_line(self) -> list[FunctionOutline]:
+        return sorted(self.outline.functions[1:], key=_first_line)
+
+    @functools.cached_property
+    def own_traces(self) -> list[CodeTrace]:
+        """Traces that start at each function that nothing in this file calls, the module itself first."""
+        if not may_train(self.script.text) or (self.uses_framework and not OWN_AMP.search(self.script.text)):
+            return []
+        budget = WorkBudget(MOST_FOLLOWED + FOLLOWED_PER_LINE * len(self.script.lines))
+        found = [trace_function(self.frame(self.outline.module), budget)]
+        functions = [function for function in self.outline.functions[1:] if not _in_framework_class(function)]
+        matters = may_take_part if may_train_in_half(self.script.text) else may_step
+        around = [function for function in functions if matters(function)]
+        found += [
+            trace_function(self.project.frame(method, owner), budget) for method, owner in self._inherited(around)
+        ]
+        pending = around + _callers_of(around, functions)
+        # Functions without a call first: the traces of these are likely to reach the others.
+        pending.sort(key=lambda function: self._is_called(function))
+        followed = {function for one in found for function in one.followed}
+        for function in dict.fromkeys(pending):
+            if function not in followed:
+                found.append(trace_function(self.frame(function), budget))
+                followed |= found[-1].followed
+        return [one for one in found if one.frame.function not in followed]
+
+    def _inherited(self, methods: list[FunctionOutline]) -> Iterator[tuple[FunctionOutline, ClassOutline]]:
+        """Yield base-class methods that call one of ``methods``, such as a trainer's loop that calls a subclass."""
+        names: dict[ClassOutline, list[str]] = {}
+        for method in methods:
+            if method.owner is not None and method.owner.node.bases:
+                names.setdefault(method.owner, []).append(method.name)
+        frame = self.frame(self.outline.module)
+        for owner, own in names.items():
+            for base in frame.ancestry(owner)[1:]:
+                for name, method in base.methods.items():
+                    if frame.method(owner, name) is method and not names_called(method).isdisjoint(own):
+                        yield method, owner
+
+    @functools.cached_property
+    def traces(self) -> list[CodeTrace]:
+        """Traces through this file: its own, and those of the files that import it."""
+        taken: set[FunctionOutline] = set()
+        foreign: list[CodeTrace] = []
+        parts = self._helpers
+        for path, names in self.project.importers(self.path).items() if parts else ():
+            if not names & {"*", *parts}:
+                continue
+            try:
+                other = self.project.code(path)
+            except UnreadableFile:
+                continue
+            passing = [one for one in other.own_traces if any(f.outline is self.outline for f in one.followed)]
+            foreign += passing
+            taken |= {function for one in passing for function in one.followed}
+        return [one for one in self.own_traces if one.frame.function not in taken] + foreign
+
+    @functools.cached_property
+    def regions(self) -> list[Region]:
+        """Training steps of this file."""
+        found = [region for one in self.traces for region in regions_of(one, self._budget)]
+        for region in found:
+            region.given_up = self.given_up
+        return found
+
+    @property
+    def limits_met(self) -> list[str]:
+        """Messages about the limits that were reached so far."""
+        traces = self.__dict__.get("own_traces", [])  # only if a rule has used them
+        cut = [one for one in traces if one.ended_at is not None]
+        lines = [_limit(one) for one in cut[:MOST_LIMITS_NAMED]]
+        more = len(cut) - len(lines)
+        if more > 0:
+            lines.append(f"{self.path}: too much code to follow from {more} more function{'s' if more > 1 else ''}")
+        return lines
+
+    @functools.cached_property
+    def events(self) -> list[SourceEvent]:
+        """All events of all traces; the same call comes once per context."""
+        return [event for one in self.traces for event in one.events()]
+
+    @functools.cached_property
+    def calls(self) -> list[CodeSite]:
+        """All calls of this file, once per context."""
+        return [site for one in self.traces for site in one.calls if site.context.frame.outline is self.outline]
+
+    @functools.cached_property
+    def statements(self) -> list[CodeSite]:
+        """All simple statements of this file, once per context."""
+        return [site for one in self.traces for site in one.statements if site.context.frame.outline is self.outline]
+
+    @functools.cached_property
+    def uses_framework(self) -> bool:
+        """Whether the file imports a library that does the mixed-precision step itself."""
+        return self.outline.imports.mentions(FRAMEWORKS)
+
+    @property
+    def _helpers(self) -> set[str]:
+        """Names of functions and classes that a training script may import to step or to compute its loss."""
+        functions = {function.name for function in self.outline.module.functions.values() if may_step_or_save(function)}
+        owners = {function.owner.name for function in self.outline.functions if function.owner and _is_part(function)}
+        return functions | owners
+
+    def frame(self, function: FunctionOutline) -> Frame:
+        """Return the frame of a function without a caller."""
+        return self.project.frame(function)
+
+    def _is_called(self, function: FunctionOutline) -> bool:
+        """Whether a function's name is followed by a bracket at least twice: the definition counts once."""
+        backwards = function.name[::-1]
+        index = bisect.bisect_left(self._called_backwards, backwards)
+        return any(name.startswith(backwards) for name in self._called_backwards[index + 1 : index + 2])
+
+    @functools.cached_property
+    def _called_backwards(self) -> list[str]:
+        """Names followed by a bracket, reversed and sorted, so that names with the same ending are adjacent."""
+        return sorted(name[::-1] for name in CALLED.findall(self.script.text))
+
+
+def _callers_of(called: list[FunctionOutline], functions: list[FunctionOutline]) -> list[FunctionOutline]:
+    """Return the direct and indirect callers of functions, by name: only a caller sees all steps of an iteration."""
+    by_name: dict[str, list[int]] = {}
+    for number, function in enumerate(functions):
+        for name in names_called(function):
+            by_name.setdefault(name, []).append(number)
+    known = set(called)
+    found: list[FunctionOutline] = []
+    fresh = called
+    while fresh:
+        names = {function.name for function in fresh}
+        numbers = sorted({number for name in names for number in by_name.pop(name, ())})
+        fresh = [functions[number] for number in numbers if functions[number] not in known]
+        known.update(fresh)
+        found += fresh
+    return found
+
+
+def _limit(cut: CodeTrace) -> str:
+    assert cut.ended_at is not None
+    end = cut.ended_at.context.frame.outline.script.place(cut.ended_at.node)
+    start = cut.frame.function.place
+    name = f"`{cut.frame.function.name}`" if cut.frame.function.name else "the top of the file"
+    return f"{start}: too much code to follow from {name}; code after {end} was not checked together with it"
+
+
+def _first_line(function: FunctionOutline) -> int:
+    return 0 if isinstance(function.node, ast.Module) else function.node.lineno
+
+
+def _is_part(method: FunctionOutline) -> bool:
+    return may_step(method) or (method.name in ("forward", "__call__") and may_lose_precision(method))
+
+
+def _in_framework_class(function: FunctionOutline) -> bool:
+    """Whether a framework such as Lightning calls the method and does the step itself."""
+    if function.owner is None:
+        return False
+    bases = " ".join(ast.unparse(base) for base in function.owner.node.bases)
+    return "Lightning" in bases
+
+
+def _imports_in(text: str) -> Iterator[tuple[str, set[str]]]:
+    for module, names, plain in IMPORTED.findall(text):
+        if module:
+            taken = {part.split()[0] for part in names.strip("()").replace("\\", " ").split(",") if part.split()}
+            yield module, taken
+            for name in taken:  # from package import module
+                yield f"{module}.{name}", {"*"}
+        else:
+            for part in plain.split(","):
+                if part.split():
+                    yield part.split()[0], {"*"}
+
+
+@functools.cache
+def _module_parts(path: str) -> list[str]:
+    """Return the dotted name of a file as parts, from the root of the path."""
+    parts = [part for part in path.removesuffix(".py").replace(os.sep, "/").split("/") if part not in ("", ".")]
+    return parts[:-1] if parts and parts[-1] == "__init__" else parts
+
+
+def _folder_parts(path: str) -> list[str]:
+    return [part for part in os.path.dirname(path).replace(os.sep, "/").split("/") if part not in ("", ".")]

@@ -1,0 +1,63 @@
+"""Where a file makes GradScalers, and whether it uses one."""
+
+from __future__ import annotations
+
+import ast
+import functools
+
+from ampwise.check.source.call_events import ANYTHING
+from ampwise.check.source.events import EventContext
+from ampwise.check.source.frame import Frame
+from ampwise.check.source.precision import argument_of, literal_bool
+from ampwise.check.source.project import SourceFile
+from ampwise.check.source.torch_names import GRAD_SCALERS
+from ampwise.check.source.walk import CodeTrace
+
+__all__ = ["ScalerCall", "scalers_in", "scalers_made", "uses_scaler"]
+
+
+class ScalerCall:
+    """One ``GradScaler(...)`` call in the source, with every context that runs it."""
+
+    __slots__ = ("contexts", "enabled", "node")
+
+    def __init__(self, node: ast.Call, enabled: ast.expr | None) -> None:
+        self.node = node
+        self.enabled = enabled
+        self.contexts: list[tuple[EventContext, CodeTrace]] = []
+
+    @property
+    def is_off(self) -> bool:
+        return literal_bool(self.enabled) is False
+
+
+@functools.lru_cache(maxsize=2)  # several rules use it for each file
+def scalers_made(code: SourceFile) -> list[ScalerCall]:
+    """Return the scalers made in this file, in source order, without disabled ones."""
+    found: dict[ast.Call, ScalerCall] = {}
+    for trace in code.traces:
+        for site in trace.calls:
+            frame, node = site.context.frame, site.node
+            if not isinstance(node, ast.Call) or frame.outline is not code.outline:
+                continue
+            if frame.qualified(node.func) in GRAD_SCALERS:
+                made = found.setdefault(node, ScalerCall(node, argument_of(node, "enabled")))
+                made.contexts.append((site.context, trace))
+    on = (made for made in found.values() if not made.is_off)
+    return sorted(on, key=lambda made: (made.node.lineno, made.node.col_offset))
+
+
+def scalers_in(node: ast.expr, frame: Frame) -> list[ast.Call]:
+    """Return the constructor calls whose scaler ``node`` may hold."""
+    return [
+        value.node
+        for value in frame.values(node)
+        if isinstance(value.node, ast.Call) and value.frame.qualified(value.node.func) in GRAD_SCALERS
+    ]
+
+
+def uses_scaler(code: SourceFile) -> bool:
+    """Whether the file uses a scaler, or passes one to a function that may."""
+    kinds = {event.kind for event in code.events if event.key != ANYTHING}
+    used = bool(kinds & {"scaled backward", "scaler step", "unscale"})
+    return used or ("opaque" in kinds and bool(scalers_made(code)))

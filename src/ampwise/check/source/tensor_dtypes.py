@@ -1,0 +1,339 @@
+"""Infer which tensors are in half precision under CUDA autocast.
+
+The lists are those of ``ATen/autocast_mode.h`` of torch 2.13. An operation on the first list takes its inputs
+in FP16, one on the second in FP32, and all others keep the dtype of their inputs. An operation that is on none of the
+lists here, or whose code we cannot see, is unknown: ``Halves.dtype`` returns None, and rules report nothing.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+from collections.abc import Iterable, Iterator
+
+from ampwise.check.source.constructors import find_constructors
+from ampwise.check.source.events import EventContext
+from ampwise.check.source.frame import Frame, PossibleValue
+from ampwise.check.source.names import dotted_text
+from ampwise.check.source.outline import FunctionOutline
+from ampwise.check.source.precision import argument_of, dtypes_of
+from ampwise.check.source.project import SourceFile
+from ampwise.check.source.reaching_definitions import reaching_values
+from ampwise.check.source.torch_names import FP16, FP32, MODEL_NAME
+from ampwise.check.source.walk import CodeSite
+
+__all__ = ["HALF", "LIKELY_HALF", "SINGLE", "TensorDtypes", "tensor_dtypes", "torch_operation"]
+
+HALF = FP16
+SINGLE = FP32
+NUMBER = "number"  # a Python number, which takes the dtype of the other operand
+LIKELY_HALF = "model"  # output of a model we cannot see: FP16 if it ends, as most do, in a linear layer
+
+
+def _words(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+TAKES_HALF = _words(
+    "matmul mm bmm mv addmm baddbmm addbmm einsum linear conv1d conv2d conv3d conv_transpose1d conv_transpose2d "
+    "conv_transpose3d scaled_dot_product_attention prelu chain_matmul"
+)
+TAKES_SINGLE = _words(
+    "exp expm1 log log10 log2 log1p pow square reciprocal rsqrt acos asin cosh sinh tan softplus softmax softmin "
+    "log_softmax layer_norm group_norm rms_norm norm vector_norm matrix_norm normalize cosine_similarity "
+    "pairwise_distance cdist dist sum cumsum cumprod prod logsumexp renorm cross_entropy nll_loss mse_loss l1_loss "
+    "smooth_l1_loss huber_loss kl_div binary_cross_entropy_with_logits triplet_margin_loss margin_ranking_loss "
+    "cosine_embedding_loss soft_margin_loss"
+)
+KEEPS = _words(
+    "sigmoid tanh relu relu_ gelu silu leaky_relu elu hardtanh logsigmoid abs sqrt mean std var clamp clamp_ clip neg "
+    "detach clone contiguous view reshape flatten unflatten squeeze unsqueeze transpose permute t expand repeat "
+    "dropout masked_fill masked_fill_ max min amax amin median sin cos erf narrow select roll flip tril triu "
+    "requires_grad_ cuda max_pool2d avg_pool2d adaptive_avg_pool2d batch_norm index_select gather"
+)
+MADE_SINGLE = _words("zeros ones full empty rand randn arange linspace tensor eye one_hot as_tensor from_numpy")
+LAYERS_IN_HALF = _words("Linear Conv1d Conv2d Conv3d ConvTranspose1d ConvTranspose2d ConvTranspose3d")
+LAYERS_IN_SINGLE = _words("Softmax LogSoftmax LayerNorm GroupNorm RMSNorm CrossEntropyLoss MSELoss L1Loss")
+LAYERS_THAT_KEEP = _words(
+    "ReLU GELU SiLU Sigmoid Tanh ELU LeakyReLU Dropout Dropout2d Identity Flatten BatchNorm1d BatchNorm2d BatchNorm3d "
+    "MaxPool1d MaxPool2d AvgPool2d AdaptiveAvgPool1d AdaptiveAvgPool2d"
+)
+SAME_TENSOR = frozenset(("T", "mT", "data", "H"))
+CASTS_TO_SINGLE = frozenset(("float", "double"))
+NAMESPACES = ("torch", "torch.nn.functional", "torch.linalg", "torch.special", "torch.functional")
+DEEPEST = 12
+
+
+@functools.lru_cache(maxsize=2)
+def tensor_dtypes(code: SourceFile) -> TensorDtypes:
+    """Return the dtypes of a file's expressions; computed once for all rules."""
+    return TensorDtypes(code)
+
+
+def torch_operation(call: ast.Call, frame: Frame) -> tuple[str, ast.expr | None] | None:
+    """Return the name of a torch operation and its input: ``x.exp()`` and ``torch.exp(x)`` give the same."""
+    qualified = frame.qualified(call.func)
+    if qualified is not None:
+        space, _, name = qualified.rpartition(".")
+        return (name, call.args[0] if call.args else argument_of(call, "input")) if space in NAMESPACES else None
+    if isinstance(call.func, ast.Attribute) and dotted_text(call.func.value) != "self":
+        return call.func.attr, call.func.value
+    return None
+
+
+class TensorDtypes:
+    """Dtypes of the expressions of one file, in each context in which they are evaluated."""
+
+    def __init__(self, code: SourceFile) -> None:
+        self.contexts: dict[tuple[int, int], EventContext] = {}
+        self.returns: dict[tuple[int, int], list[CodeSite]] = {}
+        for trace in code.traces:
+            for site in trace.statements:
+                self._note(_held(site.node), site.context)
+                if isinstance(site.node, ast.Return) and site.context.frame.caller is not None:
+                    frame = site.context.frame
+                    self.returns.setdefault((id(frame.caller), id(frame.function)), []).append(site)
+            for site in trace.calls:
+                assert isinstance(site.node, ast.Call)
+                given = [*site.node.args, *(word.value for word in site.node.keywords)]
+                self._note(given, site.context)
+
+    def _note(self, nodes: Iterable[ast.expr], context: EventContext) -> None:
+        for node in nodes:
+            self.contexts[(id(node), id(context.frame))] = context
+
+    def dtype(self, node: ast.expr | None, context: EventContext, seen: tuple[tuple[int, int], ...] = ()) -> str | None:
+        """Return HALF, LIKELY_HALF, SINGLE or NUMBER; None if unknown."""
+        here = (id(node), id(context.frame))
+        if node is None or here in seen or len(seen) > DEEPEST:
+            return None
+        seen = (*seen, here)
+        if isinstance(node, ast.Constant):
+            return NUMBER if isinstance(node.value, int | float) else None
+        if isinstance(node, ast.Name):
+            return self._of_name(node, context, seen)
+        if isinstance(node, ast.Attribute):
+            return self._of_attribute(node, context, seen)
+        if isinstance(node, ast.Subscript):
+            found = self.dtype(node.value, context, seen)
+            return None if found == LIKELY_HALF else found  # a model may return a dict of anything
+        if isinstance(node, ast.UnaryOp):
+            return self.dtype(node.operand, context, seen)
+        if isinstance(node, ast.BinOp):
+            return self._of_arithmetic(node, context, seen)
+        if isinstance(node, ast.Call):
+            return self._of_call(node, context, seen)
+        return None
+
+    def _of_name(self, node: ast.Name, context: EventContext, seen: tuple[tuple[int, int], ...]) -> str | None:
+        values = reaching_values(node, context.frame)
+        return self._common([self._of_value(value, seen) for value in values])
+
+    def _of_value(self, value: PossibleValue, seen: tuple[tuple[int, int], ...]) -> str | None:
+        if value.node is None:
+            return None
+        context = self.contexts.get((id(value.node), id(value.frame)))
+        if context is None:  # in a function that no trace reached: only numbers are certain
+            found = self.dtype(value.node, EventContext(value.frame), seen)
+            return found if found == NUMBER else None
+        return self.dtype(value.node, context, seen)
+
+    @staticmethod
+    def _common(dtypes: list[str | None]) -> str | None:
+        """Return the dtype that all have, else None; HALF and LIKELY_HALF give LIKELY_HALF."""
+        different = set(dtypes)
+        if different == {HALF, LIKELY_HALF}:
+            return LIKELY_HALF
+        return dtypes[0] if len(different) == 1 else None
+
+    def _of_attribute(
+        self, node: ast.Attribute, context: EventContext, seen: tuple[tuple[int, int], ...]
+    ) -> str | None:
+        if node.attr in SAME_TENSOR:
+            return self.dtype(node.value, context, seen)
+        frame = context.frame
+        if isinstance(node.value, ast.Name) and frame.class_of(node.value) is not None:
+            values = frame.values(node)
+            return NUMBER if values and all(_is_number(value.node, value.frame) for value in values) else None
+        return None
+
+    def _of_arithmetic(self, node: ast.BinOp, context: EventContext, seen: tuple[tuple[int, int], ...]) -> str | None:
+        autocast = context.autocast
+        if isinstance(node.op, ast.FloorDiv) or _is_number(node, context.frame):
+            return NUMBER
+        if isinstance(node.op, ast.MatMult | ast.Pow):
+            if autocast is None or not autocast.surely_fp16:
+                return None
+            return HALF if isinstance(node.op, ast.MatMult) else SINGLE
+        sides = {self.dtype(node.left, context, seen), self.dtype(node.right, context, seen)}
+        if sides == {NUMBER}:
+            return NUMBER
+        sides.discard(NUMBER)
+        if SINGLE in sides and None not in sides:
+            return SINGLE
+        return self._common(list(sides))
+
+    def _of_call(self, node: ast.Call, context: EventContext, seen: tuple[tuple[int, int], ...]) -> str | None:
+        frame = context.frame
+        if _is_number(node, frame):
+            return NUMBER
+        made = self._of_layer(node, context, seen)
+        if made is not None:
+            return made
+        target = frame.callee(node)
+        if target is not None:
+            return self._returned(node, target[0], frame, seen)
+        found = torch_operation(node, frame)
+        if found is None:
+            return _of_model(node, context)
+        name, tensor = found
+        if isinstance(node.func, ast.Attribute) and frame.qualified(node.func) is None:
+            cast = self._of_cast(node, name, tensor, context, seen)
+            if cast is not None:
+                return cast
+        return self._of_operation(node, name, tensor, context, seen)
+
+    def _of_cast(
+        self,
+        node: ast.Call,
+        name: str,
+        tensor: ast.expr | None,
+        context: EventContext,
+        seen: tuple[tuple[int, int], ...],
+    ) -> str | None:
+        if name in CASTS_TO_SINGLE and not node.args:
+            return SINGLE
+        if name == "half" and not node.args:
+            return HALF
+        if name == "type_as" and node.args:
+            return self.dtype(node.args[0], context, seen)
+        if name not in ("to", "type"):
+            return None
+        given = [*node.args, *(word.value for word in node.keywords)]
+        dtypes = [dtypes_of(argument, context.frame) for argument in given]
+        asked = {dtype for found in dtypes if found for dtype in found} & {FP16, FP32, "float64", "bfloat16"}
+        if asked:
+            return {frozenset([FP16]): HALF, frozenset([FP32]): SINGLE, frozenset(["float64"]): SINGLE}.get(
+                frozenset(asked)
+            )
+        other = next((part for part in given if isinstance(part, ast.Attribute) and part.attr == "dtype"), None)
+        if other is not None:  # x.to(y.dtype)
+            return self.dtype(other.value, context, seen)
+        text = " ".join(ast.unparse(argument) for argument in given)
+        return self.dtype(tensor, context, seen) if "device" in text and "dtype" not in text else None
+
+    def _of_operation(
+        self,
+        node: ast.Call,
+        name: str,
+        tensor: ast.expr | None,
+        context: EventContext,
+        seen: tuple[tuple[int, int], ...],
+    ) -> str | None:
+        asked = argument_of(node, "dtype")
+        if asked is not None:
+            dtypes = dtypes_of(asked, context.frame)
+            return next(iter(dtypes)) if dtypes and len(dtypes) == 1 and dtypes <= {FP16, FP32} else None
+        if name in KEEPS:
+            return self.dtype(tensor, context, seen)
+        if name in MADE_SINGLE and context.frame.qualified(node.func) is not None:
+            return SINGLE
+        autocast = context.autocast
+        if autocast is None or not autocast.surely_fp16:
+            return None
+        if name in TAKES_HALF:
+            return HALF
+        if name in TAKES_SINGLE:
+            return SINGLE
+        if name == "where" and len(node.args) == 3:
+            sides = {self.dtype(side, context, seen) for side in node.args[1:]} - {NUMBER}
+            return self._common(list(sides)) if sides else None
+        return None
+
+    def _of_layer(self, node: ast.Call, context: EventContext, seen: tuple[tuple[int, int], ...]) -> str | None:
+        """Return the output dtype of a ``torch.nn`` layer that is called by its name."""
+        kind = layer_called(node, context.frame)
+        tensor = node.args[0] if node.args else None
+        if kind in LAYERS_THAT_KEEP:
+            return self.dtype(tensor, context, seen)
+        if kind is None or context.autocast is None or not context.autocast.surely_fp16:
+            return None
+        return HALF if kind in LAYERS_IN_HALF else SINGLE if kind in LAYERS_IN_SINGLE else None
+
+    def _returned(
+        self, node: ast.Call, function: FunctionOutline, frame: Frame, seen: tuple[tuple[int, int], ...]
+    ) -> str | None:
+        given = {id(part) for part in [*node.args, *(word.value for word in node.keywords)]}
+        dtypes = []
+        for site in self.returns.get((id(frame), id(function)), ()):
+            if all(id(argument) in given for argument in site.context.frame.arguments.values()):
+                assert isinstance(site.node, ast.Return)
+                dtypes.append(self.dtype(site.node.value, site.context, seen))
+        return self._common(dtypes) if dtypes else None
+
+
+def layer_called(node: ast.Call, frame: Frame) -> str | None:
+    """Return ``Linear`` for ``self.fc(x)`` after ``self.fc = nn.Linear(8, 8)``; None if it is ambiguous."""
+    kinds: set[str | None] = set()
+    for maker, home in find_constructors(node.func, frame):
+        qualified = home.qualified(maker.func) if isinstance(maker, ast.Call) else None
+        is_layer = qualified is not None and qualified.startswith("torch.nn.") and ".functional." not in qualified
+        kinds.add(qualified.rpartition(".")[2] if is_layer and qualified else None)
+    return kinds.pop() if len(kinds) == 1 else None
+
+
+def _of_model(node: ast.Call, context: EventContext) -> str | None:
+    name = dotted_text(node.func)
+    autocast = context.autocast
+    if name is None or autocast is None or not autocast.surely_fp16:
+        return None
+    return LIKELY_HALF if MODEL_NAME.search(name.rpartition(".")[2]) else None
+
+
+def _held(node: ast.AST) -> Iterator[ast.expr]:
+    """Yield the expressions that a statement may bind to a name, as ``Frame.values`` returns them."""
+    value = getattr(node, "value", None)
+    pending = [value] if isinstance(value, ast.expr) else []
+    while pending:
+        part = pending.pop()
+        yield part
+        if isinstance(part, ast.Tuple | ast.List):
+            pending += part.elts
+        elif isinstance(part, ast.IfExp):
+            pending += [part.body, part.orelse]
+        elif isinstance(part, ast.BoolOp):
+            pending += part.values
+
+
+def _is_number(node: ast.expr | None, frame: Frame, depth: int = 0) -> bool:
+    """Whether an expression is a Python number: a literal, a size, something from ``math``."""
+    if node is None or depth > 5:
+        return False
+    if isinstance(node, ast.Constant):
+        return isinstance(node.value, int | float)
+    if isinstance(node, ast.UnaryOp):
+        return _is_number(node.operand, frame, depth + 1)
+    if isinstance(node, ast.BinOp):
+        if isinstance(node.op, ast.FloorDiv):
+            return True
+        return _is_number(node.left, frame, depth + 1) and _is_number(node.right, frame, depth + 1)
+    if isinstance(node, ast.Subscript):
+        return isinstance(node.value, ast.Attribute) and node.value.attr == "shape"
+    if isinstance(node, ast.Call):
+        name = frame.qualified(node.func) or dotted_text(node.func) or ""
+        sized = isinstance(node.func, ast.Attribute) and node.func.attr in ("size", "numel", "dim") and bool(node.args)
+        return sized or name.startswith(("math.", "numpy.")) or name in ("float", "int", "len")
+    return isinstance(node, ast.Name | ast.Attribute) and _named_number(node, frame, depth)
+
+
+def _named_number(node: ast.Name | ast.Attribute, frame: Frame, depth: int) -> bool:
+    # Parameters of constructors are sizes and rates; tensors are passed to other methods.
+    if isinstance(node, ast.Name) and node.id in frame.function.params and frame.function.name == "__init__":
+        return True
+    if isinstance(node, ast.Attribute) and not isinstance(node.value, ast.Name):
+        return False
+    values = frame.values(node)
+    followed = [value for value in values if value.node is not node]
+    return len(followed) == len(values) > 0 and all(
+        _is_number(value.node, value.frame, depth + 1) for value in followed
+    )

@@ -1,1 +1,0 @@
-"""Matrix products on values rounded to a narrow format, on any device: what hardware with that format would compute."""

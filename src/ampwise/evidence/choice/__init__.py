@@ -1,1 +1,0 @@
-"""What somebody asks about a precision: the device, the model, what was proposed, and what goes wrong. No torch."""

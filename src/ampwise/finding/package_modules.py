@@ -1,0 +1,26 @@
+"""List the modules of a package by reading its folder."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+
+__all__ = ["module_names"]
+
+
+def module_names(folders: Iterable[str]) -> list[str]:
+    """Return the names of the public modules in a package's ``__path__``.
+
+    Like ``pkgutil.iter_modules``, which imports ``inspect`` and would slow down every start of the command line.
+    """
+    found: set[str] = set()
+    for folder in folders:
+        try:
+            files = os.listdir(folder)  # noqa: PTH208 (pathlib is slow to import)
+        except OSError:  # a zip file that Python imports from
+            import pkgutil
+
+            found.update(module.name for module in pkgutil.iter_modules([folder]))
+        else:
+            found.update(file.removesuffix(".py") for file in files if file.endswith(".py"))
+    return sorted(name for name in found if not name.startswith("_"))

@@ -1,1 +1,0 @@
-"""One file an output format, with ruff's names; each has ``render(findings, *, colour=False, texts=None)``."""

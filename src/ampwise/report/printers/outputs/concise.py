@@ -1,0 +1,26 @@
+"""One line per finding: ``train.py:12:5: AMP101 [*] [error] clip-scaled-grads: message``.
+
+The star marks findings that ``--fix`` fixes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from ampwise.finding import Finding
+from ampwise.finding.terminal import paint, printable
+from ampwise.report.printers.summary import fix_mark, in_file_order, summary
+
+__all__ = ["render"]
+
+
+def render(findings: Sequence[Finding], *, colour: bool = False, texts: Mapping[str, str] | None = None) -> str:
+    lines = [_line(finding, colour) for finding in in_file_order(findings)]
+    return "\n".join([*lines, summary(findings, colour)]) + "\n"
+
+
+def _line(finding: Finding, colour: bool) -> str:
+    place = paint(printable(str(finding.place)), "bold", colour)
+    code = paint(finding.rule.code, finding.severity, colour)
+    mark = fix_mark(finding, colour)
+    return f"{place}: {code} {mark}[{finding.severity}] {finding.rule.name}: {printable(finding.message)}"

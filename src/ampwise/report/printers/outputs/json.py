@@ -1,0 +1,86 @@
+"""A JSON array of objects in ruff's format, with severity, evidence and place added.
+
+``location`` and ``end_location`` are null if there is no line, ``column`` if there is no column; NaN and infinities are
+strings (see ``strict_json``). ``fix`` is always present, for its message; its ``applicability`` is "safe" or "unsafe",
+or "display", ruff's word for a fix that is shown and never applied, and so has no edits. In a notebook ``cell`` counts
+all cells from 1, and rows count within the cell, also those of edits.
+
+Notes on what was not checked, for example because of a limit, come last: one object each, whose ``code`` is null, as
+in ruff for messages without a rule, whose ``severity`` is "note", and whose ``message`` says where and why.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ampwise.finding import Edit, Finding
+from ampwise.finding.strict_json import dumps
+
+__all__ = ["render"]
+
+
+def render(
+    findings: Sequence[Finding],
+    *,
+    colour: bool = False,
+    texts: Mapping[str, str] | None = None,
+    notes: Sequence[str] = (),
+) -> str:
+    return dumps([*(_object(finding) for finding in findings), *(_note(note) for note in notes)])
+
+
+def _note(note: str) -> dict[str, Any]:
+    return {
+        "code": None,
+        "name": None,
+        "severity": "note",
+        "message": note,
+        "filename": note.partition(":")[0] or None,
+        "cell": None,
+        "location": None,
+        "end_location": None,
+        "noqa_row": None,
+        "fix": None,
+        "url": None,
+        "evidence": {},
+        "place": {},
+    }
+
+
+def _object(finding: Finding) -> dict[str, Any]:
+    place = finding.place
+    return {
+        "code": finding.rule.code,
+        "name": finding.rule.name,
+        "severity": str(finding.severity),
+        "message": finding.message,
+        "filename": place.file,
+        "cell": place.cell,
+        "location": _location(place.line, place.column),
+        "end_location": _location(place.end_line, place.end_column),
+        "noqa_row": place.line,
+        "fix": {
+            "applicability": _applicability(finding),
+            "message": finding.fix,
+            "edits": [_edit(edit) for edit in finding.edits],
+        },
+        "url": finding.rule.url,
+        "evidence": finding.evidence,
+        "place": place.as_dict(),
+    }
+
+
+def _applicability(finding: Finding) -> str:
+    if not finding.edits:
+        return "display"
+    return "safe" if finding.safe else "unsafe"
+
+
+def _edit(edit: Edit) -> dict[str, Any]:
+    span = {"location": _location(*edit.start), "end_location": _location(*edit.end)}
+    return {"content": edit.content, **span} | ({} if edit.cell is None else {"cell": edit.cell})
+
+
+def _location(row: int | None, column: int | None) -> dict[str, int | None] | None:
+    return None if row is None else {"row": row, "column": column}

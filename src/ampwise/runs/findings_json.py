@@ -1,0 +1,131 @@
+"""Findings as JSON data and back, with the texts of their rules, for versions that do not have those rules."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, TypeVar
+
+from ampwise.errors import UnknownName
+from ampwise.finding import Finding, Place, Rule, Severity
+from ampwise.finding.strict_json import to_json_types
+from ampwise.rules import find_rule
+from ampwise.rules.evidence.rows import CountedFinding
+from ampwise.runs.json_lines import is_count
+
+__all__ = ["findings_data", "read_findings"]
+
+PLACE_TEXTS = ("file", "module", "parameter", "device")
+RULE_TEXTS = ("code", "name", "severity", "summary", "why", "fix", "bad", "good")
+
+Kind = TypeVar("Kind")
+
+
+def findings_data(found: Iterable[CountedFinding]) -> dict[str, Any]:
+    """Return the contents of findings.json."""
+    listed = list(found)
+    rules = {seen.finding.rule.code: seen.finding.rule.as_dict() for seen in listed}
+    return {"findings": [_seen_data(seen) for seen in listed], "rules": {code: rules[code] for code in sorted(rules)}}
+
+
+def _seen_data(seen: CountedFinding) -> dict[str, Any]:
+    finding = seen.finding.as_dict()
+    return {
+        **{name: to_json_types(finding[name]) for name in ("code", "name", "severity", "place", "message")},
+        "count": seen.count,
+        "fix": seen.finding.fix,
+        "evidence": to_json_types(seen.finding.evidence),
+        "first_step": seen.first_step,
+        "last_step": seen.last_step,
+        "ranks": list(seen.ranks),
+        "excerpt": to_json_types(seen.excerpt),
+        "diff": seen.diff,
+        "diff_is_safe": seen.diff_is_safe,
+    }
+
+
+def read_findings(data: Any) -> tuple[list[CountedFinding], list[str]]:
+    """Return the findings in the contents of findings.json, and messages about invalid ones."""
+    parts = data if isinstance(data, dict) else {}
+    entries, rules = parts.get("findings"), parts.get("rules")
+    if not isinstance(entries, list) or not isinstance(rules, dict):
+        return [], ["findings.json is invalid and was ignored."]
+    found: list[CountedFinding] = []
+    broken = 0
+    for entry in entries:
+        try:
+            found.append(_read_seen(_expect(dict, entry), rules))
+        except (ValueError, KeyError):
+            broken += 1
+    return found, [f"findings.json: {broken} of {len(entries)} findings are invalid and were ignored."] * bool(broken)
+
+
+# --- parts of a finding; each raises ValueError or KeyError if it is invalid ---------------------------------------
+
+
+def _read_seen(data: Mapping[str, Any], rules: Mapping[str, Any]) -> CountedFinding:
+    finding = Finding(
+        rule=_rule(_expect(str, data["code"]), _expect(str, data["name"]), rules),
+        place=_place(_expect(dict, data["place"])),
+        message=_expect(str, data["message"]),
+        evidence=_expect(dict, data["evidence"]),
+        fix=_expect(str, data["fix"]),
+    )
+    diff = data.get("diff")  # missing in older records
+    return CountedFinding(
+        finding=finding,
+        count=_count(data["count"]),
+        first_step=_step(data.get("first_step")),
+        last_step=_step(data.get("last_step")),
+        ranks=[_count(rank) for rank in _expect(list, data.get("ranks", []))],
+        excerpt=_excerpt(_expect(dict, data.get("excerpt", {}))),
+        diff=diff if isinstance(diff, str) else "",
+        diff_is_safe=data.get("diff_is_safe") is not False,
+    )
+
+
+def _rule(code: str, name: str, stored: Mapping[str, Any]) -> Rule:
+    """Return the installed rule, or the stored one if the code is unknown or belongs to another rule now."""
+    try:
+        rule = find_rule(code)
+    except UnknownName:
+        rule = None
+    if rule is not None and (rule.name == name or code not in stored):
+        return rule
+    texts = {part: value for part, value in _expect(dict, stored[code]).items() if part in Rule.__slots__}
+    if missing := [part for part in RULE_TEXTS if not isinstance(texts.get(part), str)]:
+        raise ValueError(f"a rule without {missing[0]}")
+    if not isinstance(texts.get("on_by_default", True), bool) or not isinstance(texts.get("url"), str | None):
+        raise ValueError("an invalid rule")
+    return Rule(**{**texts, "severity": Severity(texts["severity"])})
+
+
+def _place(data: Mapping[str, Any]) -> Place:
+    for name, value in data.items():
+        is_valid = isinstance(value, str) if name in PLACE_TEXTS else name in Place.__slots__ and is_count(value)
+        if not is_valid and not (value is None and name in Place.__slots__):
+            raise ValueError(f"{value!r:.80} is not a valid {name[:20]} of a place")
+    return Place(**data)
+
+
+def _excerpt(data: dict[str, Any]) -> dict[str, Any]:
+    if data:
+        _count(data.get("first_line"))
+        for line in _expect(list, data.get("lines")):
+            _expect(str, line)
+    return data
+
+
+def _step(value: Any) -> int | None:
+    return None if value is None else _count(value)
+
+
+def _count(value: Any) -> int:
+    if not is_count(value):
+        raise ValueError(f"{value!r:.80} is not a count")
+    return value  # type: ignore[no-any-return]
+
+
+def _expect(kind: type[Kind], value: Any) -> Kind:
+    if not isinstance(value, kind):
+        raise ValueError(f"expected {kind.__name__}, got {value!r:.80}")
+    return value

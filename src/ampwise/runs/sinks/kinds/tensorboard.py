@@ -1,0 +1,68 @@
+"""TensorBoard event files. The target is their folder; without a target, RUN.tensorboard, which is overwritten.
+
+Values are stored in single precision; inf and NaN are kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from ampwise.runs.sinks.metrics import MetricsRow
+from ampwise.runs.sinks.sink_context import Send, SinkContext
+from ampwise.runs.sinks.target_checks import why_folder_not_writable
+
+PACKAGE = "tensorboard"
+SUFFIX = "tensorboard"
+EVENTS = "events.out.tfevents.*"
+
+
+def load() -> None:
+    import tensorboard.compat.proto.event_pb2
+    import tensorboard.compat.proto.summary_pb2
+    import tensorboard.summary.writer.event_file_writer  # noqa: F401
+
+
+def check(about: SinkContext) -> str | None:
+    return None if _is_bucket(about) else why_folder_not_writable(about.path(SUFFIX))
+
+
+@contextmanager
+def open_sink(about: SinkContext) -> Iterator[Send]:
+    from tensorboard.compat.proto.event_pb2 import Event
+    from tensorboard.compat.proto.summary_pb2 import Summary
+    from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+    writer = EventFileWriter(_folder(about))
+
+    def send(rows: Sequence[MetricsRow]) -> None:
+        for row in rows:
+            values = [Summary.Value(tag=name, simple_value=value) for name, value in row.metrics.items()]
+            writer.add_event(Event(wall_time=row.time, step=row.step, summary=Summary(value=values)))
+        writer.flush()
+
+    try:
+        yield send
+    finally:
+        writer.close()
+
+
+def _folder(about: SinkContext) -> str:
+    if about.target and _is_bucket(about):
+        return about.target
+    folder = about.path(SUFFIX)
+    if about.target is None:
+        _clear(folder)
+    return str(folder)
+
+
+def _is_bucket(about: SinkContext) -> bool:
+    """Whether the target is a URL, which TensorBoard writes to itself."""
+    return about.target is not None and "://" in about.target
+
+
+def _clear(folder: Path) -> None:
+    """Remove events of an earlier run of this name: TensorBoard would draw both as one."""
+    for path in folder.glob(EVENTS):
+        path.unlink()

@@ -1,1 +1,0 @@
-"""One module a kind of sink, named as the user names it."""

@@ -1,0 +1,888 @@
+"""``Engine``: a whole mixed-precision training step in one call."""
+
+from __future__ import annotations
+
+import importlib
+import math
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module, ModuleList
+from torch.optim import Optimizer
+
+from ampwise.errors import BadInput
+from ampwise.finding import Finding
+from ampwise.finding.terminal import say
+from ampwise.numbers.census.device_census import DeviceCensus
+from ampwise.rules.evidence.float8_layers import Float8LayerStats
+from ampwise.runs.sinks.metrics import MetricsRow
+from ampwise.train.accumulator import Accumulator, Weight, weighted_loss
+from ampwise.train.arguments import (
+    checked_length,
+    checked_loss,
+    checked_models,
+    checked_optimizers,
+    checked_size,
+    checked_weight,
+    loss_and_extra,
+    model_device,
+)
+from ampwise.train.batch_pieces import BatchPiece, split_batch
+from ampwise.train.batches import WindowedBatches
+from ampwise.train.buffer_snapshot import BufferSnapshot
+from ampwise.train.callback import Callback, Hooks, MicroBatch
+from ampwise.train.clipping import GradClipping
+from ampwise.train.cuda_graphs import CudaGraphs
+from ampwise.train.device_scalars import device_scalar, start_host_copy, total_weight
+from ampwise.train.engine_state import VERSION, accumulator_state, check_engine_state, load_accumulator_state
+from ampwise.train.float8.recipe import Fp8, fp8_from
+from ampwise.train.plugin_factory import make_plugin
+from ampwise.train.precision.contexts import PrecisionContexts
+from ampwise.train.precision.policy import Policy
+from ampwise.train.precision.precision import TrainPrecision, choose_precision
+from ampwise.train.precision_plugin import PrecisionPlugin
+from ampwise.train.ranks import Ranks, is_main_process
+from ampwise.train.reporter import make_reporter
+from ampwise.train.rng import restore_rng, rng_state
+from ampwise.train.scaler.async_scalars import AsyncScalars
+from ampwise.train.scaler.grad_scaler import GradScaler
+from ampwise.train.scaler.grad_stats import inverse_scale
+from ampwise.train.scaler.gradients import to_device
+from ampwise.train.scaler.step_result import StepCounts, StepResult
+from ampwise.train.schedulers import SchedulerSet
+from ampwise.train.step import Step, StepHistory
+from ampwise.train.trained_parameters import TrainedParameters
+
+__all__ = ["Engine"]
+
+
+class Engine:
+    """Mixed-precision training step: autocast, loss scaling, accumulation, clipping, schedulers, several ranks.
+
+    optimizer: an optimizer, or several that step together; or the name of one for ``make_optimizer``, with
+        ``optimizer_options``: ``Engine(model, "adamw8bit", optimizer_options={"lr": 3e-4})``.
+    precision: "fp32", "tf32", "fp16", "bf16"; "auto", which chooses what the device runs fast and reports why; "fp8"
+        for linear layers where the device supports it; "bf16-pure" for weights in BF16 too, without losing small
+        updates ("bf16-pure,kahan", "bf16-pure,bf16-states"); "emulate:mxfp8" (or another format) for matmuls on
+        values rounded to that format, on any device; or a Policy, which sets exceptions by module. A precision that
+        the device cannot run is an error.
+    clip_norm, clip_value: clip unscaled gradients, by the norm of all of them or by the value of each.
+    accumulate: how many micro-batches make a step. Their losses are averaged, or weighted by ``weight``: a function
+        of the loss function's arguments, such as ``lambda x, y: (y != padding).sum()``.
+    scheduler: one or several learning-rate schedulers, stepped once per step and not when a step is skipped.
+    scaling: options for the GradScaler, where the precision needs one: ``{"init_scale": 2.0**12}``.
+    process_group: the ranks over which plain (non-DTensor) gradients are sharded. Not needed with DDP and FSDP2.
+    graph: capture forward and backward passes in CUDA graphs, for small models. Works with ``step`` only; the loss
+        function must be the same object each time and must not sync with the GPU, and batches must be on the GPU and
+        have few different shapes.
+    history: how many steps ``engine.history`` keeps.
+    sinks: where the numbers of each step go: names, ``["tensorboard:logs", "wandb"]``, and functions that take a row.
+        They receive each step a little later, and training does not wait for them.
+    trace: rerun a bad step (its loss or gradients are not finite) and report which operation it came from and why, in
+        ``engine.findings``. The only cost on good steps: the host runs at most one step ahead of the device.
+    capsules: a folder in which bad steps are saved, for ``ampwise replay``; or a ``Capsules``, which also says how to
+        rebuild the model.
+    fp8: with precision "fp8", how its layers are scaled: a recipe by name, "current", "delayed", "tensorwise",
+        "rowwise", "rowwise+hp-weight-grad"; "measured", which takes the fastest for each layer; or ``Fp8(...)``.
+
+    A step whose gradients are not finite changes nothing, in any precision: neither weights nor the state of
+    optimizer, scheduler and BatchNorm, nor any other buffer. With a fused optimizer nothing syncs with the GPU.
+
+    >>> model = torch.nn.Linear(4, 1)
+    >>> optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
+    >>> engine = Engine(model, optimizer, precision="bf16", clip_norm=1.0)
+    >>> step = engine.step(lambda x: model(x).square().mean(), torch.ones(8, 4))
+    >>> step.skipped, step.precision, step.lr
+    (False, 'bf16', 0.1)
+    """
+
+    def __init__(
+        self,
+        model: Module | Sequence[Module],
+        optimizer: Optimizer | Iterable[Optimizer] | str,
+        precision: str | Policy = "auto",
+        *,
+        optimizer_options: Mapping[str, Any] | None = None,
+        clip_norm: float | None = None,
+        clip_value: float | None = None,
+        accumulate: int = 1,
+        weight: Callable[..., Weight] | None = None,
+        scheduler: Any = None,
+        scaling: Mapping[str, Any] | None = None,
+        process_group: Any | None = None,
+        set_to_none: bool = True,
+        graph: bool = False,
+        history: int = 1000,
+        sinks: Iterable[str | Callable[[MetricsRow], None]] | None = None,
+        trace: bool = True,
+        capsules: Any = None,
+        fp8: str | Fp8 | None = None,
+    ) -> None:
+        self._models = checked_models(model)
+        # The module whose parameter and module names are used in reports.
+        self._model = self._models[0] if len(self._models) == 1 else ModuleList(self._models)
+        self._trained = TrainedParameters(checked_optimizers(optimizer, self._models, optimizer_options), self._models)
+        self._schedules = SchedulerSet(scheduler, self._trained.optimizers)
+        self._clipping = GradClipping.checked(clip_norm, clip_value)
+        self._accumulator = Accumulator(checked_size(accumulate))
+        self._weigh = checked_weight(weight)
+        self._set_to_none = set_to_none
+        self.device = model_device(self._models)
+        self._graphs = CudaGraphs(self.device) if graph else None
+        fp8_from(fp8)  # before the device is queried: a typo should be found without a GPU
+        chosen, self.why = choose_precision(precision.base if isinstance(precision, Policy) else precision, self.device)
+        self.policy = precision if isinstance(precision, Policy) else Policy(precision)
+        self._fp8 = fp8
+        self._plugin = self._plugin_for(chosen, self.policy, fp8)
+        self._contexts = self._contexts_of(chosen)
+        self._ranks = Ranks(self._models, process_group)
+        if graph and self._ranks.several:
+            raise BadInput(
+                "Engine(graph=True) does not work with DDP or FSDP, which exchange gradients in the backward pass."
+            )
+        self._announce()
+        self._ranks.warn_if_not_synced(self._trained.parameters)
+        self._sharded = process_group is not None  # a rank may hold no shard of a gradient, and still steps
+        self._scaling = scaling
+        self.scaler = _scaler(self.device, chosen.scaled, scaling, process_group)
+        self._statistics = BufferSnapshot(self._models)
+        self._statistics_within = BufferSnapshot(
+            self._models, self._statistics
+        )  # at the start of the current micro-batch
+        self._counts = StepCounts()
+        self.history = StepHistory(checked_length(history))
+        self._inside = False  # inside a call of step()
+        self._window_open = False  # an accumulation window is open, and its buffers are backed up
+        self._closed_steps = 0  # accumulation windows that are complete
+        self._in_optimizer_step = False  # the engine itself is calling optimizer.step()
+        self._gradient_versions: Any = None  # gradient versions, while nobody else may change the gradients
+        self._backoffs: list[StepResult] = []  # scale backoffs to undo at the end of the window
+        self._hooks = Hooks()
+        self._reporter = make_reporter(sinks)
+        if self._reporter is not None:
+            weakref.finalize(self, self._reporter.end).atexit = False  # it has an exit handler of its own
+            self.add_callback(self._reporter)
+        self._explainer = _load_explainer(capsules) if trace else None
+        if self._explainer is not None:
+            self.add_callback(self._explainer)
+        # Last, so that a rejected argument leaves the model unchanged.
+        self.policy.apply(self._model)
+        self._plugin.install()
+        self._trained.before_saving(self._schedules.settle)
+        self._trained.before_stepping(self._refuse_others_step)
+
+    def _plugin_for(self, chosen: TrainPrecision, policy: Policy, fp8: str | Fp8 | None) -> PrecisionPlugin:
+        graphed = self._graphs is not None
+        return make_plugin(chosen, policy, self._models, self._trained.optimizers, self.device, fp8, graphed=graphed)
+
+    def _contexts_of(self, chosen: TrainPrecision) -> PrecisionContexts:
+        bare = type(self._plugin).pass_context is PrecisionPlugin.pass_context
+        around = None if bare else self._plugin.pass_context
+        return PrecisionContexts(chosen, self.device.type, cached=self._graphs is None, around=around)
+
+    def _announce(self) -> None:
+        """Print what "auto" chose, and why."""
+        if self.policy.base == "auto":
+            self._ranks.require_same_precision(self.precision)
+            if is_main_process():
+                say("ampwise: {}", self.why)
+
+    @property
+    def precision(self) -> str:
+        """Name of the precision that the engine trains in."""
+        return self._contexts.precision.name
+
+    # A step in one call
+
+    def step(self, loss_fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Step:
+        """Run ``loss_fn(*args, **kwargs)``, which returns the loss, and train on it.
+
+        It may return ``(loss, extra)``; ``extra`` is then in ``step.extra``. With ``accumulate``, the optimizer steps
+        on the last micro-batch of the accumulation window: ``step.closed``.
+        """
+        self._refuse_step(loss_fn, "step")
+        self._before_window()
+        self._inside = True
+        try:
+            factor = self._accumulator.factor(self._weight_of(args, kwargs), self._mean_weight)
+            share, extra = self._pass(loss_fn, args, kwargs, factor)
+            self._accumulator.add(share)
+            if not self._accumulator.is_last:
+                self._record_gradients()
+            step = self._end_micro_batch(extra)
+        finally:
+            self._inside = False
+        return self._after_step(step)
+
+    def step_in_pieces(self, count: int, loss_fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Step:
+        """Run ``step`` on a batch split into ``count`` pieces, one after the other: for a batch too large for memory.
+
+        Tensors are split along their first dimension, in arguments and in lists, tuples and dicts of them. The gradient
+        is that of the whole batch if the loss is a mean over it; BatchNorm sees each piece separately. ``step.extra``
+        is a list with one item per piece.
+        """
+        self._refuse_step(loss_fn, "step_in_pieces")
+        self._before_window()
+        pieces = split_batch(count, args, kwargs)
+        self._inside = True
+        try:
+            weights = [self._weight_of(piece.args, piece.kwargs) for piece in pieces]
+            total = total_weight(weights)
+            factor = self._accumulator.factor(total, self._mean_weight)
+            extras = [
+                self._one_piece(loss_fn, piece.weighed(weight, total), factor, len(pieces) - place)
+                for place, (piece, weight) in enumerate(zip(pieces, weights, strict=True), start=1)
+            ]
+            if not self._accumulator.is_last:
+                self._record_gradients()
+            step = self._end_micro_batch(extras)
+        except BaseException:
+            self._drop_window()  # it may hold gradients of some pieces
+            raise
+        finally:
+            self._inside = False
+        return self._after_step(step)
+
+    def _one_piece(self, loss_fn: Callable[..., Any], piece: BatchPiece, factor: Weight | None, to_come: int) -> Any:
+        self._accumulator.pieces_left = to_come
+        its_factor = piece.share * (1 / self._accumulator.divisor if factor is None else factor)
+        share, extra = self._pass(loss_fn, piece.args, piece.kwargs, its_factor)
+        self._accumulator.add(piece.counted(share))
+        self._record_gradients()
+        return extra
+
+    def _refuse_step(self, loss_fn: Any, name: str) -> None:
+        self._refuse_inside(name)
+        if not callable(loss_fn):
+            first = "" if name == "step" else "the number of pieces, "
+            raise BadInput(
+                f"{name}() takes {first}the loss function and its arguments: engine.step(loss_fn, x, y). For a loss "
+                "that is already computed: engine.backward(loss), then engine.apply()."
+            )
+
+    def _weight_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Weight | None:
+        return None if self._weigh is None else self._weigh(*args, **kwargs)
+
+    def _pass(
+        self, loss_fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], factor: Weight | None
+    ) -> tuple[Tensor, Any]:
+        """Run forward and backward; return the loss's contribution to the window's mean, and ``extra``."""
+        if self._accumulator.has_gradients:
+            self._refuse_changes()
+            self._statistics.remember_new()
+            self._statistics_within.remember()
+        else:
+            self._begin()
+        batch = MicroBatch(loss_fn, args, kwargs, factor, self._accumulator.divisor)
+        for hook in self._hooks.on_pass_begin:
+            hook(batch)
+
+        def one_pass(given: Any) -> tuple[Tensor, Any]:
+            args, kwargs, factor = given
+            with self._contexts.pass_context():
+                loss, extra = self._run(loss_fn, args, kwargs)
+                return self._backward(self._accumulator.share(loss, factor), {}), extra
+
+        if self._graphs is None or self._plugin.bypass_graphs:
+            share, extra = one_pass((args, kwargs, factor))
+        else:
+            if factor is not None:  # a Python number would become a constant of the graph
+                factor = device_scalar(factor, self.device)
+            share, extra = self._graphs.run(
+                one_pass,
+                loss_fn,
+                graph_version=self._plugin.graph_version,
+                fixed=self._accumulator.divisor,
+                args=(args, kwargs, factor),
+                parameters=self._trained.all_parameters,
+            )
+        for hook in self._hooks.on_pass_end:
+            hook(batch, share)
+        return share, extra
+
+    def rerun(self, batch: MicroBatch, *, scale: float, goes_back: Callable[[Tensor], bool]) -> Tensor:
+        """Run a micro-batch of a past step again, for a callback; return its contribution to the step's loss.
+
+        goes_back: decides by the loss whether there is a backward pass. Gradients are added to those that exist.
+        """
+        with self._contexts.pass_context():
+            with self._contexts.forward():
+                loss, _ = loss_and_extra(batch.function(*batch.args, **batch.kwargs))
+            share = weighted_loss(loss, batch.weight, batch.divisor)
+            if goes_back(share):
+                with self._contexts.backward():
+                    (share * scale).backward()
+        return share
+
+    def _run(self, loss_fn: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Tensor, Any]:
+        try:
+            with self._ranks.gradient_sync(self._accumulator.is_last), self._contexts.forward():
+                returned = loss_fn(*args, **kwargs)
+            self._refuse_gradients()
+            return loss_and_extra(returned)
+        except BaseException:
+            if self._accumulator.has_gradients:
+                self._statistics_within.restore()
+            else:
+                self._drop_window()
+            raise
+
+    def _refuse_gradients(self) -> None:
+        """Raise if the loss function called backward() itself: its gradients would count twice."""
+        if self._graphs is not None or self._ranks.several:  # DDP may move gradients to its buckets in a forward pass
+            return
+        if (
+            self._trained.has_gradients
+            if self._gradient_versions is None
+            else self._gradient_versions != self._trained.gradient_versions()
+        ):
+            self._drop_window()
+            raise BadInput("the loss function must not call backward() itself; it must return the loss.")
+
+    def _refuse_changes(self) -> None:
+        """Raise if someone else changed the gradients of an open accumulation window."""
+        if self._gradient_versions is not None and self._gradient_versions != self._trained.gradient_versions():
+            self._drop_window()
+            raise BadInput(
+                "gradients were changed between the micro-batches of a step: by zero_grad() or clipping, which the "
+                "engine does itself (clip_norm=...), or by another backward pass through these parameters."
+            )
+
+    def _record_gradients(self) -> None:
+        """Record the gradients' versions, if there are gradients that nobody else may change."""
+        bare = self._graphs is not None or (self._set_to_none and not self._accumulator.has_gradients)
+        self._gradient_versions = None if bare else self._trained.gradient_versions()
+
+    # A step in separate calls
+
+    @contextmanager
+    def autocast(self) -> Iterator[None]:
+        """Context for a forward pass in the engine's precision, in training and in evaluation.
+
+        For training, gradients must be enabled, as they are by default.
+        """
+        if not torch.is_grad_enabled():
+            with self._contexts.pass_context(), self._contexts.forward():
+                yield
+            return
+        if self._accumulator.has_gradients:
+            self._statistics.remember_new()
+        elif not self._window_open and (self._statistics.moves or any(model.training for model in self._models)):
+            self._before_window()
+            self._begin()  # not for an evaluation
+        with (
+            self._contexts.pass_context(),
+            self._ranks.gradient_sync(self._accumulator.is_last),
+            self._contexts.forward(),
+        ):
+            yield
+
+    def backward(self, loss: Tensor, *, weight: Weight | None = None, **kwargs: Any) -> None:
+        """Run the backward pass of a loss, scaled and divided by the number of micro-batches.
+
+        A micro-batch may have several losses: call this once for each. ``kwargs`` are passed to ``Tensor.backward``.
+        """
+        self._refuse_inside("backward")
+        checked_loss(loss, "backward() was given")
+        if weight is None and self._weigh is not None and not self._accumulator.passes:
+            raise BadInput("backward(loss): this engine weights micro-batches. Call backward(loss, weight=...).")
+        if self._accumulator.has_gradients:
+            self._refuse_changes()
+        elif self._window_open:
+            self._drop_gradients()  # left by backward passes outside the engine since the forward pass
+        else:  # the forward pass ran without engine.autocast(), so no buffers are backed up
+            self._before_window()
+            self._begin(remember=False)
+        share = self._accumulator.share(loss, self._accumulator.factor(weight, self._mean_weight))
+        with self._contexts.pass_context():
+            self._accumulator.add(self._backward(share, kwargs))
+        self._record_gradients()
+
+    def apply(self) -> Step:
+        """End a micro-batch. If it is the last of the accumulation window, the optimizer steps."""
+        self._refuse_inside("apply")
+        if not self._accumulator.passes:
+            raise BadInput("apply(): there are no gradients. Call engine.backward(loss) first, for each micro-batch.")
+        self._refuse_changes()
+        return self._after_step(self._end_micro_batch(None))
+
+    def flush(self) -> Step | None:
+        """Step the optimizer although the accumulation window is not complete, for instance at the end of the data.
+
+        The mean is over the micro-batches seen so far. Returns None if there are none. ``batches`` calls this itself.
+        """
+        self._refuse_inside("flush")
+        if self._accumulator.passes:
+            self._accumulator.end_micro_batch()
+        if not self._accumulator.count:
+            return None
+        self._refuse_changes()
+        if not self._accumulator.complete:
+            self._ranks.sync_now()
+        return self._after_step(self._take_step(None))
+
+    def drop_window(self) -> None:
+        """Discard the micro-batches of an open accumulation window, for instance after an error that is handled."""
+        self._refuse_inside("drop_window")
+        self._drop_window()
+
+    def batches(self, loader: Iterable[Any]) -> WindowedBatches:
+        """Iterate over a loader; the last accumulation window may be shorter, and is averaged correctly.
+
+        Batches are fetched one accumulation window at a time, so that the end of the data is known in advance.
+        """
+        return WindowedBatches(loader, self._accumulator, self.flush)
+
+    def grad(self, outputs: Tensor, inputs: Any, *, create_graph: bool = True, **kwargs: Any) -> tuple[Any, ...]:
+        """Return unscaled gradients like ``torch.autograd.grad``, for a gradient penalty; scaled inside, for FP16."""
+        with self._contexts.pass_context(), self._contexts.backward():
+            scaled = self.scaler.scale(outputs)
+            gradients: tuple[Any, ...] = torch.autograd.grad(scaled, inputs, create_graph=create_graph, **kwargs)
+            if not self.scaler.is_enabled():
+                return gradients
+            assert self.scaler._scale is not None
+            inverse = inverse_scale(self.scaler._scale)
+            return tuple(None if each is None else each * to_device(inverse, each.device) for each in gradients)
+
+    def close(self) -> None:
+        """Explain the last step if it was bad; send the remaining rows to the sinks and close them.
+
+        Training may continue afterwards, without sinks. Syncs with the last step and with the sinks: seconds, or up to
+        a minute while they make progress. Called automatically when the program ends. The sinks of an engine that was
+        garbage-collected are closed too, without waiting for them.
+        """
+        self._settle_bad_steps()
+        if self._reporter is not None:
+            self._reporter.close()
+            self.remove_callback(self._reporter)
+            self._reporter = None
+
+    def _settle_bad_steps(self) -> None:
+        if self._explainer is not None:
+            self._explainer.settle()
+
+    def change_precision(self, precision: str | Policy) -> None:
+        """Switch to another precision or policy from the next step on. Between accumulation windows only.
+
+        Weights and optimizer state stay as they are; after "bf16-pure" they become FP32. If the new precision needs a
+        loss scale, it starts from its initial value. If the device cannot run the precision, raises and changes
+        nothing.
+        """
+        self._refuse_inside("change_precision")
+        if self._accumulator.has_gradients:
+            raise BadInput("change_precision() between the micro-batches of a step: call it when step.closed is true.")
+        if self.precision_locked_because:
+            raise BadInput(f"change_precision(): {self.precision_locked_because}")
+        policy = precision if isinstance(precision, Policy) else Policy(precision)
+        chosen, why = choose_precision(policy.base, self.device)
+        policy.modules(self._model)  # raises for a pattern that matches nothing
+        plugin = self._plugin_for(chosen, policy, self._fp8 if chosen.name == "fp8" else None)
+        self._settle_bad_steps()
+        self._plugin.uninstall()
+        self.policy.apply(self._model).remove()
+        policy.apply(self._model)
+        plugin.install()
+        self.policy, self.why, self._plugin = policy, why, plugin
+        self._contexts = self._contexts_of(chosen)
+        if chosen.scaled != self.scaler.is_enabled():
+            self._schedules.settle()
+            self._counts.settle()
+            collapses = self.scaler.collapses
+            self.scaler = _scaler(self.device, chosen.scaled, self._scaling, self.scaler._process_group)
+            self.scaler.collapses = collapses
+        for hook in self._hooks.on_reset:
+            hook()
+
+    # Callbacks
+
+    @property
+    def callbacks(self) -> tuple[Callback, ...]:
+        """The callbacks, in the order in which they are called."""
+        return self._hooks.callbacks
+
+    def add_callback(self, callback: Callback) -> None:
+        """Call the hooks of this callback around each step, after those that were added before."""
+        self._hooks = Hooks((*self._hooks.callbacks, callback))
+        callback.on_attach(self)
+
+    def remove_callback(self, callback: Callback) -> None:
+        """Stop calling the hooks of this callback."""
+        self._hooks = Hooks(each for each in self._hooks.callbacks if each is not callback)
+
+    # What happened
+
+    @property
+    def models(self) -> Sequence[Module]:
+        """The models, as passed to the engine."""
+        return self._models
+
+    @property
+    def optimizers(self) -> Sequence[Optimizer]:
+        """The optimizers, as passed to the engine."""
+        return self._trained.optimizers
+
+    @property
+    def precision_locked_because(self) -> str:
+        """Why the precision cannot be changed any more; empty if it can."""
+        in_graphs = "not with graph=True: the captured graphs contain the precision."
+        return self._plugin.locked_because if self._graphs is None else in_graphs
+
+    @property
+    def ranks(self) -> Ranks:
+        """Ranks that train this model together."""
+        return self._ranks
+
+    @property
+    def lr(self) -> float:
+        """Learning rate of the next step. Syncs with the last step, which holds the scheduler if it was skipped."""
+        self._schedules.settle()
+        return next((float(lr) for lr in self._trained.lrs), math.nan)
+
+    @property
+    def applied_steps(self) -> int:
+        """How many steps changed the weights. Syncs with the last step."""
+        return self._counts.settle().applied
+
+    @property
+    def skipped_steps(self) -> int:
+        """How many steps were skipped. Syncs with the last step."""
+        return self._counts.settle().skipped
+
+    @property
+    def accumulating(self) -> bool:
+        """Whether an accumulation window is open: some of its micro-batches are done."""
+        return self._accumulator.has_gradients
+
+    @property
+    def findings(self) -> list[Finding]:
+        """Causes of the bad steps so far. Syncs with the last step.
+
+        A gradient overflow that a lower loss scale fixes is not a finding. In FP8, also what layers lose.
+        """
+        self._settle_bad_steps()
+        explained = [] if self._explainer is None else self._explainer.findings
+        return [*explained, *self._plugin.findings()]
+
+    def sample_fp8(self) -> None:
+        """Count the operands of FP8 layers in the next step: ``fp8_report`` and ``findings`` then show what is lost.
+
+        That step runs without torch.compile, and syncs with the device.
+        """
+        self._in_fp8("sample_fp8").sample()
+
+    def fp8_report(self) -> Float8LayerStats:
+        """Report the scale, past magnitudes, saturation and underflow of each FP8 layer's input, weight and gradient.
+
+        What delayed scaling counts is available after every step; underflow only after ``sample_fp8`` and a step. Syncs
+        with the last step.
+        """
+        report: Float8LayerStats = self._in_fp8("fp8_report").report()
+        return report
+
+    @property
+    def fp8_layers(self) -> list[str]:
+        """Names of the layers that run in FP8; empty in other precisions."""
+        return getattr(self._plugin, "layers", [])
+
+    def _in_fp8(self, name: str) -> Any:
+        if self.precision != "fp8":
+            raise BadInput(f"engine.{name}() needs precision='fp8'; this engine trains in {self.precision}.")
+        return self._plugin
+
+    @property
+    def explained(self) -> list[Finding]:
+        """Findings about the bad step explained last, since the state was loaded. Syncs with the last step.
+
+        With several ranks, only the first has them.
+        """
+        self._settle_bad_steps()
+        return [] if self._explainer is None else list(self._explainer.last)
+
+    @property
+    def buffer_snapshot(self) -> BufferSnapshot:
+        """The buffers as they were when the current step began, for callbacks that run a step again."""
+        return self._statistics
+
+    def save_bad_steps(self, capsules: Any) -> None:
+        """Save bad steps in these ``Capsules`` from now on; None: nowhere. ``Engine(capsules=...)`` wins."""
+        if self._explainer is not None:
+            self._explainer.save_to(capsules)
+
+    def census(self) -> DeviceCensus:
+        """Census of the last step's gradients by parameter, unscaled and before clipping."""
+        return self.scaler.census(self._model)
+
+    def __repr__(self) -> str:
+        window = "" if self._accumulator.size == 1 else f", accumulate {self._accumulator.size}"
+        names = ", ".join(type(each).__name__ for each in self._trained.optimizers)
+        kept = f", {len(self.policy.rules)} exceptions" if self.policy.rules else ""
+        return f"<Engine in {self.precision}{kept} on {self.device}, {names}{window}{self._clipping}>"
+
+    # State
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the engine's state. Save the model's and the optimizer's next to it. Syncs with the last step.
+
+        Plain data and tensors: ``torch.load(..., weights_only=True)`` reads it. Between the micro-batches of a step it
+        also holds the gradients, so that a resumed run continues exactly.
+        """
+        self._refuse_inside("state_dict")
+        if self._accumulator.passes:
+            raise BadInput("state_dict() between backward() and apply(): save after engine.apply().")
+        if self._accumulator.has_gradients:
+            self._ranks.require_closed_window()
+        return self._state()
+
+    def _state(self) -> dict[str, Any]:
+        counts = self._counts.settle()
+        return {
+            "version": VERSION,
+            "precision": self.precision,
+            "policy": self.policy.as_dict(),
+            "scaler": self.scaler.state_dict(),
+            "schedulers": self._schedules.state(),
+            "applied_steps": counts.applied,
+            "skipped_steps": counts.skipped,
+            "window": accumulator_state(self._accumulator, self._trained.parameters, self._statistics.state()),
+            "rng": rng_state(self.device),
+            "fitting": self._plugin.state(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any], *, other_precision: bool = False) -> None:
+        """Resume from ``state_dict``. Load the model and the optimizer separately, before or after.
+
+        other_precision: accept a state saved in another precision or policy, and keep this engine's.
+        If the state does not fit, raises BadInput and changes nothing.
+        """
+        self._refuse_inside("load_state_dict")
+        if self._accumulator.passes:
+            raise BadInput("load_state_dict() between backward() and apply(): load after engine.apply().")
+        for hook in self._hooks.on_reset:
+            hook()
+        before = self._state()
+        try:
+            self._load(state, other_precision)
+        except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+            self._load(before, True)
+            if isinstance(error, BadInput):
+                raise
+            raise BadInput(f"load_state_dict(): the state is damaged ({type(error).__name__}: {error}).") from error
+        self.history.clear()
+
+    def _load(self, state: Mapping[str, Any], other_precision: bool) -> None:
+        check_engine_state(
+            state,
+            precision=self.precision,
+            policy=self.policy.as_dict(),
+            schedulers=len(self._schedules),
+            other=other_precision,
+        )
+        self._plugin.load(state.get("fitting", {}) if state["precision"] == self.precision else {})
+        if self.scaler.is_enabled() and state["scaler"]:
+            self.scaler.load_state_dict(state["scaler"])
+        self._drop_gradients()
+        self._ranks.drop_unsynced()
+        load_accumulator_state(self._accumulator, state["window"], self._trained.parameters)
+        self._window_open = self._accumulator.has_gradients
+        self._record_gradients()
+        if self._window_open:
+            self._statistics.load(state["window"]["statistics"])
+        self._schedules.load(state["schedulers"])
+        self._counts = StepCounts(state["applied_steps"], state["skipped_steps"])
+        self._closed_steps = state["applied_steps"] + state["skipped_steps"]
+        restore_rng(state["rng"], self.device)
+
+    # Internals
+
+    def _refuse_inside(self, name: str) -> None:
+        if self._inside:
+            raise BadInput(f"engine.{name}() inside engine.step(): the loss function must only compute the loss.")
+
+    def _begin(self, *, remember: bool = True) -> None:
+        """Open an accumulation window."""
+        self._drop_gradients()  # left by other backward passes, such as another engine's through this model
+        if remember:
+            self._statistics.remember()
+        else:
+            self._statistics.forget()
+        self._window_open = True
+        self._record_gradients()
+
+    def _backward(self, share: Tensor, kwargs: dict[str, Any]) -> Tensor:
+        try:
+            with self._ranks.gradient_sync(self._accumulator.is_last), self._contexts.backward():
+                self.scaler.scale(share).backward(**kwargs)
+        except BaseException as error:
+            self._drop_window()
+            if "backward through the graph a second time" in str(error):
+                error.add_note("ampwise: the loss function must not call backward() itself: return the loss.")
+            raise
+        loss: Any = share.detach()
+        return (loss.full_tensor() if hasattr(loss, "full_tensor") else loss).reshape(())  # type: ignore[no-any-return]
+
+    def _before_window(self) -> None:
+        if not (self._window_open or self._accumulator.has_gradients):
+            for hook in self._hooks.on_step_begin:
+                hook()
+
+    def _after_step(self, step: Step) -> Step:
+        """Call the guard last: it may take the engine back to an earlier step, or end the training."""
+        if step.closed:
+            for hook in self._hooks.after_step:
+                hook(step)
+        return step
+
+    def _mean_weight(self, weight: Weight) -> float:
+        """Return the mean weight of a micro-batch over all ranks, so that all ranks divide by the same number."""
+        mean = float(self._ranks.mean(weight, self.device))
+        return mean if 0 < mean < math.inf else 1.0
+
+    def _end_micro_batch(self, extra: Any) -> Step:
+        window = self._accumulator
+        window.end_micro_batch()
+        if window.complete:
+            return self._take_step(extra)
+        assert window.loss is not None
+        return Step(self._closed_steps + 1, self.precision, window.loss, loss_divisor=window.correction(), extra=extra)
+
+    def _take_step(self, extra: Any) -> Step:
+        """Step the optimizers and close the accumulation window."""
+        stepping = self._trained.optimizers if self._sharded else self._trained.optimizers_with_gradients
+        if not stepping:
+            self._drop_window()
+            raise BadInput(
+                "the backward pass reached none of the optimizer's parameters. Does the loss depend on the model, and "
+                "do its parameters require gradients?"
+            )
+        outcome, lrs = None, []
+        try:
+            self._schedules.settle()  # sets the learning rate of this step
+            lrs = [start_host_copy(lr) for lr in self._trained.lrs]
+            for hook in self._hooks.before_update:
+                hook(self._closed_steps + 1, self._accumulator.loss)
+            self._check_and_clip(stepping)
+            self._in_optimizer_step = True
+            for optimizer in stepping:
+                with self._plugin.step_context(optimizer):
+                    self.scaler.step(optimizer)  # noqa: AMP110 (each optimizer once)
+                outcome = outcome or self.scaler._outcome_of(optimizer)  # either all skip or none
+            # On several ranks the losses differ, and so would the scales; there the explainer undoes the backoff later.
+            self.scaler.update(loss=self._accumulator.loss if self._ranks.alone else None)
+            self._undo_backoffs()
+        except BaseException:
+            self.scaler._abandon()
+            if outcome is None:
+                self._drop_window()
+            else:  # the error came after the step was taken
+                self._finish(outcome, stepping, lrs, extra)
+            raise
+        finally:
+            self._in_optimizer_step = False
+        assert outcome is not None
+        return self._finish(outcome, stepping, lrs, extra)
+
+    def undo_backoff(self, outcome: StepResult) -> None:
+        """Undo the scale backoff of a step that no loss scale would have fixed; in an open window, at its end."""
+        self._backoffs.append(outcome)
+        if not (self._window_open or self._accumulator.has_gradients):
+            self._undo_backoffs()
+
+    def _undo_backoffs(self) -> None:
+        while self._backoffs:
+            self.scaler._undo_backoff(self._backoffs.pop())
+
+    def _refuse_others_step(self) -> None:
+        """Raise if the user steps an optimizer in an open window: its gradients are scaled or incomplete."""
+        if self._accumulator.has_gradients and not self._in_optimizer_step:
+            raise BadInput(
+                "optimizer.step() was called between the micro-batches of a step: the engine calls it. Use "
+                "engine.apply() or engine.step()."
+            )
+
+    def _check_and_clip(self, stepping: Sequence[Optimizer]) -> None:
+        """Decide whether to take the step, and by how much to divide gradients."""
+        divisor = self._accumulator.correction()
+        if divisor is not None:
+            if self._accumulator.total is not None:
+                self._accumulator.agreed = divisor = self._ranks.mean(divisor, self.device)
+            self.scaler._extra_factor = device_scalar(divisor, self.device)
+        self.scaler._extra_scalar = self._accumulator.loss
+        self._clipping.clip_(self.scaler, stepping, self._trained.in_model_order)
+
+    def _finish(
+        self, outcome: StepResult, stepping: Sequence[Optimizer], lrs: Sequence[float | AsyncScalars], extra: Any
+    ) -> Step:
+        """Undo what a skipped step changed, record the step, and reset for the next window."""
+        self._statistics.learn()
+        if outcome.skipped_on_host is None and outcome.numbers is not None:
+            self._statistics.restore_if(outcome.numbers[1])
+        elif outcome.skipped:
+            self._statistics.restore()
+        outcome.release()
+        self._closed_steps += 1
+        self._ranks.step_closed()
+        step = self._step_of(outcome, lrs, extra)
+        self.history.append(step)
+        self._counts.add(outcome)
+        self._accumulator.update_typical_weight()
+        self._accumulator.reset()
+        self._window_open = False
+        if self._set_to_none and self._graphs is None:
+            self._trained.drop_gradients()  # the next forward pass can use their memory
+        try:  # the window is closed even if one of these raises
+            self._plugin.step_ended()
+        finally:
+            for hook in self._hooks.on_step_end:
+                hook(step, outcome)
+            self._schedules.after(outcome, stepping)
+        return step
+
+    def _step_of(self, outcome: StepResult, lrs: Sequence[float | AsyncScalars], extra: Any) -> Step:
+        return Step(
+            self._closed_steps,
+            self.precision,
+            self._accumulator.loss if outcome.posted is None else None,
+            loss_divisor=start_host_copy(self._accumulator.correction()),
+            outcome=outcome,
+            lrs=lrs,
+            extra=extra,
+        )
+
+    def _drop_window(self) -> None:
+        """Discard the window's gradients, and restore the buffers its forward passes changed."""
+        for hook in self._hooks.on_step_dropped:
+            hook()
+        if self._window_open:  # else the backup belongs to a past window
+            self._statistics.restore()
+        self._drop_gradients()
+        self._ranks.drop_unsynced()
+        self._accumulator.reset()
+        self._window_open = False
+
+    def _drop_gradients(self) -> None:
+        if self._graphs is not None:
+            self._graphs.clear_gradients(self._trained.all_parameters)
+        elif self._set_to_none:
+            self._trained.drop_gradients()
+        else:
+            self._trained.clear_gradients()
+
+
+def _scaler(device: torch.device, scaled: bool, options: Mapping[str, Any] | None, process_group: Any) -> GradScaler:
+    if not isinstance(options, Mapping | None):
+        raise BadInput(
+            f'Engine(scaling={options!r}): expected a dict of GradScaler options, such as {{"init_scale": 2.0**12}}.'
+        )
+    try:
+        return GradScaler(device, enabled=scaled, process_group=process_group, **(options or {}))
+    except TypeError as error:
+        raise BadInput(f"Engine(scaling=...): {error}. The options are those of ampwise.GradScaler.") from None
+
+
+def _load_explainer(capsules: Any) -> Any:
+    """Load the callback that explains bad steps, by name: its package builds on this one."""
+    return importlib.import_module("ampwise.trace.bad_steps").BadStepExplainer(capsules)

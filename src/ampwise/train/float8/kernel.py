@@ -1,0 +1,166 @@
+"""The cast to FP8 on a GPU: one read of a matrix, and two writes of a quarter or half its bytes.
+
+The reference in the casting module defines the results, bit for bit. Values are saturated by comparisons and stored as
+integers: Triton can store garbage if an FP8 tile is stored transposed next to its NaN-propagating minimum and maximum
+(triton-lang/triton#11111). A tile is transposed as it was read, in 16 bits, and rounded again, which is faster than
+transposing its bytes; and on an H200, Triton 3.6 puts tiles read in 32 bits into a wrong order.
+"""
+
+# Constants of a Triton kernel are arguments in capitals, and its branches are taken when it is compiled.
+# ruff: noqa: N803, SIM108
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ampwise.numbers.census.launch import launching_on
+from ampwise.train.float8.amax_kernel import launch_amax
+from ampwise.train.float8.fp8_cast import E4M3, E5M2, LIMITS, TOPS, CastTensors, empty_cast, padded_size
+
+__all__ = ["cast_by_kernels", "cast_kernel", "launch_cast", "transpose_kernel"]
+
+BLOCK_ROWS, BLOCK_COLUMNS, WARPS = 64, 64, 4  # the fastest of eight tiles, or within 2% of it, for all layers tested
+TRANSPOSING_ROWS = 128  # a transposed row of bytes is then a whole cache line
+
+_FP32_MAX = tl.constexpr((2 - 2.0**-23) * 2.0**127)  # not infinity, which torch.compile cannot write as a constant
+
+
+@triton.jit
+def _power_of_two(exponent):
+    return ((exponent + 127) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _exponent_for(amax, TOP: tl.constexpr):
+    """Exponent of the largest power of two that scales a magnitude to at most 1.75 · 2**TOP."""
+    bits = amax.to(tl.int32, bitcast=True)
+    over = ((bits & 0x7FFFFF) > 0x600000).to(tl.int32)
+    exponent = TOP - ((bits >> 23) - 127) - over
+    exponent = tl.where(exponent > 126, 126, exponent)
+    return tl.where(exponent < -126, -126, exponent)
+
+
+@triton.jit
+def _codes(values, E5M2: tl.constexpr):
+    if E5M2:
+        codes = values.to(tl.float8e5)
+    else:
+        codes = values.to(tl.float8e4nv)
+    return codes.to(tl.uint8, bitcast=True)
+
+
+@triton.jit
+def _bytes(of):
+    return of.to(tl.pointer_type(tl.uint8), bitcast=True)
+
+
+@triton.jit
+def _fitted(x, scale, LIMIT: tl.constexpr):
+    """Scale and saturate values, with NaN for inf and NaN; also return which values were saturated."""
+    finite = tl.abs(x) <= _FP32_MAX
+    scaled = x * scale
+    beyond = (tl.abs(scaled) > LIMIT) & finite
+    values = tl.where(beyond, tl.where(x < 0, -LIMIT, LIMIT), scaled)
+    return tl.where(finite, values, float("nan")), beyond
+
+
+@triton.jit
+def _add_seen(seen, x, scale, beyond, LIMIT: tl.constexpr):
+    """Add a tile's largest magnitude and number of saturated values; most tiles have nothing to add."""
+    # Magnitudes as integers: same order, with inf and then NaN at the end.
+    largest = tl.max(tl.abs(x).to(tl.int32, bitcast=True))
+    amax = seen.to(tl.pointer_type(tl.int32))
+    if largest > tl.load(amax):  # a stale value is never larger than the current one
+        tl.atomic_max(amax, largest)
+    reached = largest.to(tl.float32, bitcast=True) * scale
+    if (reached > LIMIT) | (reached != reached):
+        tl.atomic_add(seen + 1, tl.sum(beyond.to(tl.int32)).to(tl.float32))
+
+
+@triton.jit
+def cast_kernel(
+    source, scales, by_rows, by_columns, inverse, seen, height, width, filled,
+    LIMIT: tl.constexpr, TOP: tl.constexpr, CURRENT: tl.constexpr, E5M2: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Cast one tile. ``seen`` holds zeros, to which tiles add, or the largest magnitude if no scale is given."""
+    row = tl.program_id(1) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    column = tl.program_id(0) * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
+    inside = (row[:, None] < height) & (column[None, :] < width)
+    place = row[:, None].to(tl.int64) * width + column[None, :]
+    tile = tl.load(source + place, mask=inside, other=0.0)
+    first = (tl.program_id(0) == 0) & (tl.program_id(1) == 0)
+    if CURRENT:
+        amax = tl.load(seen)
+        exponent = _exponent_for(amax, TOP)
+        scale = _power_of_two(exponent)
+        if first:
+            tl.store(inverse, tl.where(amax <= _FP32_MAX, _power_of_two(-exponent), float("nan")))
+    else:
+        scale = tl.load(scales)
+        if first:
+            tl.store(inverse, 1.0 / scale)
+    x = tile.to(tl.float32)
+    values, beyond = _fitted(x, scale, LIMIT)
+    if not CURRENT:
+        _add_seen(seen, x, scale, beyond, LIMIT)
+    if ROWS:
+        tl.store(_bytes(by_rows) + place, _codes(values, E5M2), mask=inside)
+    if COLUMNS:
+        standing, _ = _fitted(tl.trans(tile).to(tl.float32), scale, LIMIT)
+        across = column[:, None].to(tl.int64) * filled + row[None, :]
+        there = (column[:, None] < width) & (row[None, :] < filled)
+        tl.store(_bytes(by_columns) + across, _codes(standing, E5M2), mask=there)
+
+
+@triton.jit
+def transpose_kernel(
+    source, target, height, width, filled, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr
+):  # fmt: skip
+    """Transpose one tile of bytes, with zeros in the target's padding."""
+    row = tl.program_id(1) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    column = tl.program_id(0) * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
+    inside = (row[:, None] < height) & (column[None, :] < width)
+    codes = tl.load(_bytes(source) + row[:, None].to(tl.int64) * width + column[None, :], mask=inside, other=0)
+    across = column[:, None].to(tl.int64) * filled + row[None, :]
+    tl.store(_bytes(target) + across, tl.trans(codes), mask=(column[:, None] < width) & (row[None, :] < filled))
+
+
+def launch_cast(x: Tensor, scale: Tensor | None, e5m2: bool, rows: bool, columns: bool) -> CastTensors:
+    """Cast a matrix on its device."""
+    with launching_on(x.device):
+        return cast_by_kernels(x, scale, e5m2, rows, columns)
+
+
+def cast_by_kernels(x: Tensor, scale: Tensor | None, e5m2: bool, rows: bool, columns: bool) -> CastTensors:
+    """Cast a matrix on the current device; torch.compile can trace this and launches the kernels itself."""
+    x = x.contiguous()  # at run time it may not be, even if it was when torch.compile traced it
+    height, width = x.shape
+    dtype, to_fill = (E5M2 if e5m2 else E4M3), (padded_size(height) if columns else height)
+    # An FP32 matrix is cast first, then its bytes are read again and transposed. Those are weights, which are small.
+    in_two = columns and x.dtype == torch.float32
+    by_rows, by_columns, inverse, seen = empty_cast(x, e5m2, rows, columns)
+    lying = x.new_empty((height, width), dtype=dtype) if in_two and not rows else by_rows
+    if scale is None:
+        launch_amax(x, seen)
+    # At least one tile, which writes the inverse even for an empty matrix.
+    grid = (_tiles(width, BLOCK_COLUMNS), _tiles(to_fill, BLOCK_ROWS))
+    cast_kernel[grid](
+        x, seen if scale is None else scale, lying, by_columns, inverse, seen, height, width, to_fill,
+        LIMIT=LIMITS[dtype], TOP=TOPS[dtype], CURRENT=scale is None, E5M2=e5m2,
+        ROWS=rows or in_two, COLUMNS=columns and not in_two,
+        BLOCK_ROWS=BLOCK_ROWS, BLOCK_COLUMNS=BLOCK_COLUMNS, num_warps=WARPS,
+    )  # fmt: skip
+    if in_two:
+        transpose_kernel[(grid[0], _tiles(to_fill, TRANSPOSING_ROWS))](
+            lying, by_columns, height, width, to_fill,
+            BLOCK_ROWS=TRANSPOSING_ROWS, BLOCK_COLUMNS=BLOCK_COLUMNS, num_warps=WARPS,
+        )  # fmt: skip
+    return by_rows, by_columns, inverse, seen
+
+
+def _tiles(size: int, of: int) -> int:
+    return max((size + of - 1) // of, 1)

@@ -1,0 +1,155 @@
+"""``Fp8``: how FP8 layers are scaled, and by which backend they run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+from ampwise.errors import BadInput, UnknownName
+
+__all__ = ["BACKENDS", "MEASURED", "RECIPES", "Fp8", "fp8_from"]
+
+OURS, TORCHAO, TRANSFORMER_ENGINE = "ampwise", "torchao", "transformer-engine"
+
+# The backends of each recipe, the default first.
+RECIPES: dict[str, tuple[str, ...]] = {
+    "current": (OURS, TRANSFORMER_ENGINE),
+    "delayed": (OURS, TRANSFORMER_ENGINE),
+    "tensorwise": (TORCHAO,),
+    "rowwise": (TORCHAO,),
+    "rowwise+hp-weight-grad": (TORCHAO,),
+}
+MEASURED = "measured"  # the fastest of them for each layer, or BF16
+DELAYED, OF_DELAYED = "delayed", ("history", "margin", "update")  # and its parameters
+BY_ROW = ("rowwise", "rowwise+hp-weight-grad")  # one scale per row, and all operands in E4M3
+BACKENDS = tuple(dict.fromkeys(backend for backends in RECIPES.values() for backend in backends))
+GRADIENTS = ("e5m2", "e4m3")
+UPDATES = ("max", "last")
+LONGEST = 1024  # steps of history
+MOST_MARGIN = 16  # powers of two; E5M2 has 32 of them
+
+
+@dataclass(frozen=True, slots=True)
+class Fp8:
+    """How the FP8 layers of a model are scaled: a recipe and its parameters.
+
+    recipe: ``"current"`` scales by the largest magnitude of each tensor now; ``"delayed"`` by those of past steps,
+        which saves a read; ``"tensorwise"``, ``"rowwise"`` and ``"rowwise+hp-weight-grad"`` are torchao's;
+        ``"measured"`` times them for each layer and takes the fastest, if it is faster than BF16.
+    backend: ``"ampwise"``, ``"torchao"`` or ``"transformer-engine"``; by default, the first that has the recipe.
+    gradients: the format of gradients, ``"e5m2"`` for its range or ``"e4m3"`` for its precision; ampwise's layers only.
+    history, margin, update: parameters of ``"delayed"``: the number of past steps, the number of powers of two left
+        free above their magnitudes, and whether the largest (``"max"``) or the last (``"last"``) of them counts.
+    wide, narrow: globs of module names that stay in BF16, and of modules that run in FP8 although they are the first,
+        the last, a router or small. A glob includes all submodules.
+
+    >>> Fp8("delayed", history=32).made_by, Fp8("rowwise").made_by
+    ('ampwise', 'torchao')
+    """
+
+    recipe: str = "current"
+    backend: str | None = None
+    gradients: str = "e5m2"
+    history: int = 16
+    margin: int = 0
+    update: str = "max"
+    wide: tuple[str, ...] = ()
+    narrow: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        _check_recipe(self.recipe)
+        _check_backend(self.recipe, self.backend)
+        _check_one_of("gradients", self.gradients, GRADIENTS)
+        _check_one_of("update", self.update, UPDATES)
+        _check_range("history", self.history, 1, LONGEST, "steps")
+        _check_range("margin", self.margin, 0, MOST_MARGIN, "powers of two")
+        _check_patterns("wide", self.wide)
+        _check_patterns("narrow", self.narrow)
+        if self.gradients != GRADIENTS[0] and self.made_by not in (OURS, None):
+            raise BadInput(
+                f"Fp8({self.recipe!r}, gradients={self.gradients!r}): the recipes of {self.made_by} set the format of "
+                "gradients themselves. Remove gradients=..., or use ampwise's 'current' or 'delayed'."
+            )
+        _check_of_delayed(self)
+
+    @property
+    def made_by(self) -> str | None:
+        """The backend; None for "measured" without one, which times all that are available."""
+        return self.backend or (None if self.recipe == MEASURED else RECIPES[self.recipe][0])
+
+    def by(self, recipe: str) -> Fp8:
+        """Return these settings for one of the recipes that are timed, as far as its backend has them."""
+        backend = self.backend or RECIPES[recipe][0]
+        gradients = self.gradients if backend == OURS else GRADIENTS[0]
+        of_delayed = {name: getattr(self, name) for name in OF_DELAYED} if recipe == DELAYED else {}
+        return Fp8(recipe, backend, gradients, **of_delayed)
+
+    @property
+    def gradient_format(self) -> str:
+        """Format that gradients are cast to; torchao's rowwise recipes set it themselves."""
+        return "e4m3" if self.recipe in BY_ROW else self.gradients
+
+
+def fp8_from(asked: Any) -> Fp8:
+    """Return the ``Fp8`` for an argument ``Engine(fp8=...)``."""
+    if asked is None:
+        return Fp8()
+    if isinstance(asked, Fp8):
+        return asked
+    if isinstance(asked, str):
+        return Fp8(asked)
+    raise BadInput(f"Engine(fp8={asked!r}): expected the name of a recipe, {_listed()}, or ampwise.Fp8(...).")
+
+
+def _check_recipe(recipe: object) -> None:
+    if not isinstance(recipe, str):
+        raise BadInput(f"Fp8({recipe!r}): expected the name of a recipe: {_listed()}.")
+    if recipe not in RECIPES and recipe != MEASURED:
+        raise UnknownName("FP8 recipe", recipe, (*RECIPES, MEASURED), listing=f"The recipes are {_listed()}.")
+
+
+def _check_backend(recipe: str, backend: object) -> None:
+    if backend is None:
+        return
+    if not isinstance(backend, str) or backend not in BACKENDS:
+        raise UnknownName("FP8 backend", str(backend), BACKENDS, listing=f"The backends are {', '.join(BACKENDS)}.")
+    if recipe != MEASURED and backend not in RECIPES[recipe]:
+        has = ", ".join(repr(name) for name, backends in RECIPES.items() if backend in backends)
+        raise BadInput(
+            f"Fp8({recipe!r}, backend={backend!r}): {backend} has {has}. "
+            f"{recipe!r} is available from {' or '.join(RECIPES[recipe])}."
+        )
+
+
+def _check_of_delayed(fp8: Fp8) -> None:
+    """Raise for parameters of "delayed" that the recipe would not use."""
+    if fp8.recipe == DELAYED or (fp8.recipe == MEASURED and fp8.made_by in (None, *RECIPES[DELAYED])):
+        return
+    defaults = {field.name: field.default for field in fields(fp8)}
+    given = {name: getattr(fp8, name) for name in OF_DELAYED if getattr(fp8, name) != defaults[name]}
+    if given:
+        backend = f", backend={fp8.backend!r}" if fp8.recipe == MEASURED else ""
+        shown = ", ".join(f"{name}={value!r}" for name, value in given.items())
+        raise BadInput(
+            f"Fp8({fp8.recipe!r}{backend}, {shown}): {', '.join(OF_DELAYED[:-1])} and {OF_DELAYED[-1]} are only for "
+            f"{DELAYED!r} scaling. Remove them, or use Fp8({DELAYED!r}, {shown})."
+        )
+
+
+def _check_one_of(name: str, value: object, possible: tuple[str, ...]) -> None:
+    if value not in possible:
+        raise BadInput(f"Fp8({name}={value!r}): expected {' or '.join(map(repr, possible))}.")
+
+
+def _check_range(name: str, value: object, least: int, most: int, unit: str) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
+        raise BadInput(f"Fp8({name}={value!r}): expected a whole number of {unit}, from {least} to {most}.")
+
+
+def _check_patterns(name: str, patterns: object) -> None:
+    if not isinstance(patterns, tuple) or not all(isinstance(each, str) and each for each in patterns):
+        raise BadInput(f'Fp8({name}={patterns!r}): expected a tuple of names or globs of modules: ("*.router",).')
+
+
+def _listed() -> str:
+    return ", ".join(repr(name) for name in (*RECIPES, MEASURED))

@@ -1,0 +1,263 @@
+"""Find which layers run faster in FP8: time each distinct shape in BF16 and in each recipe, forward and backward."""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+
+from ampwise.errors import MissingDependency, PrecisionUnavailable
+from ampwise.train.cuda_graph_capture import capture_graph
+from ampwise.train.float8.backends import is_delayed, make_forward
+from ampwise.train.float8.kernel_check import refuse_wrong_kernels
+from ampwise.train.float8.layer_forward import SLOT, install_forward
+from ampwise.train.float8.recipe import OURS, RECIPES, TORCHAO, TRANSFORMER_ENGINE, Fp8
+from ampwise.train.float8.torchao_backend import float8_of_torchao
+from ampwise.train.float8.transformer_engine_backend import transformer_engine
+
+__all__ = [
+    "GAIN",
+    "LayerShapes",
+    "TimedRecipe",
+    "candidate_recipes",
+    "fastest_recipe",
+    "time_graphs_in_turns",
+    "time_in_turns",
+    "time_recipes",
+]
+
+GAIN = 0.03  # required gain; less is hidden by the noise of a step
+LOSSES = 1  # rounds of ROUNDS that a recipe may lose: by chance alone, that happens once in sixteen times
+ALIKE = 0.02  # recipes that differ by less are ties: the first in the list wins
+CALLS, ROUNDS = 8, 7  # calls back to back, so that launches count as in a step; and repetitions
+TOGETHER = 4  # layers per call, which share the host's overhead per call
+ENOUGH = 2**41  # operations, about 3 ms on a large GPU, that hide the overhead: then a layer is timed alone
+WARM_UP = 3
+
+LayerShapes = Mapping[nn.Linear, tuple[int, torch.dtype]]  # rows and dtype of each layer's input
+Work = Callable[[], object]
+Timer = Callable[[Mapping[str, Work], torch.device], dict[str, list[float]]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TimedRecipe:
+    """The fastest recipe for a layer, and the times behind it."""
+
+    recipe: str | None  # None: BF16
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Shape:
+    rows: int
+    dtype: torch.dtype
+    inputs: int
+    outputs: int
+    bias: bool
+    weight_dtype: torch.dtype
+    weight_trained: bool
+
+    def __str__(self) -> str:
+        return f"{self.rows}×{self.inputs}→{self.outputs}"
+
+    @property
+    def together(self) -> int:
+        """How many layers one call runs."""
+        return 1 if 6 * self.rows * self.inputs * self.outputs > ENOUGH else TOGETHER
+
+
+def time_recipes(
+    shapes: LayerShapes,
+    fp8: Fp8,
+    device: torch.device,
+    *,
+    compiled: bool,
+    graphed: bool = False,
+    timer: Timer | None = None,
+) -> dict[nn.Linear, TimedRecipe]:
+    """Return the fastest recipe for each layer; layers of the same shape are timed once. Syncs with the device.
+
+    Layers are timed as they will run: compiled or not, and replayed by CUDA graphs, without host overhead, or not.
+    """
+    recipes = candidate_recipes(fp8, device)
+    timer = timer or (time_graphs_in_turns if graphed else time_in_turns)
+    found: dict[_Shape, TimedRecipe] = {}
+    for module, given in shapes.items():
+        shape = _shape_of(module, *given)
+        if shape not in found:
+            found[shape] = _one(shape, recipes, device, compiled, timer)
+            gc.collect()  # modules with a bound forward are cycles, which keep the weights alive
+    return {module: found[_shape_of(module, *given)] for module, given in shapes.items()}
+
+
+def candidate_recipes(fp8: Fp8, device: torch.device) -> list[Fp8]:
+    """Return the recipes of all available backends, or of the one that was requested."""
+    backends = [fp8.backend] if fp8.backend else [OURS, TORCHAO]
+    return [
+        fp8.by(recipe)
+        for recipe, possible in RECIPES.items()
+        for backend in backends
+        if backend in possible and _is_there(fp8, backend, recipe, device)
+    ]
+
+
+def fastest_recipe(times: Mapping[str, list[float]], shape: str) -> TimedRecipe:
+    """Pick the fastest from times in BF16 and in each recipe, in seconds; each list has one time per round.
+
+    A recipe has to win almost every round, each compared within itself: a temporary slowdown affects both.
+    """
+    wide = times.get("bf16", [])
+    ratios = {name: [a / b for a, b in zip(each, wide, strict=True)] for name, each in times.items() if name != "bf16"}
+    if not ratios or not wide:
+        return TimedRecipe(recipe=None, why=f"measured: no recipe could run {shape}")
+    medians = {name: statistics.median(each) for name, each in ratios.items()}
+    fastest = min(medians.values())
+    best = next(name for name, each in medians.items() if each <= fastest * (1 + ALIKE))
+    in_bf16, in_best = (statistics.median(times[name]) * 1e6 for name in ("bf16", best))
+    wins = medians[best] <= 1 - GAIN and sum(ratio > 1 for ratio in ratios[best]) <= LOSSES
+    why = f"measured: {in_bf16:.0f} µs in bf16, {in_best:.0f} µs {best}, {shape}"
+    return TimedRecipe(recipe=best if wins else None, why=why)
+
+
+def time_in_turns(works: Mapping[str, Work], device: torch.device) -> dict[str, list[float]]:
+    """Return the seconds per call, by name and round. All take turns, so that a temporary slowdown affects all."""
+    times: dict[str, list[float]] = {name: [] for name in works}
+    for work in works.values():
+        for _ in range(WARM_UP):
+            work()
+    for _ in range(ROUNDS):
+        for name, work in works.items():
+            _wait(device)
+            start = time.perf_counter()
+            for _ in range(CALLS):
+                work()
+            _wait(device)
+            times[name].append((time.perf_counter() - start) / CALLS)
+    return times
+
+
+def time_graphs_in_turns(works: Mapping[str, Work], device: torch.device) -> dict[str, list[float]]:
+    """Return the seconds per replay of CUDA graphs of these functions, without those that cannot be captured."""
+    with torch.cuda.device(device):
+        captured = {name: _captured(work) for name, work in works.items()}
+        return time_in_turns({name: replay for name, replay in captured.items() if replay is not None}, device)
+
+
+def _captured(work: Work) -> Work | None:
+    for _ in range(WARM_UP):
+        work()
+    gc.collect()  # a garbage cycle may hold backward nodes of another stream, which would break the capture
+    graph = torch.cuda.CUDAGraph()
+    try:
+        with capture_graph(graph):
+            work()
+    except torch.OutOfMemoryError:
+        raise
+    except Exception:
+        return None
+    return graph.replay
+
+
+def _one(shape: _Shape, recipes: list[Fp8], device: torch.device, compiled: bool, timer: Timer) -> TimedRecipe:
+    try:
+        works = dict(_works(shape, recipes, device, compiled))
+        failed = {name: error for name, work in works.items() if (error := _failure(work))}
+        if "bf16" in failed:
+            return TimedRecipe(recipe=None, why=f"could not be measured, {shape}: {failed['bf16']}")
+        times = timer({name: each for name, each in works.items() if name not in failed}, device)
+        of_one = {name: [each / shape.together for each in taken] for name, taken in times.items()}
+        found = fastest_recipe(of_one, str(shape))
+        return replace(found, why="; ".join([found.why, *(f"{name} failed: {each}" for name, each in failed.items())]))
+    except torch.OutOfMemoryError:
+        return TimedRecipe(recipe=None, why=f"no memory left to measure {shape}")
+
+
+def _failure(work: Work) -> str:
+    """Return the first line of the error if it cannot run. A recipe that fails must not end the training."""
+    try:
+        work()
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:
+        return (str(error).strip() or type(error).__name__).partition("\n")[0]
+    return ""
+
+
+def _works(shape: _Shape, recipes: list[Fp8], device: torch.device, compiled: bool) -> Iterator[tuple[str, Work]]:
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        numbers = [torch.randn(shape.rows, shape.inputs, device=device) for _ in range(shape.together)]
+        inputs = [each.to(shape.dtype).requires_grad_() for each in numbers]
+        gradient = torch.randn(shape.rows, shape.outputs, device=device).to(torch.bfloat16)
+        wide = [_linear(shape, device) for _ in inputs]
+    yield "bf16", _work(wide, inputs, gradient, compiled)
+    for fp8 in recipes:
+        yield fp8.recipe, _work([_narrow(each, shape, fp8) for each in wide], inputs, gradient, compiled)
+
+
+def _narrow(wide: nn.Linear, shape: _Shape, fp8: Fp8) -> nn.Linear:
+    """Return an FP8 layer with the same weights."""
+    module = _linear(shape, torch.device("meta"))  # draws no random numbers
+    module.weight, module.bias = wide.weight, wide.bias
+    device = wide.weight.device
+    slot_and_scales = (torch.zeros(3, 2, device=device, requires_grad=True), torch.ones(3, device=device))
+    install_forward(module, make_forward(module, fp8), *(slot_and_scales if is_delayed(fp8) else ()))
+    return module
+
+
+def _work(modules: Sequence[nn.Linear], inputs: Sequence[Tensor], gradient: Tensor, compiled: bool) -> Work:
+    def call(inputs: Sequence[Tensor]) -> list[Tensor]:
+        return [module(x) for module, x in zip(modules, inputs, strict=True)]
+
+    # torch.compile keeps few compiled versions per code object; so give each function its own.
+    call.__code__ = call.__code__.replace()
+    forward = torch.compile(call, dynamic=False) if compiled else call
+    slots = [slot for module in modules if (slot := module.__dict__.get(SLOT)) is not None]
+    leaves = [*inputs, *slots, *(parameter for module in modules for parameter in module.parameters())]
+
+    def work() -> None:
+        with torch.autocast(gradient.device.type, torch.bfloat16):  # noqa: AMP303 (a GPU with FP8 has it)
+            out = forward(inputs)
+        torch.autograd.backward(out, [gradient] * len(out))
+        for leaf in leaves:
+            leaf.grad = None
+
+    return work
+
+
+def _linear(shape: _Shape, device: torch.device) -> nn.Linear:
+    layer = nn.Linear(shape.inputs, shape.outputs, bias=shape.bias, device=device, dtype=shape.weight_dtype)
+    layer.weight.requires_grad_(shape.weight_trained)
+    return layer
+
+
+def _shape_of(module: nn.Linear, rows: int, dtype: torch.dtype) -> _Shape:
+    return _Shape(
+        rows, dtype, module.in_features, module.out_features, module.bias is not None, module.weight.dtype,
+        module.weight.requires_grad,
+    )  # fmt: skip
+
+
+def _is_there(fp8: Fp8, backend: str, recipe: str, device: torch.device) -> bool:
+    needed = fp8.backend is not None
+    try:
+        if backend == TORCHAO:
+            float8_of_torchao(recipe)
+        elif backend == TRANSFORMER_ENGINE:
+            transformer_engine(recipe)
+        else:
+            refuse_wrong_kernels(fp8.by(recipe), device)
+    except (MissingDependency, PrecisionUnavailable):
+        if needed:
+            raise
+        return False
+    return True
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -1,0 +1,154 @@
+"""Call a function or module in another precision: with autocast set for it, and its inputs cast.
+
+``torch.autocast(enabled=False)`` casts nothing and leaves the inputs as they are, often in 16 bits already. Here the
+inputs are cast too, so that "in FP32" means FP32 from the first operation on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from ampwise.errors import BadInput, UnknownName
+from ampwise.train.precision.precision import PRECISIONS
+
+__all__ = [
+    "REGIONS",
+    "autocast_for",
+    "call_in_precision",
+    "cast_inputs",
+    "checked_precision",
+    "is_wrapped_forward",
+    "wrap_forward",
+]
+
+# What autocast casts to, or None for no autocast. TF32 is a setting of the process, not of a region.
+REGIONS = {name: precision.dtype for name, precision in PRECISIONS.items() if not precision.tf32}
+
+FLOAT8 = ("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz")
+NARROW = frozenset({torch.float16, torch.bfloat16, *(getattr(torch, name) for name in FLOAT8)})
+CAST = {
+    "fp32": (NARROW, torch.float32),
+    "fp16": (frozenset({torch.bfloat16}), torch.float16),
+    "bf16": (frozenset({torch.float16}), torch.bfloat16),
+}
+
+# Device types with autocast. Queried once: torch offers no list, and torch.compile cannot trace the query.
+CANDIDATES = ("cuda", "cpu", "xpu", "mps", "hpu", "mtia")
+DEVICE_TYPES = tuple(kind for kind in CANDIDATES if torch.amp.is_autocast_available(kind))
+
+
+def checked_precision(asked: str, precision: object) -> str:
+    """Return the name of a precision that a module can be kept in, or raise an error that begins with ``asked``."""
+    if not isinstance(precision, str):
+        raise BadInput(f"{asked}: expected the name of a precision: {_listed()}.")
+    if precision == "tf32":
+        raise BadInput(f"{asked}: TF32 is switched for a whole device, not for a part of a model. Use {_listed()}.")
+    if precision not in REGIONS:
+        raise UnknownName("precision", precision, REGIONS, listing=f"{asked} takes {_listed()}.")
+    return precision
+
+
+def autocast_for(name: str, device_type: str) -> torch.autocast:
+    """Return the autocast context of a precision; for FP32, autocast turned off."""
+    dtype = REGIONS[name]
+    if dtype is None:
+        return torch.autocast(device_type, enabled=False)
+    # Autocast caches the weights it has cast without their dtype: a weight used here and in an enclosing region of the
+    # other dtype would come back in the wrong dtype.
+    cache = torch.is_autocast_cache_enabled() and torch.get_autocast_dtype(device_type) == dtype
+    return torch.autocast(device_type, dtype=dtype, cache_enabled=cache)
+
+
+def cast_inputs(name: str, tree: Any) -> Any:
+    """Cast the tensors in nested lists, tuples and dicts for a region of this precision.
+
+    For FP32, narrower dtypes become FP32. For a 16-bit dtype, the other 16-bit dtype becomes this one; FP32 stays, and
+    autocast casts it where needed. If nothing needs a cast, the same object is returned.
+    """
+    unwanted, dtype = CAST[name]
+    if isinstance(tree, Tensor):
+        return tree.to(dtype) if tree.dtype in unwanted else tree
+    if tree is None or isinstance(tree, (bool, int, float, str)):
+        return tree
+    leaves, spec = tree_flatten(tree)
+    if not any(isinstance(leaf, Tensor) and leaf.dtype in unwanted for leaf in leaves):
+        return tree  # a dict that the callee writes to must stay the caller's dict
+    return tree_unflatten([cast_inputs(name, leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec)
+
+
+def call_in_precision(
+    name: str,
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    module: nn.Module | None = None,
+) -> Any:
+    """Call a function, possibly a module's forward, on cast inputs in a precision."""
+    if REGIONS[name] is None:  # the function may compute on other devices than its inputs'
+        device_types = tuple(kind for kind in DEVICE_TYPES if torch.is_autocast_enabled(kind))
+    else:
+        device_types = tuple(kind for kind in _device_types(args, kwargs) or _home(module) if kind in DEVICE_TYPES)
+    return _nested(
+        name,
+        device_types,
+        function,
+        tuple(cast_inputs(name, value) for value in args),
+        {key: cast_inputs(name, value) for key, value in kwargs.items()},
+    )
+
+
+def _nested(
+    name: str, device_types: tuple[str, ...], function: Callable[..., Any], args: Any, kwargs: dict[str, Any]
+) -> Any:
+    if not device_types:
+        return function(*args, **kwargs)
+    with autocast_for(name, device_types[0]):  # not an ExitStack, which torch.compile cannot trace
+        return _nested(name, device_types[1:], function, args, kwargs)
+
+
+def _device_types(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[str, ...]:
+    found: dict[str, None] = {}  # as a set, in order
+    for value in chain(args, kwargs.values()):
+        for leaf in (value,) if isinstance(value, Tensor) else tree_flatten(value)[0]:
+            if isinstance(leaf, Tensor):
+                found[leaf.device.type] = None
+    return tuple(found)
+
+
+def wrap_forward(name: str, module: nn.Module, owner: object = None) -> partial[Any]:
+    """Return a forward for this module that runs the current one in a precision, and records who installed it.
+
+    Hooks would not work: torch.compile cannot trace a context that one hook opens and another closes. Nor would a bound
+    method: it is pickled by name, and the name leads to the forward of the class.
+    """
+    made = partial(_forward, module, name, module.__dict__.get("forward"))
+    made.__dict__.update(owner=owner, __wrapped__=module.forward)  # inspect.signature follows __wrapped__
+    return made
+
+
+def is_wrapped_forward(forward: object) -> bool:
+    """Return whether ``wrap_forward`` made this forward."""
+    return isinstance(forward, partial) and forward.func is _forward
+
+
+def _forward(module: nn.Module, name: str, earlier: Callable[..., Any] | None, /, *args: Any, **kwargs: Any) -> Any:
+    function = partial(type(module).forward, module) if earlier is None else earlier
+    return call_in_precision(name, function, args, kwargs, module)
+
+
+def _home(module: nn.Module | None) -> tuple[str, ...]:
+    """Return the device types to use if no input is a tensor."""
+    for parameter in () if module is None else module.parameters():
+        return (parameter.device.type,)
+    return ("cuda", "cpu") if torch.cuda.is_available() else ("cpu",)
+
+
+def _listed() -> str:
+    return " or ".join(repr(name) for name in REGIONS)

@@ -1,0 +1,294 @@
+"""Training precisions, and the choice among them for a device.
+
+``precisions_of`` reads what a device can run; ``choose_from`` chooses from that alone. To add a precision, add an entry
+to ``PRECISIONS``, or to ``EXTRA_PRECISIONS`` if autocast alone is not enough for it.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+
+from ampwise.errors import AmpwiseError, BadInput, PrecisionUnavailable, UnknownName, nearest
+from ampwise.hardware.cpu import BF16_FEATURES, FEATURES, Cpu, describe_cpu
+from ampwise.hardware.device import CudaDevice
+from ampwise.hardware.torch_info import read_device
+from ampwise.numbers.emulation.recipe import EmulationRecipe, parse_recipe
+from ampwise.train.float8.recipe import MEASURED, RECIPES
+from ampwise.train.low_bit.pure_bf16 import PURE, PureBf16, parse_pure_bf16
+
+__all__ = [
+    "AUTO",
+    "EMULATE",
+    "EXTRA_PRECISIONS",
+    "PRECISIONS",
+    "WITH_OPTIONS",
+    "ChosenPrecision",
+    "DevicePrecisions",
+    "TrainPrecision",
+    "choose_from",
+    "choose_precision",
+    "cpu_precisions",
+    "gpu_precisions",
+    "other_precisions",
+    "precision_named",
+    "precisions_of",
+]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainPrecision:
+    """What a training precision consists of."""
+
+    name: str
+    dtype: torch.dtype | None  # what autocast casts to; None: no autocast
+    scaled: bool  # whether the loss needs a scale
+    tf32: bool | None  # whether FP32 matmuls may run in TF32; None: as the user has set it
+    # The format that the GPU's tensor cores must support: else torch would emulate it, or ignore the setting.
+    units: str | None = None
+    recipe: EmulationRecipe | None = None  # how matmuls are emulated, for "emulate:..."
+    pure: PureBf16 | None = None  # how BF16 weights are updated, for "bf16-pure"
+
+
+# Precisions that torch provides itself, by autocast and TF32 settings.
+PRECISIONS: dict[str, TrainPrecision] = {
+    precision.name: precision
+    for precision in (
+        TrainPrecision(name="fp32", dtype=None, scaled=False, tf32=False),
+        TrainPrecision(name="tf32", dtype=None, scaled=False, tf32=True, units="tf32"),
+        TrainPrecision(name="fp16", dtype=torch.float16, scaled=True, tf32=None),
+        TrainPrecision(name="bf16", dtype=torch.bfloat16, scaled=False, tf32=None, units="bf16"),
+    )
+}
+# Precisions that need special layers or weights.
+EXTRA_PRECISIONS: dict[str, TrainPrecision] = {
+    precision.name: precision
+    for precision in (
+        TrainPrecision(name="fp8", dtype=torch.bfloat16, scaled=False, tf32=None, units="fp8"),
+        TrainPrecision(name=PURE, dtype=torch.bfloat16, scaled=False, tf32=None, units="bf16", pure=PureBf16()),
+    )
+}
+ALL = {**PRECISIONS, **EXTRA_PRECISIONS}
+AUTO = "auto"
+EMULATE = "emulate:"  # followed by a format: matmuls on values rounded to it, on any device
+EXAMPLE = f"{EMULATE}mxfp8"
+WITH_OPTIONS = (EMULATE, f"{PURE},")  # prefixes of names with options
+
+# Names that other libraries use, for the error message: they are not accepted.
+OTHER_NAMES = {
+    "fp32": ("float32", "float", "32", "32-true", "no"),
+    "fp16": ("float16", "half", "16", "16-mixed"),
+    "bf16": ("bfloat16", "bf16-mixed"),
+    "fp8": ("float8", "fp8-mixed", "transformer-engine"),
+    "bf16-pure": ("bf16-true", "pure-bf16"),
+}
+RIGHT_NAMES = {other: name for name, others in OTHER_NAMES.items() for other in others}
+BETWEEN = " ,:;/_-"  # separators between "fp8" and a recipe, where others write them as one name
+
+NO_SCALE = "and BF16's range needs no loss scale"
+
+
+class ChosenPrecision(NamedTuple):
+    """A precision, and why it was chosen, in one line."""
+
+    precision: TrainPrecision
+    why: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DevicePrecisions:
+    """Precisions that a device can run, what it lacks for the others, and what "auto" chooses."""
+
+    runs: tuple[str, ...]
+    lacks: Mapping[str, str]  # a sentence by precision
+    best: str
+    why: str
+
+
+def choose_precision(asked: Any, device: torch.device) -> ChosenPrecision:
+    """Return the requested precision, or with "auto" the best for the device; raise if the device cannot run it.
+
+    >>> choose_precision("bf16", torch.device("cpu")).precision.dtype
+    torch.bfloat16
+    """
+    checked = _checked(asked)  # before the device is queried: a typo should be found without a GPU
+    return choose_from(checked, precisions_of(device))
+
+
+def choose_from(asked: str, facts: DevicePrecisions) -> ChosenPrecision:
+    """Choose from what is known about the device. ``asked`` is "auto" or the name of a precision."""
+    if asked == AUTO:
+        return ChosenPrecision(PRECISIONS[facts.best], facts.why)
+    plain = asked.partition(",")[0]
+    if plain in facts.lacks:
+        emulated = f"FP8 can be emulated: precision='{EMULATE}e4m3'. " if asked == "fp8" else ""
+        raise PrecisionUnavailable(
+            f"Engine(precision={asked!r}): {facts.lacks[plain]} It runs {', '.join(facts.runs)}. "
+            f"{emulated}Use precision='auto' to let ampwise choose."
+        )
+    return ChosenPrecision(precision_named(asked), "requested")
+
+
+def precision_named(name: str) -> TrainPrecision:
+    """Return a precision by its name, whether or not a device here can run it; raise for an unknown name.
+
+    >>> precision_named("emulate:mxfp8").recipe.forward.name
+    'mxfp8_e4m3'
+    """
+    if not name.startswith(WITH_OPTIONS):
+        return ALL[_checked(name)]
+    if name.startswith(PURE):
+        pure = parse_pure_bf16(name)
+        return replace(EXTRA_PRECISIONS[PURE], name=pure.text, pure=pure)
+    recipe = parse_recipe(name.removeprefix(EMULATE))
+    return TrainPrecision(
+        name=f"{EMULATE}{recipe.text}", dtype=None, scaled=recipe.needs_loss_scale, tf32=False, recipe=recipe
+    )
+
+
+def precisions_of(device: torch.device) -> DevicePrecisions:
+    """Return which precisions a device of this machine can run; initialises CUDA for a CUDA device."""
+    if device.type == "cpu":
+        return cpu_precisions(describe_cpu())
+    if device.type != "cuda":
+        return other_precisions(device.type, _autocast_dtypes(device.type))
+    seen = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if (device.index or 0) >= seen:
+        raise BadInput(f"device {str(device)!r}: torch sees {seen or 'no'} CUDA devices here. Try: ampwise gpu")
+    return gpu_precisions(read_device(torch, torch.cuda.current_device() if device.index is None else device.index))
+
+
+def gpu_precisions(device: CudaDevice) -> DevicePrecisions:
+    """Return which precisions a CUDA or ROCm device can run, by its tensor cores."""
+    lacks = {name: missing for name, precision in ALL.items() if (missing := _missing(precision, device))}
+    best, why = _best_on_gpu(device)
+    return _facts(lacks, best, f"{best} on {device.name}: {why}")
+
+
+def cpu_precisions(cpu: Cpu) -> DevicePrecisions:
+    """Return which precisions a CPU can run: all but TF32 and FP8; those with instructions of their own run fast."""
+    name = cpu.model or "this CPU"
+    best, why = _best_on_cpu(cpu)
+    return _facts(_unlike_a_gpu(name, (torch.float16, torch.bfloat16)), best, f"{best} on {name}: {why}")
+
+
+def other_precisions(kind: str, dtypes: tuple[torch.dtype, ...]) -> DevicePrecisions:
+    """Return which precisions a device of another type, such as "mps", can run, from the dtypes of its autocast."""
+    why = f"fp32 on {kind}: it is not known what is fast on {kind}"
+    return _facts(_unlike_a_gpu(kind, dtypes), "fp32", why)
+
+
+def _facts(lacks: Mapping[str, str], best: str, why: str) -> DevicePrecisions:
+    return DevicePrecisions(
+        runs=tuple(name for name in PRECISIONS if name not in lacks), lacks=lacks, best=best, why=why
+    )
+
+
+def _missing(precision: TrainPrecision, device: CudaDevice) -> str | None:
+    if precision.units is None:
+        return None
+    has = device.has_tensor_cores(precision.units)
+    if has or (has is None and precision.units == "bf16" and device.bf16_native):
+        return None
+    capability = f"compute capability {device.capability}" if device.compute_capability else device.capability
+    has_text = "is not known to have" if has is None else "has no"
+    return f"{device.name} ({capability}) {has_text} {precision.units.upper()} tensor cores."
+
+
+def _unlike_a_gpu(name: str, dtypes: tuple[torch.dtype, ...]) -> dict[str, str]:
+    """Return what a device without tensor cores lacks, from the dtypes of its autocast."""
+    lacks = {}
+    for precision in ALL.values():
+        if precision.units == "fp8":
+            lacks[precision.name] = f"{name} has no FP8 tensor cores."
+        elif precision.tf32:
+            lacks[precision.name] = f"{name} has no TF32, which is a format of NVIDIA's tensor cores."
+        elif precision.dtype is not None and precision.dtype not in dtypes:
+            lacks[precision.name] = f"torch's autocast does not support {precision.dtype} on {name}."
+    return lacks
+
+
+def _best_on_gpu(device: CudaDevice) -> tuple[str, str]:
+    if device.has_tensor_cores("bf16"):
+        return "bf16", f"it has BF16 tensor cores, {NO_SCALE}"
+    fp16 = device.has_tensor_cores("fp16")
+    if fp16:
+        return "fp16", "it has FP16 tensor cores, and none for BF16"
+    if fp16 is None:
+        return "fp32", "it is not known whether it has tensor cores for 16 bits"
+    return "fp32", "it has no tensor cores, without which 16 bits gain little"
+
+
+def _best_on_cpu(cpu: Cpu) -> tuple[str, str]:
+    if cpu.features is None:
+        return "fp32", "its instruction set is not known"
+    feature = next((feature for feature in BF16_FEATURES if feature in cpu.features), None)
+    if feature is None:
+        return "fp32", "it has no BF16 instructions: 16 bits would be slower"
+    return "bf16", f"it has {FEATURES[feature]} ({feature}), {NO_SCALE}"
+
+
+def _autocast_dtypes(kind: str) -> tuple[torch.dtype, ...]:
+    if not torch.amp.is_autocast_available(kind):
+        return ()
+    wanted = (precision.dtype for precision in PRECISIONS.values())
+    return tuple(dtype for dtype in wanted if dtype is not None and _autocasts(kind, dtype))
+
+
+def _autocasts(kind: str, dtype: torch.dtype) -> bool:
+    """Return whether autocast supports the dtype. torch shows it only by a warning, and by turning autocast off."""
+    with warnings.catch_warnings(record=True) as heard:
+        warnings.simplefilter("always")
+        try:
+            torch.autocast(kind, dtype=dtype)
+        except (RuntimeError, AssertionError):  # the latter from a backend outside torch that is not loaded
+            return False
+    return not any(issubclass(warning.category, UserWarning) for warning in heard)
+
+
+def _checked(asked: Any) -> str:
+    if isinstance(asked, str) and (asked == AUTO or asked in ALL):
+        return asked
+    if isinstance(asked, str) and asked.startswith(WITH_OPTIONS):
+        return precision_named(asked).name
+    hint = _meant(str(asked).lower().removeprefix("torch."))
+    listing = f"{hint}The precisions are {', '.join((AUTO, *ALL, EXAMPLE))}."
+    if not isinstance(asked, str):
+        raise BadInput(f"Engine(precision={asked!r}): expected a name. {listing}")
+    # "float16" resembles bf16 as much as fp16: with a hint, suggest no similar names.
+    raise UnknownName("precision", asked, () if hint else (AUTO, *ALL), listing=listing)
+
+
+def _meant(text: str) -> str:
+    """Return a sentence on what to write instead of an unknown name; empty if there is no hint."""
+    if text in RIGHT_NAMES:
+        return f"ampwise calls it {RIGHT_NAMES[text]!r}. "
+    if _is_narrow_format(text):
+        return f"That is a format: precision='{EMULATE}{text}' computes on values rounded to it, on any device. "
+    recipe = _fp8_recipe(text)
+    if recipe is not None:
+        return f"The FP8 recipe is a separate argument: precision='fp8', fp8={recipe!r}. "
+    return ""
+
+
+def _is_narrow_format(text: str) -> bool:
+    """Return whether the text may follow "emulate:" and is narrower than 16 bits; "fp8" itself is a precision."""
+    try:
+        return text.strip() not in ALL and parse_recipe(text).scaled
+    except AmpwiseError:
+        return False
+
+
+def _fp8_recipe(text: str) -> str | None:
+    """Return the recipe in "fp8,delayed" or in "delayed"; after "fp8", also the most similar one."""
+    known = (*RECIPES, MEASURED)
+    rest = text.removeprefix("fp8")
+    recipe = rest.lstrip(BETWEEN)
+    if recipe in known:
+        return recipe
+    is_after_fp8 = text != rest != recipe
+    return next(iter(nearest(recipe, known)), None) if is_after_fp8 else None

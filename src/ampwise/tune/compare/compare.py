@@ -1,0 +1,171 @@
+"""``ampwise.compare``: measure a user's training step in several precisions."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.conv import _ConvNd
+
+from ampwise.errors import BadInput
+from ampwise.hardware.cpu import BF16_FEATURES, describe_cpu
+from ampwise.hardware.torch_info import read_device, read_fp32_switches
+from ampwise.rules.evidence.speed import BASE, SpeedComparison
+from ampwise.rules.evidence.speed_command import compare_command
+from ampwise.trace.capsule.capsule_replay import device_named
+from ampwise.train.precision.precision import precisions_of
+from ampwise.train.random_state import capture_random, restore_random
+from ampwise.tune.compare.clocks import Clock, clock_for
+from ampwise.tune.compare.contender import make_contenders
+from ampwise.tune.compare.measurement import Measurement, MeasureSettings, Progress
+from ampwise.tune.compare.plan import checked_names, make_plan
+from ampwise.tune.compare.result import PrecisionComparison
+from ampwise.tune.train_case import CaseFactory, TrainCase, load_factory, make_factory
+from ampwise.tune.training_step import make_optimizer
+
+__all__ = ["compare"]
+
+OPTIMIZER, CLIP_NORM, NO_CLIP = "adamw", 1.0, "none"  # the defaults of the command, too
+
+
+def compare(
+    make: Callable[..., Any] | str,
+    precisions: Iterable[str] | None = None,
+    *,
+    compiled: bool = False,
+    batch: int | None = None,
+    device: str | torch.device | None = None,
+    optimizer: str = OPTIMIZER,
+    clip_norm: float | None = CLIP_NORM,
+    keep_fp32: Sequence[str] = (),
+    rounds: int | None = None,
+    steps: int | None = None,
+    progress: Progress | None = None,
+    clock: Clock | None = None,
+) -> PrecisionComparison:
+    """Train a few steps in each precision, in turns, and report which is faster, by how much, and why not more.
+
+    ``make`` returns a model, a batch and the function that computes the loss; it is called once.
+
+    >>> import torch, ampwise
+    >>> def make(batch=4):
+    ...     model = torch.nn.Linear(8, 1)
+    ...     x = torch.randn(batch, 8)
+    ...     return model, (x,), lambda x: model(x).square().mean()
+    >>> result = ampwise.compare(make, ["fp32", "bf16"], device="cpu", rounds=2, steps=1)
+    >>> [(row.label, row.loss.same) for row in result.rows]
+    [('fp32', True), ('bf16', True)]
+
+    ``precisions``: any of fp32, tf32, fp16, bf16 and fp8; by default those the device runs. FP32 is always measured.
+    ``compiled``: also measure each with ``torch.compile``. ``batch``: rows of the batch; if the function takes no size,
+    its batch is cut or repeated. ``optimizer``: a name, used unless the function returns an optimizer. ``keep_fp32``:
+    patterns of modules that stay in FP32 in the 16-bit precisions. ``rounds`` and ``steps`` per turn are chosen by how
+    long a step takes. ``progress`` is called with steps done, steps in all, and the activity; ``clock`` replaces the
+    device's own. Your random number generators are restored afterwards; your weights and gradients are not touched
+    unless the function returns them.
+    """
+    names = None if precisions is None else checked_names(precisions)
+    _check(rounds=rounds, steps=steps)
+    factory = load_factory(make) if isinstance(make, str) else make_factory(make)
+    target = device_named(None if device is None else str(device), "cuda")
+    planned = make_plan(names, precisions_of(target), target, compiled=compiled)
+    with _random_state_restored(target):
+        case = factory.make(target, batch)
+        if not case.parameters:
+            raise BadInput(f"{factory.name}: no parameter has requires_grad=True, so there is no step to compare.")
+        own = case.optimizer or make_optimizer(optimizer, case.parameters, fused=target.type == "cuda")
+        contended = make_contenders(planned.entries, case, own, clip_norm=clip_norm, kept=keep_fp32)
+        settings = MeasureSettings(rounds=rounds, steps=steps, progress=progress, clock=clock or clock_for(target))
+        measured = Measurement(case, contended, settings)
+        measured.run()
+    asked = {
+        "--device": None if device is None and target.type == "cuda" else target,
+        "--precisions": None if names is None else ",".join(names),
+        "--batch": batch,
+        "--optimizer": None if optimizer == OPTIMIZER else optimizer,
+        "--clip": None if clip_norm == CLIP_NORM else clip_norm or NO_CLIP,
+        "--rounds": rounds,
+        "--steps": steps,
+    }
+    speeds = SpeedComparison(
+        subject=factory.name,
+        command=compare_command(_command_name(factory), _options(asked, compiled, keep_fp32)),
+        device=target.type,
+        device_name=_name(target),
+        rows=(*measured.rows(), *planned.left_out),
+        noise=measured.noise,
+        rounds=measured.rounds,
+        batch=case.rows,
+        tokens=case.tokens,
+        kept=tuple(keep_fp32),
+        flops=measured.flops,
+        layers=measured.layers(),
+        clocks=measured.clocks,
+        tf32_was_on=_tf32_was_on(case),
+        bf16_instructions=_bf16_instructions(target),
+        not_measured=tuple(measured.not_measured()),
+    )
+    return PrecisionComparison(speeds)
+
+
+def _check(**numbers: int | None) -> None:
+    for name, number in numbers.items():
+        if number is not None and (not isinstance(number, int) or number < 1):
+            raise BadInput(f"compare: expected {name} of at least 1, got {number!r}.")
+
+
+@contextmanager
+def _random_state_restored(device: torch.device) -> Iterator[None]:
+    """Restore the random number generators of torch, Python and numpy on exit."""
+    before = capture_random(device)
+    try:
+        yield
+    finally:
+        restore_random(before, device)
+
+
+def _command_name(factory: CaseFactory) -> str:
+    """Name the function as a command line would."""
+    return factory.name if ":" in factory.name else f"{_module(factory)}:{factory.name}"
+
+
+def _options(asked: Mapping[str, object], compiled: bool, kept: Sequence[str]) -> Iterator[tuple[str, ...]]:
+    """Yield the command's options that differ from their defaults."""
+    yield from ((name, str(value)) for name, value in asked.items() if value is not None)
+    if compiled:
+        yield ("--compile",)
+    yield from (("--keep", f"{BASE}={pattern}") for pattern in kept)
+
+
+def _module(factory: CaseFactory) -> str:
+    module = getattr(factory.function, "__module__", "__main__")
+    if module != "__main__":
+        return str(module)
+    return Path(getattr(sys.modules["__main__"], "__file__", None) or "train.py").name
+
+
+def _name(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return (describe_cpu().model or "CPU") if device.type == "cpu" else device.type
+
+
+def _tf32_was_on(case: TrainCase) -> tuple[str, ...]:
+    """Name the operations for which TF32 was on, on a device where it has an effect."""
+    device = case.device
+    if device.type != "cuda" or not read_device(torch, device.index or 0).has_tensor_cores("tf32"):
+        return ()
+    switches = read_fp32_switches(torch)
+    convolves = any(isinstance(module, _ConvNd) for module in nn.Module.modules(case.model))
+    on = {"matmuls": switches.matmul_tf32, "convolutions": switches.convolution_tf32 and convolves}
+    return tuple(what for what, is_on in on.items() if is_on)
+
+
+def _bf16_instructions(device: torch.device) -> bool | None:
+    features = describe_cpu().features if device.type == "cpu" else None
+    return None if features is None else any(feature in features for feature in BF16_FEATURES)

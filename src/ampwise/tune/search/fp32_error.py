@@ -1,0 +1,147 @@
+"""How far loss and gradients are from FP32's, as one number.
+
+Loss: the root of the summed squared differences over the batches, relative to that of the losses. Gradients: for each
+module, half of the squared relative error of its gradient over the batches, which is the part of a step's progress
+lost in it: 1 - cosine, where the lengths agree. The error is the largest of these numbers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+
+from ampwise.tune.search.passes import PassResult
+
+__all__ = ["ErrorTally", "Fp32Error", "Fp32Reference", "ParameterGroups"]
+
+# A module whose gradient is smaller than this fraction of the typical, by root mean square, is treated as if it were
+# that large: what should cancel to zero is exact in no format.
+LEAST = 1e-3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fp32Error:
+    """Difference of some passes from FP32's."""
+
+    loss: float
+    gradient: float  # of the worst module
+    worst: str | None  # its name; None if there is no difference
+
+    @property
+    def error(self) -> float:
+        """The number compared with the tolerance; infinite if something is not finite."""
+        return max(self.loss, self.gradient)
+
+
+class ParameterGroups:
+    """Groups of parameters by the module that owns them."""
+
+    def __init__(self, model: Module, parameters: Sequence[Tensor]) -> None:
+        owners: dict[int, str] = {}
+        for name, parameter in model.named_parameters():
+            owners.setdefault(id(parameter), name.rpartition(".")[0])
+        self.names = list(dict.fromkeys(owners[id(parameter)] for parameter in parameters))
+        places = {name: place for place, name in enumerate(self.names)}
+        self.places = torch.tensor([places[owners[id(parameter)]] for parameter in parameters])
+        sizes = torch.tensor([parameter.numel() for parameter in parameters], dtype=torch.float64)
+        self.sizes = self.summed(sizes)
+
+    def summed(self, by_parameter: Tensor) -> Tensor:
+        """Sum numbers per parameter into one per group."""
+        return torch.zeros(len(self.names), dtype=torch.float64).index_add_(0, self.places, by_parameter)
+
+
+class Fp32Reference:
+    """FP32's loss and gradients on each batch; gradients stay on the device if its memory allows."""
+
+    def __init__(self, groups: ParameterGroups, outcomes: Iterable[PassResult], count: int) -> None:
+        self.groups = groups
+        self.losses: list[float] = []
+        self.gradients: list[tuple[Tensor | None, ...]] = []
+        squares = torch.zeros(len(groups.names), dtype=torch.float64)
+        home: torch.device | None = None
+        for outcome in outcomes:
+            home = home or _home(outcome, count)
+            self.losses.append(outcome.loss)
+            self.gradients.append(tuple(None if each is None else each.to(home) for each in outcome.gradients))
+            squares += groups.summed(_squares(outcome.gradients))
+        typical = squares.sum() / groups.sizes.sum()
+        self.squares = torch.maximum(squares, LEAST**2 * typical * groups.sizes)
+        self.loss_squares = math.fsum(loss * loss for loss in self.losses)
+
+
+class ErrorTally:
+    """Sums up differences batch by batch. They only grow: too large on one batch is too large on all."""
+
+    def __init__(self, reference: Fp32Reference) -> None:
+        self._reference = reference
+        self._squares = torch.zeros(len(reference.groups.names), dtype=torch.float64)
+        self._loss_squares = 0.0
+        self.batches = 0
+
+    def add(self, outcome: PassResult) -> None:
+        """Add the next batch."""
+        reference, place = self._reference, self.batches
+        differences = list(map(_subtract, outcome.gradients, reference.gradients[place]))
+        self._squares += reference.groups.summed(_squares(differences))
+        self._loss_squares += (outcome.loss - reference.losses[place]) ** 2
+        self.batches += 1
+
+    @property
+    def difference(self) -> Fp32Error:
+        """The difference so far."""
+        reference = self._reference
+        shares = torch.where(self._squares > 0, self._squares / (2 * reference.squares), 0.0)
+        shares = torch.where(self._squares.isfinite(), shares, math.inf)
+        worst = int(shares.argmax())
+        gradient = float(shares[worst])
+        return Fp32Error(
+            loss=_relative(self._loss_squares, reference.loss_squares),
+            gradient=gradient,
+            worst=reference.groups.names[worst] if gradient else None,
+        )
+
+
+def _subtract(own: Tensor | None, other: Tensor | None) -> Tensor | None:
+    """Return the difference, up to its sign. A missing gradient is zero: an expert that gets no rows has none."""
+    if own is None or other is None:
+        return other if own is None else own
+    return own - other.to(own.device)
+
+
+def _relative(squares: float, whole: float) -> float:
+    if not math.isfinite(squares):
+        return math.inf
+    return math.sqrt(squares / whole) if whole else math.inf if squares else 0.0
+
+
+def _squares(gradients: Sequence[Tensor | None]) -> Tensor:
+    """Return the sum of squares of each tensor, with one device sync for all."""
+    present = [each for each in gradients if each is not None]
+    norms = torch.zeros(len(gradients), dtype=torch.float64)
+    if present:
+        home = present[0].device
+        measured = torch.stack([torch.linalg.vector_norm(each, dtype=_sum_dtype(each)).to(home) for each in present])
+        norms[[place for place, each in enumerate(gradients) if each is not None]] = measured.cpu()
+    return norms.square()
+
+
+def _sum_dtype(tensor: Tensor) -> torch.dtype:
+    """Return the dtype for sums; Apple's GPU has no FP64."""
+    return torch.float32 if tensor.device.type == "mps" else torch.float64
+
+
+def _home(outcome: PassResult, count: int) -> torch.device:
+    """Return the gradients' device, or the CPU if they would take more than a quarter of the GPU's free memory."""
+    present = [each for each in outcome.gradients if each is not None]
+    device = present[0].device if present else torch.device("cpu")
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        if 4 * count * sum(each.nbytes for each in present) > free:
+            return torch.device("cpu")
+    return device

@@ -1,0 +1,52 @@
+"""Measure how long the training loop waits for its data."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from torch.utils.data import dataloader
+
+from ampwise.rules.evidence.run_events import CallSite
+from ampwise.trace.call_site import calling_site
+from ampwise.watch.patches import Patches
+
+__all__ = ["DataLoading"]
+
+
+class DataLoading:
+    """Time spent in DataLoaders' ``__next__``, by the line that waited, since ``take`` was last called.
+
+    Only the training thread counts: a thread that prefetches does not delay training.
+    """
+
+    def __init__(self, patches: Patches, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._process, self._thread = os.getpid(), threading.get_ident()
+        self._waits: dict[CallSite, float] = {}
+        self.off = False  # in skipped steps
+        self._within = False  # a loader that reads from another one is counted once
+        patches.replace(dataloader._BaseDataLoaderIter, "__next__", self._timed)
+
+    def take(self) -> dict[CallSite, float]:
+        """Return the waits so far and reset them. The calling thread is the training thread."""
+        self._thread = threading.get_ident()
+        waits, self._waits = self._waits, {}
+        return waits
+
+    def _timed(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def timed_next(iterator: Any) -> Any:
+            if self.off or self._within or threading.get_ident() != self._thread or os.getpid() != self._process:
+                return original(iterator)
+            self._within = True
+            began = self._clock()
+            try:
+                return original(iterator)
+            finally:
+                self._within = False
+                site = calling_site()
+                self._waits[site] = self._waits.get(site, 0.0) + self._clock() - began
+
+        return timed_next

@@ -1,0 +1,271 @@
+"""`ampwise report`: a record that was really written, read back in three forms."""
+
+import json
+import os
+import subprocess
+import sys
+import webbrowser
+
+import pytest
+
+from ampwise import __version__
+from ampwise.cli import main
+from ampwise.finding import Place
+from ampwise.numbers.census.algebra import Census
+from ampwise.report.page import GENERATOR_MARK
+from ampwise.rules import find_rule
+from ampwise.rules.evidence.rows import CountedFinding, LayerSample, StepRow
+from ampwise.runs.writer import RecordWriter
+
+
+@pytest.fixture(autouse=True)
+def _plain(monkeypatch):
+    monkeypatch.delenv("FORCE_COLOR", raising=False)
+    monkeypatch.setenv("COLUMNS", "100")
+
+
+def begin_record(folder):
+    writer = RecordWriter.create(folder, command=["train.py"], script="train.py", environment={"torch": "2.13.0"})
+    for step in range(1, 11):
+        writer.step(StepRow(step=step, loss=1 / step, scale=65536.0, norm=0.5, skipped=step == 4))
+    weights = Census(binades={-20: 3}, amax=2**-19.5, amin=2**-19.5)
+    writer.layers(LayerSample(first=1, last=1, scale=65536.0, layers={"head.weight": weights}))
+    finding = find_rule("AMP101").at(Place(file="train.py", line=2), "clipped while scaled by 65536")
+    excerpt = {"first_line": 1, "lines": ["backward()", "clip()"]}
+    writer.findings([CountedFinding(finding=finding, count=10, first_step=1, last_step=10, excerpt=excerpt)])
+    writer.fact("precision", "fp16")
+    writer.flush()
+    return writer
+
+
+@pytest.fixture
+def record(tmp_path):
+    begin_record(tmp_path / "run").close("finished", 0)
+    return tmp_path / "run"
+
+
+def test_the_summary(record, capsys):
+    assert main(["report", str(record)]) == 0  # with an error in it: the report was made
+    text = capsys.readouterr().out
+    assert text.startswith("1 error in 10 steps of train.py (fp16, scaler): gradients are clipped before")
+    assert "2 | clip()\n  | ^^^^^^\n" in text
+    assert "×10, first at step 1, last at step 10" in text
+    assert "head.weight" in text
+    assert "\x1b" not in text
+    assert f"ampwise report {record} -o page.html" in text
+
+
+def test_json(record, capsys):
+    assert main(["report", str(record), "--json"]) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert (data["version"], data["status"], data["exit_code"]) == (1, "finished", 0)
+    assert [one["code"] for one in data["findings"]] == ["AMP101"]
+    assert sum(row["skipped"] for row in data["metrics"]["steps"]) == 1
+    assert data["metrics"]["layers"][0]["name"] == "head.weight"
+    assert data["environment"] == {"torch": "2.13.0", "ampwise": __version__}
+
+
+def test_the_page_is_written_and_written_again(record, tmp_path, capsys):
+    paper = tmp_path / "page.html"
+    for _ in range(2):  # an earlier report gives way to the next
+        assert main(["report", str(record), "-o", str(paper)]) == 0
+    assert GENERATOR_MARK in paper.read_text()
+    assert capsys.readouterr().out.splitlines()[1] == f"Wrote {paper}"
+
+
+def test_the_option_by_its_first_name(record, tmp_path):
+    assert main(["report", str(record), "--html", str(tmp_path / "p.html")]) == 0
+    assert GENERATOR_MARK in (tmp_path / "p.html").read_text()
+
+
+def test_json_and_page_together(record, tmp_path, capsys):
+    assert main(["report", str(record), "--json", "-o", str(tmp_path / "p.html")]) == 0
+    assert json.loads(capsys.readouterr().out)["version"] == 1
+    assert (tmp_path / "p.html").exists()
+
+
+def test_a_file_of_somebody_else_is_kept(record, tmp_path, capsys):
+    paper = tmp_path / "thesis.html"
+    paper.write_text("<p>Years of work</p>")
+    assert main(["report", str(record), "-o", str(paper)]) == 2
+    assert capsys.readouterr().err == (
+        f"ampwise: error: -o {paper}: exists and is not an ampwise page. Use -f to overwrite it, or give another.\n"
+    )
+    assert paper.read_text() == "<p>Years of work</p>"
+    assert main(["report", str(record), "-o", str(paper), "-f"]) == 0
+    assert GENERATOR_MARK in paper.read_text()
+
+
+def test_a_run_that_is_still_going(tmp_path, capsys):
+    writer = begin_record(tmp_path / "run")
+    assert main(["report", str(tmp_path / "run")]) == 0
+    assert "The run is still going; this is what it has recorded so far.\n" in capsys.readouterr().out
+    writer.close("failed", 1, ValueError("no data"))
+    assert main(["report", str(tmp_path / "run")]) == 0
+    assert "The script failed with ValueError: no data (exit code 1).\n" in capsys.readouterr().out
+
+
+def test_a_record_cut_short_is_still_reported(record, capsys):
+    steps = record / "steps.jsonl"
+    steps.write_bytes(b"nonsense\n" + steps.read_bytes()[:-5])
+    (record / "findings.json").unlink()
+    assert main(["report", str(record)]) == 0
+    text = capsys.readouterr().out
+    assert text.startswith("The findings of 9 steps of train.py (fp16, scaler) could not be read.")
+    assert "Problems with this record" in text
+    assert "findings.json is missing." in text
+
+
+@pytest.mark.parametrize("name", ["nowhere", "empty", "a_file"])
+def test_what_is_no_record(tmp_path, capsys, name):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "a_file").write_text("text")
+    assert main(["report", str(tmp_path / name)]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"ampwise: error: {tmp_path / name} ")
+    assert error.count("\n") == 1
+    assert ("`ampwise run -o " in error) is (name != "a_file")  # the way out, where it is one
+
+
+def test_an_empty_name_is_refused(capsys, tmp_path, monkeypatch):
+    begin_record(tmp_path / "run").close("finished", 0)
+    monkeypatch.chdir(tmp_path / "run")  # where "" would be a record
+    for words in ([""], [".", ""], ["", "."]):
+        assert main(["report", *words]) == 2
+        assert capsys.readouterr().err == (
+            "ampwise: error: report: the name of the record is empty. Name its folder; `.` is the current one.\n"
+        )
+
+
+def test_a_link_to_itself(tmp_path, capsys):
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    assert main(["report", str(tmp_path / "loop")]) == 2
+    assert capsys.readouterr().err == f"ampwise: error: {tmp_path / 'loop'} is a broken link.\n"
+
+
+def test_an_ascii_terminal_gets_arrows_and_no_escapes(record, tmp_path):
+    begin_record(tmp_path / "later").close("finished", 1)
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"}
+    shown = []
+    for words in ([record], [record, tmp_path / "later"]):
+        command = [sys.executable, "-m", "ampwise", "report", *map(str, words)]
+        shown.append(subprocess.run(command, capture_output=True, check=True, env=environment).stdout.decode("ascii"))
+        assert "\\u" not in shown[-1]
+        assert "\\x" not in shown[-1]
+    assert "x10, first at step 1" in shown[0]
+
+
+@pytest.mark.parametrize(
+    ("path", "told"),
+    [
+        ("logs/events.out.tfevents.1700000000.host.1.0", "It looks like a TensorBoard log"),
+        ("wandb/debug.log", "It looks like a Weights & Biases log"),
+        ("run-x/run-x.wandb", "It looks like a Weights & Biases log"),
+        ("mlruns/0/meta.yaml", "It looks like an MLflow log"),
+        ("model/model.safetensors", "It looks like a checkpoint"),
+        ("new/manifest.json.new", "A run is about to write a record here: try again in a moment."),
+    ],
+)
+def test_what_another_tool_has_left(tmp_path, capsys, path, told):
+    (tmp_path / path).parent.mkdir(parents=True)
+    (tmp_path / path).write_text("text")
+    folder = tmp_path / path.partition("/")[0]
+    assert main(["report", str(folder)]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"ampwise: error: {folder} is not a record")
+    assert told in error
+    assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("run.zip", "It looks like an archive; unpack it, and name the folder."),
+        ("last.ckpt", "It looks like a checkpoint, which is not a record of the run."),
+        ("events.out.tfevents.17.host", "It looks like a TensorBoard log"),
+    ],
+)
+def test_a_file_of_another_kind(tmp_path, capsys, name, told):
+    (tmp_path / name).write_bytes(b"PK")
+    assert main(["report", str(tmp_path / name)]) == 2
+    assert told in capsys.readouterr().err
+
+
+def test_a_file_of_a_record_leads_to_its_folder(record, capsys):
+    assert main(["report", str(record / "steps.jsonl")]) == 2
+    assert f"The record is its folder, {record}.\n" in capsys.readouterr().err
+
+
+def test_a_folder_of_records_leads_to_the_newest(tmp_path, capsys):
+    for day, name in [(1, "old"), (3, "new"), (2, "middle")]:
+        begin_record(tmp_path / name).close("finished", 0)
+        manifest = json.loads((tmp_path / name / "manifest.json").read_text())
+        created = {"created": f"2026-01-0{day}T00:00:00+00:00"}  # and not what a copy does to the times of files
+        (tmp_path / name / "manifest.json").write_text(json.dumps(manifest | created))
+    assert main(["report", str(tmp_path)]) == 2
+    assert f"It contains 3 records: `ampwise report {tmp_path / 'new'}` shows the newest." in capsys.readouterr().err
+
+
+def test_a_record_of_a_later_version_is_refused_and_cannot_harm_the_terminal(record, capsys):
+    manifest = json.loads((record / "manifest.json").read_text())
+    (record / "manifest.json").write_text(json.dumps(manifest | {"version": 99, "ampwise": "9\x1b[2J\n9"}))
+    assert main(["report", str(record)]) == 2
+    error = capsys.readouterr().err
+    assert f"{record} is a record of version 99, written by ampwise 9\\x1b[2J\\n9;" in error
+    assert "\x1b" not in error
+    assert error.count("\n") == 1
+
+
+def test_a_torn_manifest(record, capsys):
+    (record / "manifest.json").write_text('{"format": "ampwise-r')
+    assert main(["report", str(record)]) == 0  # what can be shown is shown
+    text = capsys.readouterr().out
+    assert text.startswith("1 error in 10 steps of an unknown script (scaler): ")
+    assert "How the run ended is unknown: its manifest could not be read.\n" in text
+    assert "head.weight" in text
+    assert "cannot be read: it is truncated or damaged." in " ".join(text.split())
+    (record / "manifest.json").write_text('{"format": "another"}')
+    assert main(["report", str(record)]) == 2
+    assert "is not an ampwise record" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("html", "reason"), [(".", "is a folder. Give a file"), ("no/such/page.html", "there is no folder no/such")]
+)
+def test_a_page_that_cannot_be_written(record, tmp_path, capsys, monkeypatch, html, reason):
+    monkeypatch.chdir(tmp_path)
+    assert main(["report", str(record), "-o", html]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"ampwise: error: -o {html}: {reason}")
+    assert error.count("\n") == 1
+
+
+def test_open_shows_the_page(record, monkeypatch, capsys):
+    shown = []
+    monkeypatch.setattr(webbrowser, "open", lambda address: shown.append(address) or True)
+    assert main(["report", str(record), "--open"]) == 0
+    assert shown == [(record / "report.html").as_uri()]
+    assert main(["report", str(record)]) == 0  # the page in its folder is no trouble to the record
+    assert "Trouble" not in capsys.readouterr().out
+
+
+def test_open_without_a_browser(record, monkeypatch, capsys):
+    monkeypatch.setattr(webbrowser, "open", lambda _: False)
+    assert main(["report", str(record), "--open"]) == 2
+    assert "no browser found. Open " in capsys.readouterr().err
+    assert (record / "report.html").exists()
+
+
+def test_torch_stays_out(record):
+    code = f"import sys\nfrom ampwise.cli import main\nmain(['report', {str(record)!r}])\nprint('torch' in sys.modules)"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.splitlines()[-1] == "False"
+
+
+def test_help_has_examples(capsys):
+    with pytest.raises(SystemExit):
+        main(["report", "--help"])
+    text = capsys.readouterr().out
+    assert "ampwise report RUN -o page.html --open" in text
+    assert "--html" not in text
+    assert "exit code is 0" in text

@@ -1,0 +1,105 @@
+import re
+
+from ampwise.finding import Edit, Severity
+from ampwise.report.printers.outputs import full
+
+
+def test_a_finding_in_a_file(finding, tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text("loss.backward()\nclip_grad_norm_(parameters, 1.0)\n")
+    place = {"file": str(script), "line": 2, "column": 1, "end_line": 2, "end_column": 16}
+    text = full.render([finding(evidence={"scale": 65536.0, "ratio": 1 / 3}, **place)])
+    assert text.replace(str(script), "train.py") == (
+        "error[AMP101] clip-scaled-grads: gradients are still scaled\n"
+        " --> train.py:2:1\n"
+        "  |\n"
+        "1 | loss.backward()\n"
+        "2 | clip_grad_norm_(parameters, 1.0)\n"
+        "  | ^^^^^^^^^^^^^^^\n"
+        "  |\n"
+        "  = scale: 65536\n"
+        "  = ratio: 0.333333\n"
+        "help: Call scaler.unscale_(optimizer) first.\n"
+        "\n"
+        "Found 1 finding (1 error).\n"
+    )
+
+
+def test_a_finding_without_a_file(finding):
+    text = full.render([finding("overflow", severity=Severity.INFO, parameter="w", step=3, fix="Lower the scale.")])
+    assert text == (
+        "info[AMP101] clip-scaled-grads: overflow\n"
+        " --> w at step 3\n"
+        "help: Lower the scale.\n"
+        "\n"
+        "Found 1 finding (1 info).\n"
+    )
+
+
+def test_arrow_and_evidence_stand_in_line_with_a_wide_gutter(finding, tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text("x = 1\n" * 120)
+    lines = full.render([finding(file=str(script), line=100, column=1, evidence={"a": 1})]).splitlines()
+    assert lines[1].startswith("   --> ")
+    assert lines[2] == "    |"
+    assert lines[-4] == "    = a: 1"
+
+
+def test_a_finding_nowhere_has_no_arrow(finding):
+    assert "-->" not in full.render([finding()])
+
+
+def test_later_lines_of_a_message_cannot_pass_for_a_finding(finding):
+    lines = full.render([finding("first\nerror[AMP999] forged: x", fix="one\ntwo")]).splitlines()
+    assert lines[1] == "  error[AMP999] forged: x"
+    assert lines[3] == "      two"
+
+
+def test_hostile_text_is_literal(finding):
+    text = full.render([finding("[red]a\x1b[31m", file="\x1b]0;x\x07.py", evidence={"k\n": "v\x1b"})])
+    assert r"[red]a\x1b[31m" in text
+    assert r"--> \x1b]0;x\x07.py" in text
+    assert r"= k\n: v\x1b" in text
+
+
+def test_colour_changes_only_the_colour(finding, tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text("x = 1\n")
+    findings = [finding(file=str(script), line=1, column=1, evidence={"a": 1})]
+    coloured = full.render(findings, colour=True)
+    assert coloured != full.render(findings)
+    assert re.sub(r"\x1b\[[\d;]*m", "", coloured) == full.render(findings)
+
+
+def test_what_would_change_follows_the_help(finding):
+    text = full.render(
+        [finding(file="-", line=2, column=1, edits=[Edit(2, 1, 2, 1, "scaler.unscale_(optimizer)\n")], safe=False)],
+        texts={"-": "loss.backward()\nclip_grad_norm_(parameters, 1.0)\n"},
+    )
+    assert text == (
+        "error[AMP101] clip-scaled-grads: gradients are still scaled\n"
+        " --> -:2:1\n"
+        "  |\n"
+        "1 | loss.backward()\n"
+        "2 | clip_grad_norm_(parameters, 1.0)\n"
+        "  | ^\n"
+        "  |\n"
+        "help: Call scaler.unscale_(optimizer) first.\n"
+        "note: applied only with `--unsafe-fixes`\n"
+        "  |\n"
+        "1 | loss.backward()\n"
+        "2 + scaler.unscale_(optimizer)\n"
+        "3 | clip_grad_norm_(parameters, 1.0)\n"
+        "  |\n"
+        "\n"
+        "Found 1 finding (1 error).\n"
+        "1 fixable with `--fix --unsafe-fixes`.\n"
+    )
+
+
+def test_colour_changes_only_the_colour_of_edits_too(finding):
+    findings = [finding(file="-", line=1, edits=[Edit(1, 1, 1, 2, "y")])]
+    coloured = full.render(findings, colour=True, texts={"-": "x = 1\n"})
+    assert "\x1b[31m- x = 1\x1b[0m" in coloured
+    assert "\x1b[32m+ y = 1\x1b[0m" in coloured
+    assert re.sub(r"\x1b\[[\d;]*m", "", coloured) == full.render(findings, texts={"-": "x = 1\n"})
