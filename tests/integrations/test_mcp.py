@@ -211,7 +211,9 @@ def test_answers_are_those_of_the_verbs(project):
 def test_errors_are_one_line(project):
     assert refused(project, "explain", {"rule": "AMP1O1"}).startswith("unknown rule 'AMP1O1'. Did you mean AMP")
     assert "unknown" in refused(project, "advise", {"gpu": "h2000"})
-    assert refused(project, "explain", {"rule": "--help"}) == "'--help': expected a name."
+    assert refused(project, "explain", {"rule": "--help"}) == (
+        "'--help': expected a name of at most 200 printable characters that does not start with '-'."
+    )
     assert "Input should be a valid string" in refused(project, "explain", {"rule": 3})
     crashed = Recorder(code=1, err="Traceback (most recent call last):\n  x\nKeyError: 'loss'\n")
     assert refused(project, "formats", {}, run_command=crashed) == "KeyError: 'loss'"

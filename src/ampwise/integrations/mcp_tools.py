@@ -219,7 +219,10 @@ def _options(**given: str | float | bool | None) -> list[str]:
 def _word(name: str) -> str:
     """Return a name that is safe on a command line; BadInput for any other."""
     if not name.strip() or name.startswith("-") or not name.isprintable() or len(name) > LONGEST_WORD:
-        raise BadInput(f"{printable(name[:LONGEST_WORD])!r}: expected a name.")
+        raise BadInput(
+            f"{printable(name[:LONGEST_WORD])!r}: expected a name of at most {LONGEST_WORD} printable characters that "
+            "does not start with '-'."
+        )
     return name
 
 
