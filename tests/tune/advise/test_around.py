@@ -83,6 +83,7 @@ def test_what_would_not():
     assert "compare" not in changes
     assert "--params" not in changes
     assert "FP16 has three more bits" not in " ".join(advise(gpu="tpu-v4").changes)
+    assert "FP8" not in " ".join(advise(gpu="gaudi2", params="7B").changes)  # where FP8 is a prototype, and gets a no
 
 
 def test_no_comes_before_careful_and_the_device_before_all():

@@ -98,7 +98,7 @@ def changes(choice: PrecisionChoice, precision: str) -> Iterator[str]:
         yield f"`ampwise compare {choice.subject}` below 1.1: stay in {target.wide.upper()}."
     if precision in ("fp32", "tf32") and not choice.exact:
         yield from _for_16_bits(choice)
-    if precision == "bf16" and target.has("fp8") and (model.parameters or 0) >= WORTH_FP8:
+    if precision == "bf16" and target.kind == "cuda" and target.has("fp8") and (model.parameters or 0) >= WORTH_FP8:
         yield "FP8 measured faster than compiled BF16 on this model: FP8."
     if model.parameters is None or model.kind is None:
         yield "Size and kind of the model: give --params 7B --arch transformer, or module:callable."
