@@ -321,3 +321,12 @@ def test_a_hanging_sink_delays_the_end_by_seconds_only(warm, tmp_path):
     assert done.returncode == 6
     assert "was still busy when the run ended" in done.stderr
     assert json.dumps(done.stdout) == '""'
+
+
+def test_a_rejected_argument_opens_no_sink(monkeypatch):
+    opened = []
+    monkeypatch.setattr("ampwise.train.engine.make_reporter", opened.append)
+    model = torch.nn.Linear(2, 1)
+    with pytest.raises(BadInput, match="capsules=5"):
+        Engine(model, torch.optim.SGD(model.parameters(), lr=0.1), "fp32", sinks=[print], capsules=5)
+    assert opened == []

@@ -162,11 +162,11 @@ class Engine:
         self._gradient_versions: Any = None  # gradient versions, while nobody else may change the gradients
         self._backoffs: list[StepResult] = []  # scale backoffs to undo at the end of the window
         self._hooks = Hooks()
+        self._explainer = _load_explainer(capsules) if trace else None  # before sinks are opened: it checks capsules
         self._reporter = make_reporter(sinks)
         if self._reporter is not None:
             weakref.finalize(self, self._reporter.end).atexit = False  # it has an exit handler of its own
             self.add_callback(self._reporter)
-        self._explainer = _load_explainer(capsules) if trace else None
         if self._explainer is not None:
             self.add_callback(self._explainer)
         # Last, so that a rejected argument leaves the model unchanged.
