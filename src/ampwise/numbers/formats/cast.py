@@ -177,13 +177,13 @@ def _nearest(wide: Tensor, layout: _Layout, fmt: Format, saturate: bool) -> Tens
 
     The processor rounds the sum, ties to even. In place where possible, as memory traffic dominates.
     """
-    magnitude = wide.abs().clamp_(max=2 * fmt.max)
+    magnitude = wide.abs().clamp_max_(2 * fmt.max)  # clamp_ has no batching rule for vmap
     exponent = magnitude.view(layout.integer) & (layout.magnitude_mask ^ (layout.implicit_bit - 1))
-    exponent.clamp_(min=(fmt.lowest_exponent + layout.bias) << layout.mantissa_bits)
+    exponent.clamp_min_((fmt.lowest_exponent + layout.bias) << layout.mantissa_bits)
     adder = exponent.add_((layout.mantissa_bits - fmt.mantissa_bits) << layout.mantissa_bits).view(wide.dtype)
     rounded = magnitude.add_(adder).sub_(adder)
     limit = overflow_value(fmt, saturate)
-    rounded = rounded.clamp_(max=limit) if limit == fmt.max else rounded.masked_fill_(rounded > fmt.max, limit)
+    rounded = rounded.clamp_max_(limit) if limit == fmt.max else rounded.masked_fill_(rounded > fmt.max, limit)
     signed = rounded.copysign_(wide)
     return signed.add_(0.0) if fmt.nan_at_negative_zero else signed  # -0.0 + 0.0 is +0.0
 
