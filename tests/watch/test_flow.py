@@ -174,7 +174,7 @@ def test_models_of_two_optimizers():
     }
 
 
-def test_two_models_of_one_optimizer_are_told_apart():
+def test_two_models_of_one_optimizer_are_distinguished():
     one, other = nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 1))
     optimizer = lambda: torch.optim.SGD([*one.parameters(), *other.parameters()], lr=0.1)  # noqa: E731
     facts, _ = watched(lambda: train(None, run=lambda x: other(one(x)), optimizer=optimizer(), inputs=torch.ones(2, 4)))
@@ -357,7 +357,7 @@ def test_what_is_saved_while_it_looks_has_nothing_of_ours():
         pickle.loads(each)(torch.arange(4))
 
 
-def test_a_copy_made_while_it_looks_tells_nothing_later():
+def test_a_copy_made_while_it_looks_says_nothing_later():
     model, copies = Net(), []
 
     def between(step):
@@ -406,3 +406,18 @@ def test_tensors_are_found_in_what_modules_take():
     endless = []
     endless.append(endless)
     assert list(tensors_in(endless)) == []
+
+
+def test_of_many_optimizers_the_models_of_the_first_are_recorded():
+    def script():
+        models = [nn.Linear(2, 2) for _ in range(flow.MOST_OPTIMIZERS + 3)]
+        optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+        for _ in range(3):
+            for model, optimizer in zip(models, optimizers, strict=True):
+                model(torch.ones(1, 2)).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+
+    facts, _ = watched(script)
+    assert len(facts["dtype_flow"]) == flow.MOST_OPTIMIZERS
+    assert said(facts) == [f"Dtypes of modules were recorded for the first {flow.MOST_OPTIMIZERS} optimizers only."]

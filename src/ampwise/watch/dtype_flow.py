@@ -26,6 +26,7 @@ __all__ = ["DtypeFlow"]
 
 MOST = 2000  # modules
 WHAT = "Dtypes of modules were not recorded"
+MOST_OPTIMIZERS = 16  # recording takes a step of each
 COMPILED = "it is compiled, and a hook would make torch.compile recompile it"
 SCRIPTED = "TorchScript modules take no hooks"
 OTHER_BITS = "a hook would switch off its fast path"
@@ -96,6 +97,9 @@ class DtypeFlow:
             return
         if index in self._handles:
             self._end(index)
+        elif len(self._done) + len(self._handles) >= MOST_OPTIMIZERS:
+            self._done.add(index)
+            self._why_not[f"Dtypes of modules were recorded for the first {MOST_OPTIMIZERS} optimizers only."] = None
         elif free:
             self._begin(index, optimizer, models)
 
