@@ -3,11 +3,12 @@ PYTHON ?= python3
 VENV   ?= .venv
 ARGS   ?=
 NAME   ?= census
+GROUP  ?= order
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 NEEDS  := pyproject.toml constraints.txt setup.py src/ampwise/numbers/census/_native.c
 
-.PHONY: help demo layers test nightly fuzz attack check lint types docs docs-check site format peers bench gpu-test gpu-bench release clean
+.PHONY: help demo layers test nightly fuzz attack check lint types docs docs-check site format new-rule peers bench gpu-test gpu-bench release clean
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -58,6 +59,9 @@ site: $(STAMP) ## build the documentation site in build/site, including the less
 format: $(STAMP) ## format the source
 	@$(BIN)/ruff format --quiet .
 	@$(BIN)/ruff check --fix .
+
+new-rule: $(STAMP) ## write the files of a new rule: make new-rule NAME=clip-by-value GROUP=order
+	@$(BIN)/python -m tools.new_rule $(NAME) --group $(GROUP)
 
 peers: $(STAMP) ## run the conformance cases with other software and record the outcomes (then `make docs`)
 	@$(BIN)/python tools/observe_peers.py

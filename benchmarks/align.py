@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ampwise.rules.evidence.alignment import better_size
 from ampwise.tune.align.align import align
+from ampwise.tune.align.alignment import better_size
 from ampwise.tune.align.pad import pad_
 from ampwise.tune.align.result import Alignment
 from ampwise.tune.train_case import TrainCase, make_factory

@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 
-from ampwise.rules.evidence.speed import PrecisionRow, SpeedComparison
-from ampwise.rules.evidence.speed_text import speed_headline
 from ampwise.tune.compare.compare import compare
 from ampwise.tune.compare.result import PrecisionComparison
+from ampwise.tune.compare.speed_text import speed_headline
+from ampwise.tune.compare.speeds import PrecisionRow, SpeedComparison
 from benchmarks.harness import Result, note, publish_parts
 
 __all__ = ["main"]

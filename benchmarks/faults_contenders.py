@@ -285,9 +285,9 @@ def guarded(job: Job) -> None:
     except ampwise.Stopped as stopped:
         if stopped.code == GIVEN_UP:
             training.note(skipped=engine.applied_steps + engine.skipped_steps)
-        training.note(told=[finding.rule.name for finding in guard.findings])
+        training.note(told=[event.name for event in guard.events])
         raise
-    told = [finding.rule.name for finding in guard.findings]
+    told = [event.name for event in guard.events]
     training.note(told=told)
     training.end(precision=engine.precision, kept=[rule.pattern for rule in engine.policy.rules])
 

@@ -19,8 +19,8 @@ from typing import Any
 
 from ampwise.numbers.census.algebra import Census
 from ampwise.report.page import page
-from ampwise.rules.evidence.rows import LayerSample, StepRow
 from ampwise.runs.reader import Run
+from ampwise.runs.rows import LayerSample, StepRow
 from ampwise.runs.writer import RecordWriter
 from benchmarks.harness import Result, note
 
@@ -53,7 +53,7 @@ def main() -> None:
         browser.close()
     result.notes = [
         f"Headless Chromium {version}, medians of {GOES} loads of the file; painting is from the start of navigation.",
-        "Gradients that FP16 loses a part of in every layer: the estimate of what is lost is most of the page's time.",
+        "Gradients that FP16 loses a part of in every layer, so that every cell of the heat maps is counted.",
     ]
     result.publish()
 

@@ -24,9 +24,9 @@ from ampwise.train.precision.policy import Policy
 from ampwise.tune.search.arrangement import arrange_formats
 from ampwise.tune.search.costs import unit_costs
 from ampwise.tune.search.format_choices import parse_formats
-from ampwise.tune.search.found import Found
 from ampwise.tune.search.fp32_error import ErrorTally, Fp32Reference, ParameterGroups
 from ampwise.tune.search.passes import PassRunner, SearchBatch
+from ampwise.tune.search.result import SearchResult
 from ampwise.tune.search.search import search
 from ampwise.tune.search.units import find_units
 from benchmarks.harness import Result, note, publish_parts
@@ -73,7 +73,7 @@ class Trained:
 Make = Callable[[torch.device], Task]
 
 
-def trained(make: Make, seed: int, found: Found | None, *, start: int | None = None) -> Trained:
+def trained(make: Make, seed: int, found: SearchResult | None, *, start: int | None = None) -> Trained:
     """A run from the beginning, by a policy or in FP32; ``start``: another seed for the weights, not for the data."""
     try:
         return _trained(_made(make, seed, start), seed, found, graph=ON_GPU)
@@ -93,7 +93,7 @@ def _made(make: Make, seed: int, start: int | None) -> Task:
     return task
 
 
-def _trained(task: Task, seed: int, found: Found | None, *, graph: bool) -> Trained:
+def _trained(task: Task, seed: int, found: SearchResult | None, *, graph: bool) -> Trained:
     optimizer = torch.optim.AdamW(task.model.parameters(), lr=task.lr, fused=ON_GPU)
     policy = Policy("fp32") if found is None else found.policy
     losses = []
@@ -185,16 +185,16 @@ def _losses(wide: Sequence[Trained], runs: Sequence[Trained]) -> list[str]:
     return [*(f"{mean:.4f}" for mean in means), f"{max(apart, key=abs):+.2%}"]
 
 
-def _faster(found: Found) -> str:
+def _faster(found: SearchResult) -> str:
     times = found.gain.faster_than_fp32
     return "" if times is None else f"{times:.1f}× FP32's speed ({found.gain.gpu})"
 
 
-def _counted(found: Found) -> str:
+def _counted(found: SearchResult) -> str:
     return ", ".join(f"{count} {fmt}" for fmt, count in found.counts.items() if count)
 
 
-def _kept(found: Found) -> str:
+def _kept(found: SearchResult) -> str:
     raised = [each.name or "(itself)" for each in found.ranking if each.narrower is not None]
     return ", ".join(raised[:4]) + (f" and {len(raised) - 4} more" if len(raised) > 4 else "")
 

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ampwise.rules.evidence.spikes import SETTLED, SpikeDetector
+from ampwise.watch.spikes import SETTLED, SpikeDetector
 from benchmarks.gpt import GPT, Shape
 from benchmarks.harness import Result, note
 

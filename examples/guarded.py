@@ -61,7 +61,7 @@ def train(directory: str, epochs: int, every: str, precision: str) -> nn.Module:
             step = guard.step(loss_fn, rows.to(device), targets.to(device))
             if step.number % 100 == 0:
                 print(f"epoch {guard.epoch + 1}, step {step.number}: loss {step.loss:.4f}")
-        print(f"passed over: {len(guard.passed_over)} batches; findings: {len(guard.findings)}")
+        print(f"passed over: {len(guard.passed_over)} batches; events: {len(guard.events)}")
     return model
 
 

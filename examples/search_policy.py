@@ -60,7 +60,7 @@ def batch() -> tuple[Tensor, Tensor]:
     return x, x[:, :CLASSES].argmax(-1)
 
 
-def trained(found: ampwise.Found | None, steps: int) -> list[float]:
+def trained(found: ampwise.SearchResult | None, steps: int) -> list[float]:
     """Return the losses of the first steps, with the search's result or in FP32."""
     torch.manual_seed(1)
     model, _, loss_fn = make()

@@ -28,7 +28,7 @@ force_nothing_to_disk()
 # A shell starts what it runs in the background with Ctrl-C switched off, and tests press it.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-collect_ignore_glob = ["rules/source/fixtures/*"]  # code to be read, not run
+collect_ignore_glob = ["rules/fixtures/*"]  # code to be read, not run
 
 # A thread each: several tests run at the same time, as do the processes they start. Read when torch is loaded.
 os.environ.setdefault("OMP_NUM_THREADS", "1")

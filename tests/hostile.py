@@ -15,7 +15,7 @@ import torch
 from ampwise.finding import Place, Rule, Severity
 from ampwise.guard.disk.catalog import mark_good
 from ampwise.guard.disk.writing import write_checkpoint
-from ampwise.rules.evidence.rows import CountedFinding, LayerSample, StepRow
+from ampwise.runs.rows import CountedFinding, LayerSample, StepRow
 from ampwise.runs.writer import RecordWriter
 from ampwise.trace.capsule import CapsuleContents, write
 from ampwise.trace.capsule.layout import CHECKSUM, METADATA

@@ -124,7 +124,7 @@ def test_a_case_is_alike_each_time():
 class Births(TorchDispatchMode):
     """Lines at which a value that is not finite comes out of an operation that was given none, and those that read one.
 
-    A NaN out of infinities is a birth too. Those of a backward operation are the forward lines that made it.
+    A NaN out of infinities is a origin too. Those of a backward operation are the forward lines that made it.
     """
 
     def __init__(self, program):
@@ -286,7 +286,7 @@ def test_findings_of_other_rules_are_none_of_the_tracers(guilty):
     assert of_trace([others, found(guilty)]) == [found(guilty)]
 
 
-def test_a_row_says_what_was_told_and_ticks_only_what_is_right_and_alone(guilty, innocent):
+def test_a_row_says_what_was_reported_and_ticks_only_what_is_right_and_alone(guilty, innocent):
     assert command.row(Score(guilty, [found(guilty)], [])) == ["guilty", "7 overflow", "✓", "nothing", "", ""]
     told = command.row(Score(guilty, [found(guilty), found(guilty, line=9, kind="bad-batch")]))
     assert told[2] == "7 overflow, 9 bad-batch"

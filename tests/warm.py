@@ -6,7 +6,7 @@ when, starts a real one.
 
     warm = Warm()
     warm.run("-m", "ampwise", "run", "train.py", cwd=folder)  # as subprocess.run([sys.executable, ...], text=True)
-    warm.on_terminal("-m", "ampwise", "rules", cwd=folder)  # the bytes that a terminal gets
+    warm.on_terminal("-m", "ampwise", "explain", cwd=folder)  # the bytes that a terminal gets
 """
 
 import atexit

@@ -1,4 +1,4 @@
-"""Write the pages of docs/ that are generated from code, records and tests; and the index of rules.
+"""Write the pages of docs/ that are generated from code, records and tests.
 
     python -m tools.generate_docs            write them
     python -m tools.generate_docs --check    write nothing; exit 1 if a page is out of date
@@ -20,10 +20,10 @@ from tools.claims_page import claims_page
 from tools.cli_page import cli_page
 from tools.markdown import NOTICE, Pages
 from tools.peers_page import peers_page
-from tools.rules_page import RULES_FOLDER, rule_index_module, rule_pages
+from tools.rules_page import RULES_FOLDER, rule_pages
 
 from ampwise.errors import BadInput
-from ampwise.rules import built_in
+from ampwise.rules import built_in_rules
 
 __all__ = [
     "NOTICE",
@@ -35,7 +35,6 @@ __all__ = [
     "main",
     "pages_with_tables",
     "peers_page",
-    "rule_index_module",
     "rule_pages",
 ]
 
@@ -59,9 +58,8 @@ def main(argv: Sequence[str] | None = None, root: Path = REPOSITORY) -> int:
 
 
 def all_pages(root: Path) -> Pages:
-    rules = {**rule_pages(built_in()), **rule_index_module(built_in())}
     measured = {**benchmark_pages(root), **pages_with_tables(root), **peers_page(root / PEERS_RECORD)}
-    return {**rules, **measured, **cli_page(), **autocast_page(root), **claims_page(root)}
+    return {**rule_pages(built_in_rules()), **measured, **cli_page(), **autocast_page(root), **claims_page(root)}
 
 
 def compare(pages: Pages, root: Path) -> Iterator[tuple[str, str]]:

@@ -25,8 +25,8 @@ from ampwise.guard.disk.manifest import CheckpointManifest, StoredFile
 from ampwise.guard.disk.writing import _CheckpointWriter, _piece, _RankOutput, _StagedPlanner
 from ampwise.numbers.census.algebra import Census
 from ampwise.numbers.census.measure import census
-from ampwise.rules.evidence.rows import LayerSample, StepRow
 from ampwise.runs.reader import Run
+from ampwise.runs.rows import LayerSample, StepRow
 from ampwise.runs.writer import RecordWriter
 from benchmarks.scale.models import Model, piece_rows
 

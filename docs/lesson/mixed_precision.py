@@ -2126,7 +2126,7 @@ assert whole.zeros / whole.count > 0.2
 # What matters is the share that is *not* zero in a wider format and becomes zero in the narrow one,
 # at the current scale, and whether it grows. The rules
 # [AMP601](../rules/AMP601-gradient-underflow.md) and [AMP602](../rules/AMP602-underflow-rising.md)
-# estimate that share from the numbers just above the limit.
+# give a lower bound of that share, from the numbers just above the limit.
 #
 # ### Watching an unmodified script
 #

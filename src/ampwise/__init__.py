@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from ampwise.train.precision.keep import keep as keep
     from ampwise.train.precision.policy import Policy as Policy
     from ampwise.train.scaler.grad_scaler import GradScaler as GradScaler
-    from ampwise.tune.advise.asking import advise as advise
+    from ampwise.tune.advise.advise import advise as advise
     from ampwise.tune.align.align import align as align
     from ampwise.tune.align.pad import pad_ as pad_
     from ampwise.tune.align.pad import unpad_ as unpad_
@@ -59,7 +59,7 @@ if TYPE_CHECKING:
     from ampwise.tune.diff.diff import diff as diff
     from ampwise.tune.diff.result import Difference as Difference
     from ampwise.tune.memory.estimate import memory as memory
-    from ampwise.tune.search.found import Found as Found
+    from ampwise.tune.search.result import SearchResult as SearchResult
     from ampwise.tune.search.search import search as search
 
 _HOMES = {
@@ -76,7 +76,6 @@ _HOMES = {
     "Engine": "train.engine",
     "Finding": "finding",
     "Format": "numbers.formats",
-    "Found": "tune.search.found",
     "Fp8": "train.float8.recipe",
     "Gpu": "hardware",
     "GradScaler": "train.scaler.grad_scaler",
@@ -90,11 +89,12 @@ _HOMES = {
     "Rule": "finding",
     "Run": "report.notebook",
     "ScaleCollapsed": "errors",
+    "SearchResult": "tune.search.result",
     "Severity": "finding",
     "Stopped": "guard.stopping",
     "UnknownName": "errors",
     "UnsupportedTensor": "errors",
-    "advise": "tune.advise.asking",
+    "advise": "tune.advise.advise",
     "align": "tune.align.align",
     "cast": "numbers.formats.cast",
     "census": "numbers.census.measure",

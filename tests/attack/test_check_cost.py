@@ -44,7 +44,7 @@ def warm():
 
 
 def cost(files):
-    codes = frozenset(rule.code for rule in source_rules())
+    codes = frozenset(rule.RULE.code for rule in source_rules())
     task = CheckTask(tuple(files), dict.fromkeys(files, codes), files)
     profile = cProfile.Profile()
     report = profile.runcall(check_texts, task)

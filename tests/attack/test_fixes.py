@@ -5,7 +5,7 @@ import re
 
 import torch
 
-from ..rules.source.running import fixed, outcome, without_scaler
+from ..rules.running import fixed, outcome, without_scaler
 from .effort import rounds
 
 HEAD = """\

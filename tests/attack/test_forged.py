@@ -20,7 +20,8 @@ from ampwise.finding import Place
 from ampwise.guard.disk.catalog import checkpoints, mark_good
 from ampwise.numbers.census.algebra import Census
 from ampwise.rules import find_rule
-from ampwise.rules.evidence.rows import CountedFinding, LayerSample, StepRow
+from ampwise.runs.events import LoggedEvent
+from ampwise.runs.rows import CountedFinding, LayerSample, StepRow
 from ampwise.runs.writer import RecordWriter
 from ampwise.trace.capsule import CapsuleContents, read, write
 from ampwise.train.random_state import plain_random_state
@@ -282,6 +283,7 @@ def record(tmp_path_factory):
         facts |= {"timing": {"step": 0.1}, "memory": {"peak": 5}, "not_measured": ["activations"], "scaler": {"a": 1}}
         for name, fact in facts.items():
             writer.fact(name, fact)
+        writer.event(LoggedEvent(name="rolled-back", level="warning", message="rolled back", step=3, fields={"a": [1]}))
         writer.close("failed", 1, error=ValueError("no data"))
     return home
 
@@ -290,7 +292,7 @@ FORMS = [[], ["--json"], ["-o", "page.html", "-f"]]
 
 
 @pytest.mark.parametrize(
-    "name", ["manifest.json", "findings.json", "steps.jsonl", "layers.jsonl", "rank1/findings.json"]
+    "name", ["manifest.json", "findings.json", "steps.jsonl", "layers.jsonl", "events.jsonl", "rank1/findings.json"]
 )
 def test_records(record, tmp_path, capsys, monkeypatch, name):
     monkeypatch.chdir(tmp_path)
@@ -312,6 +314,21 @@ def test_what_was_found_by_hand(record, tmp_path, capsys):
     (tmp_path / "run" / "findings.json").write_text(json.dumps(findings))
     assert main(["report", str(tmp_path / "run")]) == 0
     assert "findings.json: 1 of 1 findings are invalid and were ignored." in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("name", 3), ("level", "fatal"), ("level", []), ("message", None), ("advice", {}), ("step", "3"), ("fields", 1)],
+)
+def test_an_event_that_is_none_is_left_out_and_the_report_says_so(record, tmp_path, capsys, field, value):
+    shutil.copytree(record, tmp_path / "run")
+    event = json.loads((record / "events.jsonl").read_text())
+    good = json.dumps(event | {"message": "\x1b[2Jthis one\nis good"})
+    (tmp_path / "run" / "events.jsonl").write_text(f"{json.dumps(event | {field: value})}\n{good}\n")
+    assert main(["report", str(tmp_path / "run")]) == 0
+    text = " ".join(capsys.readouterr().out.split())  # lines are wrapped to the terminal
+    assert "events.jsonl: 1 of 2 lines cannot be read and were ignored; the first is line 1." in text
+    assert "\\x1b[2Jthis one" in text
 
 
 # --- links ---------------------------------------------------------------------------------------------------------

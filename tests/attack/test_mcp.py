@@ -236,7 +236,7 @@ def test_many_at_once_are_answered_some_are_called_off_and_nothing_stays(agent):
     assert agent.workers() == []
 
 
-def test_a_symlink_swapped_in_while_it_is_read_tells_nothing(agent, project):
+def test_a_symlink_swapped_in_while_it_is_read_says_nothing(agent, project):
     """Somebody who may write to the folder, and not read what is beside it, as an agent in a sandbox."""
     place, spare, done = project / "sub" / "swapped.py", project / "sub" / "spare", threading.Event()
 

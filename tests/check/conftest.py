@@ -5,7 +5,6 @@ import types
 
 import pytest
 
-from ampwise.check.rule_entry import RuleEntry
 from ampwise.finding import Rule, Severity
 
 
@@ -34,7 +33,7 @@ def plant(code, name, *, called, good=None, safe=True, on_by_default=True):
                 edits = (script.replace(node.func, good),) if good else ()
                 yield module.RULE.at(script.place(node), f"call of {called}", edits=edits, safe=safe)
 
-    module.check = check
+    module.check_source = check
     return module
 
 
@@ -49,7 +48,7 @@ def planted(monkeypatch):
         plant("AMP301", "call-crash", called="crash"),
         plant("AMP302", "call-endless", called="endless", good="endless"),
     ]
-    monkeypatch.setattr("ampwise.check.linter.source_rules", lambda: [RuleEntry.of(module) for module in modules])
+    monkeypatch.setattr("ampwise.rules.source_rules", lambda: tuple(modules))
     monkeypatch.delenv("AMPWISE_DEBUG", raising=False)
     return modules
 

@@ -107,7 +107,7 @@ def test_the_settings_of_each_folder_and_then_the_command_line(folder):
     ],
 )
 def test_a_selector_in_the_settings_that_means_nothing_is_said(folder, monkeypatch, settings, where):
-    monkeypatch.setattr("ampwise.rules.registered", lambda: ())
+    monkeypatch.setattr("ampwise.rules.all_rules", list)
     folder({"a.py": "bad()", "ampwise.toml": settings})
     with pytest.raises(UnknownName, match=f"unknown rule selector {where}"):
         run()
@@ -168,7 +168,7 @@ def test_a_process_that_dies_costs_only_its_files(folder, monkeypatch, planted):
         return iter(())
 
     parent = os.getpid()
-    planted[-1].check = die
+    planted[-1].check_source = die
     folder({"a/x.py": "bad()", "b/deadly.py": "bad()", "c/y.py": "bad()", "d/z.py": "bad()"})
     monkeypatch.setattr(check, "WORTH_PROCESSES", 0)
     report = run(jobs=2)
@@ -209,7 +209,7 @@ def test_unreadable_is_an_error_on_purpose():
     assert issubclass(UnreadableFile, AmpwiseError)
 
 
-def test_what_is_told_does_not_depend_on_which_process_was_first(tmp_path, planted, monkeypatch):
+def test_what_is_reported_does_not_depend_on_which_process_was_first(tmp_path, planted, monkeypatch):
     for number in range(6):
         (tmp_path / f"{number}.py").write_text("crash()" if number % 2 else "def (")
 

@@ -110,7 +110,7 @@ def test_findings_without_edits_are_left():
         (Edit(1, 1, 1, 2, "'\r'"), "the written file would be read back differently"),
     ],
 )
-def test_edits_that_spoil_the_file_are_refused(edit, reason):
+def test_edits_that_corrupt_the_file_are_refused(edit, reason):
     good, bad = find(Edit(2, 1, 2, 2, "fine")), find(edit)
     result = mended("a\nb\n", good, bad)
     assert (result.text, result.fixed, len(result.left)) == ("a\nb\n", (), 2)
@@ -260,7 +260,7 @@ def scripts_with_findings(draw):
 
 
 @given(scripts_with_findings())
-def test_every_finding_is_mended_or_left_and_none_is_half_made(case):
+def test_every_finding_is_fixed_or_left_and_none_is_half_made(case):
     text, findings = case
     result = mended(text, *findings)
     assert result.refused is None
@@ -273,7 +273,7 @@ def test_every_finding_is_mended_or_left_and_none_is_half_made(case):
 
 
 @given(scripts_with_findings())
-def test_what_was_mended_is_the_edits_from_the_end_one_by_one(case):
+def test_what_was_fixed_is_the_edits_from_the_end_one_by_one(case):
     text, findings = case
     result = mended(text, *findings)
     made = list(dict.fromkeys(edit for finding in result.fixed for edit in finding.edits))
@@ -301,7 +301,7 @@ def test_lines_without_an_edit_are_untouched(case):
 
 
 @given(scripts_with_findings())
-def test_a_pass_mends_at_least_one_finding_if_there_is_one(case):
+def test_a_pass_fixes_at_least_one_finding_if_there_is_one(case):
     """So that passes come to an end."""
     text, findings = case
     assert bool(mended(text, *findings).fixed) is bool(findings)

@@ -58,7 +58,7 @@ def test_a_fix_after_which_the_finding_is_still_there_is_not_made(planted):
 def test_a_rule_that_fails_is_no_proof(planted):
     """Neither before, where it was reported, nor after, where it would be the fix's doing."""
     assert repaired("bad()\ncrash()\n")[0] == "good()\ncrash()\n"
-    planted[0].check = lambda code, check=planted[0].check: (
+    planted[0].check_source = lambda code, check=planted[0].check_source: (
         planted[0].RULE.at(found.place, "m", edits=(code.script.edit(1, 1, 1, 4, "crash"),)) for found in check(code)
     )
     text, repairs = repaired("bad()\n")
@@ -76,9 +76,9 @@ def test_a_file_that_changed_since_it_was_checked_gets_no_edit_of_before(planted
     assert repairs.notes == [f"{file}: not fixed: it has changed since it was checked"]
 
 
-def test_a_mend_that_would_spoil_the_file_is_not_made(planted, monkeypatch):
-    check = planted[0].check
-    planted[0].check = lambda code: (
+def test_a_fix_that_would_break_the_file_is_not_applied(planted, monkeypatch):
+    check = planted[0].check_source
+    planted[0].check_source = lambda code: (
         planted[0].RULE.at(found.place, "m", edits=(code.script.edit(1, 1, 1, 1, "def ("),)) for found in check(code)
     )
     text, repairs = repaired("bad()")

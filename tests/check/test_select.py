@@ -8,7 +8,6 @@ import ampwise.rules
 from ampwise.check.selectors import SelectorLayer, chosen_codes, matching_codes
 from ampwise.errors import BadInput, UnknownName
 from ampwise.finding import Rule, Severity
-from ampwise.rules import RegisteredRule
 
 
 def make(code, name, on_by_default=True):
@@ -28,9 +27,7 @@ def make(code, name, on_by_default=True):
 @pytest.fixture
 def registered(monkeypatch):
     """All the rules there are, of which only one is about something else than source."""
-    hardware = make("AMP701", "hot")
-    entry = RegisteredRule(rule=hardware, category="hardware", module=ampwise.rules)
-    monkeypatch.setattr(ampwise.rules, "registered", lambda: (entry,))
+    monkeypatch.setattr(ampwise.rules, "all_rules", lambda: [make("AMP701", "hot")])
 
 
 RULES = [
@@ -100,7 +97,7 @@ def test_a_selector_that_means_nothing(registered, selector):
     with pytest.raises(UnknownName) as caught:
         matching_codes(selector, RULES, " in x.toml")
     assert f"unknown rule selector in x.toml {selector!r}. " in str(caught.value)
-    assert "`ampwise rules` lists the rules" in str(caught.value)
+    assert "`ampwise explain` lists the rules" in str(caught.value)
 
 
 def test_the_nearest_is_named(registered):
@@ -109,5 +106,6 @@ def test_the_nearest_is_named(registered):
 
 
 def test_a_rule_about_something_else(registered):
-    with pytest.raises(BadInput, match="AMP701 is a rule about hardware; `ampwise check` has only source rules"):
+    with pytest.raises(BadInput, match="AMP701: `ampwise check` cannot look for this") as caught:
         matching_codes("AMP701", RULES)
+    assert "`ampwise explain AMP701` says what it is" in str(caught.value)

@@ -24,8 +24,8 @@ def on_cpu(compute, dtype=BF16):
     "16 bits. BatchNorm is on neither list: its output has the dtype of its input.",
     also=[
         "tests/tune/memory/test_autocast_ops.py::test_each_list_is_the_headers",
-        "tests/rules/choice/test_facts.py::test_what_cuda_autocast_keeps_in_fp32",
-        "tests/rules/choice/test_facts.py::test_what_a_cpu_keeps",
+        "tests/rules/amp7xx_choice/test_facts.py::test_what_cuda_autocast_keeps_in_fp32",
+        "tests/rules/amp7xx_choice/test_facts.py::test_what_a_cpu_keeps",
     ],
 )
 def test_norms(cuda):
@@ -42,7 +42,7 @@ def test_norms(cuda):
     "Autocast runs sum and mean in FP32.",
     verdict="depends",
     truth="On CUDA `sum` gives FP32 and `mean` does not. On a CPU neither does: a sum of 70,000 ones in FP16 is inf.",
-    also=["tests/rules/choice/test_facts.py::test_what_cuda_autocast_keeps_in_fp32"],
+    also=["tests/rules/amp7xx_choice/test_facts.py::test_what_cuda_autocast_keeps_in_fp32"],
 )
 def test_sums(cuda):
     assert (cuda["sum"], cuda["mean"]) == ("float32", "float16")
@@ -56,7 +56,7 @@ def test_sums(cuda):
     verdict="false",
     truth="It subtracts the largest score first, and CUDA's autocast also computes it in FP32. One written with "
     "`exp` and a division does overflow, from a score of 11.09 on.",
-    also=["tests/rules/choice/test_facts.py::test_what_cuda_autocast_keeps_in_fp32"],
+    also=["tests/rules/amp7xx_choice/test_facts.py::test_what_cuda_autocast_keeps_in_fp32"],
 )
 def test_softmax(cuda):
     scores = torch.tensor([60_000.0, 50_000.0, 11.1]).half()
@@ -72,7 +72,7 @@ def test_softmax(cuda):
     truth="Weights, their gradients and the optimizer's state are kept in FP32. Only activations and "
     "temporary copies of the weights are in 16 bits. A gradient is computed from these in 16 bits and then "
     "cast, so what FP16 loses is lost before. There is nothing to convert before a checkpoint or an evaluation.",
-    also=["tests/tune/memory/test_tracker.py::test_autocasts_copies_of_weights_are_told_from_those_of_inputs"],
+    also=["tests/tune/memory/test_tracker.py::test_autocasts_copies_of_weights_are_distinguished_from_those_of_inputs"],
 )
 def test_what_stays_in_fp32():
     model = nn.Linear(8, 8)
@@ -179,7 +179,7 @@ def test_validation_without_autocast():
     verdict="false",
     truth="It is deprecated, it switches off CUDA's autocast only, and it casts nothing: what comes in 16 bits is "
     "computed in 16 bits. `torch.autocast(device_type, enabled=False)` with `.float()` on the inputs does fix it.",
-    also=["tests/rules/choice/test_facts.py::test_switching_autocast_off_casts_nothing"],
+    also=["tests/rules/amp7xx_choice/test_facts.py::test_switching_autocast_off_casts_nothing"],
 )
 def test_autocast_off_around_a_loss():
     def loss(scores):

@@ -8,9 +8,9 @@ from benchmarks.gpt import GPT, GPT2_124M
 from benchmarks.subjects import GPT_1_3B
 
 from ampwise.hardware import gpu_named, gpus
-from ampwise.rules.evidence.alignment import multiple_for
 from ampwise.train.float8.layer_choice import choose_layers
 from ampwise.train.float8.recipe import Fp8
+from ampwise.tune.align.alignment import multiple_for
 
 from .claim import claim
 
@@ -103,7 +103,7 @@ def test_h100(truth):
     truth="For convolutions, yes; for matmuls, no: `torch.set_float32_matmul_precision('high')` switches it "
     "on. That made a GPT-2 124M 2.9× as fast on one H200. It has FP32's range and 11 significant bits, as FP16 has.",
     also=[
-        "tests/rules/choice/test_facts.py::test_tf32_is_off_for_products_and_on_for_convolutions",
+        "tests/rules/amp7xx_choice/test_facts.py::test_tf32_is_off_for_products_and_on_for_convolutions",
         "tests/numbers/formats/test_format.py::test_tf32_is_fp32_with_the_mantissa_of_fp16",
     ],
 )

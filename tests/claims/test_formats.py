@@ -55,7 +55,7 @@ def test_what_is_left_of_small_numbers():
     verdict="false",
     truth="Above 11.09, the logarithm of what FP16 can hold; 88.7 is where FP32 and BF16 end. CUDA's autocast "
     "computes `exp` in FP32, a CPU's leaves it in 16 bits.",
-    also=["tests/rules/choice/test_facts.py::test_the_range_of_fp16"],
+    also=["tests/rules/amp7xx_choice/test_facts.py::test_the_range_of_fp16"],
 )
 def test_where_exp_overflows(cuda):
     for dtype, limit in ((FP16, 11.09), (BF16, 88.7), (torch.float32, 88.7)):
@@ -116,7 +116,7 @@ def test_masks_in_fp16():
     truth="In FP32 and BF16. In FP16 1e-8 is 0, and divides by zero: Adam with FP16 weights and its default eps "
     "makes NaN of a weight whose gradient is 0, and -inf of one whose squared gradient vanishes, in one step. With "
     "1e-4, or with weights in FP32, it does not.",
-    also=["tests/rules/choice/test_facts.py::test_the_range_of_fp16"],
+    also=["tests/rules/amp7xx_choice/test_facts.py::test_the_range_of_fp16"],
 )
 def test_eps_in_fp16():
     eps = {dtype: torch.tensor(1e-8).to(dtype).item() for dtype in (FP16, BF16, torch.float32)}

@@ -43,7 +43,7 @@ def test_clipping_spreads_what_is_not_finite():
     "gradients and more than 40% of all are exactly 0: words that a batch does not have, units that ReLU switches "
     "off. What matters is the share that is not 0 in FP32 and would be in FP16 at the current scale, here none, and "
     "whether it grows.",
-    also=["tests/rules/gradient/test_clean_runs.py::test_a_real_run_is_clean"],
+    also=["tests/rules/amp6xx_gradients/test_clean_runs.py::test_a_real_run_is_clean"],
 )
 def test_zeros_of_a_healthy_run():
     torch.manual_seed(0)

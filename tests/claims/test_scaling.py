@@ -194,7 +194,7 @@ def test_a_scale_changes_nothing_in_bf16():
     verdict="false",
     truth="In FP16, gradients below 2.98e-11 are then still lost, and those above 65.5 are inf: nothing checks, and "
     "the optimizer applies them. A GradScaler begins with 65536, skips the step that overflows, and halves its scale.",
-    also=["tests/rules/choice/test_choice_rules.py::test_the_price_of_a_manual_scale_is_worked_out"],
+    also=["tests/rules/amp7xx_choice/test_choice_rules.py::test_the_price_of_a_manual_scale_is_worked_out"],
 )
 def test_scaling_by_hand():
     def gradient(slope):

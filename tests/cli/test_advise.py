@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-import ampwise.hardware
+import ampwise.hardware.target
 from ampwise.cli import main
 from ampwise.hardware import Cpu, Fp32Switches, Machine, TorchInfo
 
@@ -49,7 +49,7 @@ def on_a_cpu(monkeypatch):
     )
     cpu = Cpu(model="a Xeon", features=("amx_bf16",))
     here = Machine(python="3.12.1", platform="Linux", cpu=cpu, driver=None, torch=facts)
-    monkeypatch.setattr(ampwise.hardware, "describe_machine", lambda: here)
+    monkeypatch.setattr(ampwise.hardware.target, "describe_machine", lambda: here)
 
 
 @pytest.fixture
@@ -90,7 +90,7 @@ def test_the_answer_is_in_the_first_two_lines(capsys):
         "Train a model in FP16 with a dynamic loss scale on V100 SXM2 16GB.",
         "",
     ]
-    assert "no        AMP701 bf16-without-matrix-units" in lines
+    assert "no        AMP701 bf16-without-tensor-cores" in lines
     assert "instead   Use FP16 with a GradScaler on this GPU, and check" in lines
     assert any(line.startswith("to know   ampwise compare train:make --precisions fp32,fp16,bf16") for line in lines)
     assert "          1.0–6.6×" not in lines
@@ -100,6 +100,14 @@ def test_the_answer_is_in_the_first_two_lines(capsys):
     )
     assert "scaler = torch.amp.GradScaler(device)  # starts at 65536, adjusts itself" in lines
     assert 'engine = ampwise.Engine(model.to(device), optimizer, "fp16", clip_norm=1.0)' in lines
+
+
+def test_of_a_family_the_variant_is_named(capsys):
+    code, said = advised(capsys, "--gpu", "a100", "--params", "124M")
+    assert code == 0
+    assert said.err == "a100: taken as A100 SXM 80GB; others: a100-40, a100-pcie-80\n"
+    assert "on A100 SXM 80GB." in said.out.splitlines()[0]
+    assert advised(capsys, "--gpu", "4090")[1].err == ""
 
 
 def test_a_plain_question_has_a_plain_answer(capsys):
@@ -209,7 +217,7 @@ def test_the_names_are_listed(capsys):
         (["--gpu", "580"], "unknown device '580'."),
         (["--gpu", "99.9"], "compute capability '99.9': expected 3.x to 12.x; `ampwise gpu --list` shows devices"),
         (["--gpu", "0.0"], "compute capability '0.0': expected 3.x to 12.x;"),
-        (["--gpu", "v100"], "unknown device 'v100'. Did you mean v100-"),
+        (["--gpu", "v100-sxm9"], "unknown device 'v100-sxm9'. Did you mean v100-"),
         (
             ["--gpu", "h200", "--params", "lots"],
             "params 'lots': expected a number of parameters, such as 124M, 7B or 1.3e9.",

@@ -51,7 +51,7 @@ def test_a_table_and_what_to_do(train, capsys):
     assert err == "ampwise: running a step without memory\nhello from the user's code\n"
 
 
-def test_nothing_to_mend(train, capsys):
+def test_nothing_to_fix(train, capsys):
     assert train("fine", "-q") == 0
     out, err = capsys.readouterr()
     assert out.splitlines()[-1] == "every matmul is aligned (layers checked: 1)"

@@ -10,7 +10,6 @@ import types
 
 import pytest
 
-from ampwise.check.rule_entry import RuleEntry
 from ampwise.cli import main
 from ampwise.finding import Rule, Severity
 
@@ -41,7 +40,7 @@ def plant(code, name, called, good=None, safe=True):
                 edits = (script.replace(node.func, good),) if good else ()
                 yield module.RULE.at(script.place(node), f"call of {called}", edits=edits, safe=safe)
 
-    module.check = check
+    module.check_source = check
     return module
 
 
@@ -54,8 +53,8 @@ def check(tmp_path, monkeypatch, capsys):
         plant("AMP201", "call-plain", "plain"),
         plant("AMP301", "call-crash", "crash"),
     ]
-    monkeypatch.setattr("ampwise.check.linter.source_rules", lambda: [RuleEntry.of(module) for module in modules])
-    monkeypatch.setattr("ampwise.rules.registered", lambda: ())
+    monkeypatch.setattr("ampwise.rules.source_rules", lambda: tuple(modules))
+    monkeypatch.setattr("ampwise.rules.all_rules", list)
     monkeypatch.chdir(tmp_path)
     for variable in ("AMPWISE_OUTPUT_FORMAT", "GITHUB_ACTIONS", "AMPWISE_DEBUG", "FORCE_COLOR"):
         monkeypatch.delenv(variable, raising=False)
@@ -105,7 +104,7 @@ def test_clean(check, write):
     assert check() == (0, "All checks passed!\n", "")
 
 
-def test_findings_are_told_and_exit_with_1(check, write):
+def test_findings_are_reported_and_exit_with_1(check, write):
     write(a=BAD)
     code, out, err = check("--output-format", "concise")
     assert (code, err) == (1, "")
@@ -326,7 +325,7 @@ def test_stdin_under_the_settings_of_the_name(check, tmp_path):
     "data",
     [BAD.encode(), b"\xef\xbb\xbfbad()\r\n", b"# coding: latin-1\nbad('\xe9')", b"x = 1\n"],
 )
-def test_stdin_mended_goes_to_stdout(check, write, monkeypatch, data):
+def test_stdin_fixed_goes_to_stdout(check, write, monkeypatch, data):
     written = []
     monkeypatch.setattr("ampwise.cli.check.write_exact", lambda data, *_: written.append(data))
     code, out, _ = check("-", "--fix", stdin=data)

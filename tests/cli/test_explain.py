@@ -1,4 +1,4 @@
-"""`ampwise explain`: a rule in a screenful."""
+"""`ampwise explain`: a rule in a screenful, all of them, or those that mention a word."""
 
 import json
 import re
@@ -6,7 +6,7 @@ import re
 import pytest
 
 from ampwise.cli import explain, main
-from ampwise.cli.explain import page
+from ampwise.cli.explain import page, search, table
 from ampwise.finding import Rule, Severity
 from ampwise.rules import all_rules, find_rule
 
@@ -21,7 +21,7 @@ RULE = Rule(
         for x in data:
             clip_grad_norm_(parameters, 1.0)
     """,
-    good="$ ampwise rules [red]",
+    good="$ ampwise explain [red]",
     on_by_default=False,
     url="https://example.org/AMP101",
 )
@@ -51,7 +51,7 @@ def test_the_page():
         "      clip_grad_norm_(parameters, 1.0)\n"
         "\n"
         "Good\n"
-        "  $ ampwise rules [red]\n"
+        "  $ ampwise explain [red]\n"
         "\n"
         "More\n"
         "  https://example.org/AMP101\n"
@@ -66,7 +66,7 @@ def test_the_page():
         ("sometimes", ["  Sometimes fixed by `ampwise check --fix`."]),
     ],
 )
-def test_the_page_says_whether_it_can_be_mended(fixable, lines):
+def test_the_page_says_whether_it_can_be_fixed(fixable, lines):
     text = page(RULE.but(fixable=fixable)).splitlines()
     start = text.index("Fix") + 2
     assert text[start : start + len(lines) + 1] == [*lines, ""]
@@ -91,7 +91,7 @@ def test_every_rule_is_explained_by_code_and_by_name(rule, capsys):
 def test_json(capsys):
     rule = all_rules()[0]
     assert main(["explain", rule.code, "--json"]) == 0
-    assert json.loads(capsys.readouterr().out) == rule.as_dict()
+    assert json.loads(capsys.readouterr().out) == {**rule.as_dict(), "found_by": ["ampwise check", "ampwise run"]}
 
 
 def test_an_unknown_rule_is_one_line_and_exit_2(capsys):
@@ -104,8 +104,8 @@ def test_an_unknown_rule_is_one_line_and_exit_2(capsys):
 
 def test_the_examples_in_the_help_exist():
     named = re.findall(r"ampwise explain (\S+)", explain.__doc__)
-    assert named
-    assert all(find_rule(name) for name in named)
+    assert named == ["AMP101", "clip-scaled-grads", "clip", "AMP101"]
+    assert find_rule("AMP101") is find_rule("clip-scaled-grads")
 
 
 @pytest.mark.parametrize("columns", ["1", "2", "40"])
@@ -113,3 +113,95 @@ def test_no_terminal_is_too_narrow(monkeypatch, capsys, columns):
     monkeypatch.setenv("COLUMNS", columns)
     assert main(["explain", "AMP701"]) == 0
     assert "AMP701" in capsys.readouterr().out
+
+
+def test_the_page_says_which_commands_find_it(capsys):
+    assert main(["explain", "AMP101"]) == 0
+    assert "\nFound by\n  ampwise check, ampwise run" in capsys.readouterr().out
+
+
+# All rules
+
+
+def rule(code, name, **more):
+    return RULE.but(code=code, name=name, summary=f"About {name}", severity=Severity.WARNING, **more)
+
+
+LISTED = [
+    rule("AMP101", "clip-scaled-grads", on_by_default=True),
+    rule("AMP901", "old"),
+    rule("AMP102", "twice", fixable="always", on_by_default=True),
+    rule("AMP103", "thrice", fixable="sometimes", on_by_default=True),
+]
+
+
+def test_the_table():
+    assert table(LISTED) == (
+        "Order of the step: scale, backward, unscale, clip, step, update.\n"
+        "  AMP101  clip-scaled-grads  warning       About clip-scaled-grads\n"
+        "  AMP102  twice              warning  [*]  About twice\n"
+        "  AMP103  thrice             warning  [-]  About thrice\n"
+        "\n"
+        "Origin of a NaN or infinity, found by replaying the step.\n"
+        "  AMP901  old                warning       About old (off by default)\n"
+        "\n"
+        "4 rules; `ampwise explain CODE` explains one.\n"
+        "[*] is fixed by `ampwise check --fix`, [-] sometimes.\n"
+    )
+
+
+def test_on_a_narrow_terminal_the_summary_has_its_own_line():
+    rules = [LISTED[0], rule("AMP102", "twice-" + "x" * 40, on_by_default=True)]
+    assert table(rules, width=90).splitlines()[1:5] == [
+        "  AMP101  clip-scaled-grads                               warning",
+        "          About clip-scaled-grads",
+        f"  AMP102  twice-{'x' * 40}  warning",
+        f"          About twice-{'x' * 40}",
+    ]
+    assert table(rules, width=200) == table(rules)
+
+
+def test_a_rule_is_one_line_for_grep_and_fits_a_terminal():
+    assert all(rule.summary in table(all_rules()) for rule in all_rules())
+    assert max(map(len, table(all_rules(), width=80).splitlines())) <= 80
+
+
+def test_without_an_argument_every_rule_is_listed(capsys):
+    assert main(["explain"]) == 0
+    out = capsys.readouterr().out
+    assert all(rule.code in out and rule.name in out for rule in all_rules())
+    assert main(["explain", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == [rule.as_dict() for rule in all_rules()]
+
+
+def test_a_word_finds_the_rules_that_mention_it(capsys):
+    assert main(["explain", "unscale"]) == 0
+    out = capsys.readouterr().out
+    assert "AMP101  clip-scaled-grads" in out, "its summary has the word"
+    assert "AMP103  unscale-twice" in out
+    assert "AMP901" not in out
+    assert main(["explain", "unscale", "--json"]) == 0
+    assert "AMP103" in [found["code"] for found in json.loads(capsys.readouterr().out)]
+
+
+def test_a_word_that_only_one_rule_has_explains_it(capsys):
+    assert main(["explain", "twice one backward"]) == 0
+    assert capsys.readouterr().out.startswith("AMP110 double-step")
+
+
+def test_several_rules_are_listed(capsys):
+    for words in (["AMP101", "AMP103"], ["AMP103,AMP101"], ["AMP101,", "unscale-twice"]):
+        assert main(["explain", *words]) == 0
+        out = capsys.readouterr().out
+        assert "2 rules" in out
+        assert "AMP101" in out
+        assert "AMP103" in out
+
+
+def test_names_and_summaries_come_before_texts():
+    assert [found.name for found in search("unscale", all_rules())] == [
+        rule.name for rule in all_rules() if "unscale" in rule.name or "unscale" in rule.summary.lower()
+    ]
+    assert "AMP101" in {found.code for found in search("65536", all_rules())}, "a word of the text, not of a name"
+    assert search("zzz", all_rules()) == []
+    assert search(" ", all_rules()) == []

@@ -289,3 +289,10 @@ def test_findings_alone_in_a_format_other_tools_read(capsys):
     assert isinstance(json.loads(capsys.readouterr().out), list)
     assert main(["gpu", "h200", "--output-format", "json"]) == 2
     assert "gpu --output-format: it is about this machine" in capsys.readouterr().err
+
+
+def test_of_a_family_the_most_common_variant_is_shown_and_named(capsys):
+    assert main(["gpu", "h100", "--json"]) == 0
+    said = capsys.readouterr()
+    assert json.loads(said.out)["id"] == "h100-sxm"
+    assert said.err == "h100: taken as H100 SXM5 80GB; others: h100-pcie, h100-nvl\n"

@@ -179,7 +179,6 @@ CASES = {
     "replay": of_replay,
     "report": lambda folder: of_records(folder, "report"),
     "resume": of_resume,
-    "rules": lambda _: [given("rules")],
     "run": of_run,
     "search": lambda folder: of_a_model("search", "--batches", "1", "--trials", "2", "-f", "--out", folder / NAME),
     "skill": lambda folder: [given("skill"), given("skill", "--out", folder / NAME)],
@@ -215,7 +214,7 @@ def test_words_that_are_no_command(warm, tmp_path):
 
 def test_our_own_styles_come_through(warm, tmp_path):
     (tmp_path / "a.py").write_text("import torch\nscaler = torch.cuda.amp.GradScaler()\n")
-    words = [["rules"], ["formats"], ["explain", "AMP101"], ["gpu", "h200"], ["check", "--isolated", "a.py"]]
+    words = [["explain"], ["formats"], ["explain", "AMP101"], ["gpu", "h200"], ["check", "--isolated", "a.py"]]
     cases = [given(*each, *more) for each in words for more in ([], ["--help"])]
     for _, _, text in shown(warm, cases, tmp_path, COLORTERM="truecolor"):
         assert b"\x1b[" in text

@@ -85,10 +85,10 @@ def test_bare_prints_help_and_is_content():
             "unknown command 'explan'. Did you mean explain or replay? `ampwise --help` lists the commands.",
         ),
         (["--bogus"], "unknown option '--bogus'. See `ampwise --help`."),
-        (["rules", "--jsn"], "unknown option '--jsn'; did you mean --json? See `ampwise rules --help`."),
-        (["rules", "--js"], "unknown option '--js'; did you mean --json? See `ampwise rules --help`."),
-        (["rules", "--colour=no"], "unknown option '--colour'. See `ampwise rules --help`."),
-        (["rules", "-z"], "unknown option '-z'. See `ampwise rules --help`."),
+        (["explain", "--jsn"], "unknown option '--jsn'; did you mean --json? See `ampwise explain --help`."),
+        (["explain", "--js"], "unknown option '--js'; did you mean --json? See `ampwise explain --help`."),
+        (["explain", "--colour=no"], "unknown option '--colour'. See `ampwise explain --help`."),
+        (["explain", "-z"], "unknown option '-z'. See `ampwise explain --help`."),
         (
             ["--json", "formats"],
             "unknown option '--json'; options of a command come after the command. See `ampwise --help`.",
@@ -97,8 +97,8 @@ def test_bare_prints_help_and_is_content():
             ["--want", "fp8", "gpu"],
             "unknown option '--want'; options of a command come after the command. See `ampwise --help`.",
         ),
-        (["rules", "more"], "unexpected argument 'more'. See `ampwise rules --help`."),
-        (["explain"], "the following arguments are required: RULE. See `ampwise explain --help`."),
+        (["skill", "more"], "unexpected argument 'more'. See `ampwise skill --help`."),
+        (["replay"], "the following arguments are required: CAPSULE. See `ampwise replay --help`."),
     ],
 )
 def test_a_mistake_is_one_line_and_exit_2(here, words, line):
@@ -126,7 +126,7 @@ def test_brackets_and_percents_in_help_are_kept(with_test_commands):
     assert "Odd [brackets] and 100% of {braces}" in run(with_test_commands).stdout
 
 
-def test_a_verb_decides_its_exit_code(with_test_commands):
+def test_a_command_decides_its_exit_code(with_test_commands):
     assert run(with_test_commands, "three").returncode == 3
 
 
@@ -172,14 +172,13 @@ def test_a_reader_who_leaves_is_met_quietly(with_test_commands, command):
 @pytest.mark.parametrize(
     "words",
     [
-        "rules",
-        "rules --json",
+        "explain --json",
         "explain AMP701",
         "formats",
         "formats --json",
         "gpu h200",
         "gpu --list --json",
-        "rules --help",
+        "explain --help",
         "--help",
         "--version",
     ],
@@ -194,7 +193,7 @@ def test_a_full_disk_is_one_line_and_exit_2(words, environment):
 
 
 @pytest.mark.half_by_day
-@pytest.mark.parametrize("words", [["formats"], ["rules", "--json"], ["gpu", "h200"], ["--help"], ["--version"]])
+@pytest.mark.parametrize("words", [["formats"], ["explain", "--json"], ["gpu", "h200"], ["--help"], ["--version"]])
 def test_a_closed_stdout_is_nobody_listening(words):
     done = subprocess.run(in_a_shell(">&-", *words), stderr=subprocess.PIPE, text=True, env=PLAIN)
     assert (done.returncode, done.stderr) == (0, "")

@@ -242,7 +242,7 @@ def test_the_model_alone_will_do(here, capsys):
     assert "There is no loss function: the backward pass starts at the sum of the model's outputs." in out
 
 
-def test_of_the_model_alone_the_sum_of_the_outputs_is_told(here, capsys):
+def test_of_the_model_alone_the_sum_of_the_outputs_is_reported(here, capsys):
     path = saved(*overflowing())
     _, out, _ = replay(capsys, path, "--build", "train:make_alone", "--precision", "fp32")
     assert out.startswith("finite in fp32 on cpu: the sum of the outputs is 4.32e+06, and all 1 gradients are finite.")
@@ -532,7 +532,7 @@ def test_python_is_left_as_it_was(here, capsys):
     ],
 )
 @pytest.mark.filterwarnings("ignore:Lazy modules")
-def test_what_the_builder_does_wrong_is_told_in_a_line(here, capsys, function, said):
+def test_what_the_builder_does_wrong_is_reported_in_a_line(here, capsys, function, said):
     needs_no_width = function in ("make_none", "make_three", "make_text", "make_half")
     path = saved(*overflowing(), build_args={} if needs_no_width else {"width": 4})
     assert said in refused(capsys, path, "--build", f"train.py:{function}")

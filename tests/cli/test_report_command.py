@@ -14,7 +14,7 @@ from ampwise.finding import Place
 from ampwise.numbers.census.algebra import Census
 from ampwise.report.page import GENERATOR_MARK
 from ampwise.rules import find_rule
-from ampwise.rules.evidence.rows import CountedFinding, LayerSample, StepRow
+from ampwise.runs.rows import CountedFinding, LayerSample, StepRow
 from ampwise.runs.writer import RecordWriter
 
 

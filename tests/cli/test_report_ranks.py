@@ -8,10 +8,10 @@ from ampwise.cli import main
 from ampwise.finding import Place
 from ampwise.numbers.census.algebra import Census
 from ampwise.rules import find_rule
-from ampwise.rules.evidence.rows import CountedFinding, LayerSample, StepRow
 from ampwise.runs import follower as follow
 from ampwise.runs import reader
 from ampwise.runs.reader import RankRecord, Run
+from ampwise.runs.rows import CountedFinding, LayerSample, StepRow
 from ampwise.runs.writer import RecordWriter
 from ampwise.watch.rank_findings import add_findings_of_ranks
 

@@ -11,7 +11,7 @@ from ampwise.cli import main
 from ampwise.finding import Place
 from ampwise.report.page import GENERATOR_MARK
 from ampwise.rules import find_rule
-from ampwise.rules.evidence.rows import CountedFinding, StepRow
+from ampwise.runs.rows import CountedFinding, StepRow
 from ampwise.runs.writer import RecordWriter
 
 

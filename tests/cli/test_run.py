@@ -27,7 +27,7 @@ def test_without_torch_it_says_where_to_install_it_and_runs_nothing(script, tmp_
     assert [path.name for path in tmp_path.iterdir()] == [script]
 
 
-def test_a_script_that_is_not_there_is_told_first(script, monkeypatch, capsys):
+def test_a_script_that_is_not_there_is_reported_first(script, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "torch", None)
     assert main(["run", "gone.py"]) == 2
     assert "gone.py" in capsys.readouterr().err

@@ -10,7 +10,7 @@ import torch
 
 from ampwise.cli import main
 from ampwise.errors import BadInput
-from ampwise.tune.search.found import Found
+from ampwise.tune.search.result import SearchResult
 
 TRAIN = """
 import torch
@@ -66,11 +66,11 @@ def test_it_says_what_was_found_and_writes_it(capsys, folder):
     assert code == 0
     assert out.startswith("train_searched.py:make: 4 in e4m3, of 4 modules with matmuls; error 0.0")
     assert "by the peaks of h200 (datasheet)" in out
-    assert out.endswith("Wrote policy.json; load it with ampwise.Found.load('policy.json')\n")
+    assert out.endswith("Wrote policy.json; load it with ampwise.SearchResult.load('policy.json')\n")
     assert "what the user prints" not in out
     assert "ampwise: 4 in e4m3: error" in err
     assert "s left" in err
-    found = Found.load("policy.json")
+    found = SearchResult.load("policy.json")
     assert (found.batches, found.verified.batches) == (4, 1)
     assert set(found.modules.values()) == {"e4m3"}
     assert sorted(path.name for path in folder.iterdir() if path.is_file()) == ["policy.json", "train_searched.py"]
@@ -93,7 +93,7 @@ def test_json_is_all_of_it(capsys):
     data = json.loads(out)
     assert data["modules"] == {"0": "bf16", "1": "bf16", "2": "bf16", "3": "bf16"}
     assert data["policy"]["base"] == "bf16"
-    assert Found.from_dict(data).as_dict()["gain"] == data["gain"]
+    assert SearchResult.from_dict(data).as_dict()["gain"] == data["gain"]
     assert err == "what the user prints\n" * 2
 
 
@@ -188,7 +188,7 @@ def test_what_cannot_be_written_in_the_end_is_printed_all_the_same(capsys, folde
     def full(self, path):
         raise BadInput("the disk is full")
 
-    monkeypatch.setattr(Found, "save", full)
+    monkeypatch.setattr(SearchResult, "save", full)
     words = ("train_searched:make", "--tolerance", "0.5", "-q", "--batches", "1", "--out", "policy.json")
     code, out, err = run(capsys, *words)
     assert code == 2
@@ -201,4 +201,4 @@ def test_force_writes_over_a_file(capsys, folder):
     words = ("train_searched:make", "--tolerance", "0.5", "-q", "--batches", "1", "--out", "policy.json")
     assert run(capsys, *words)[0] == 2
     assert run(capsys, *words, "-f")[0] == 0
-    assert Found.load("policy.json").narrower
+    assert SearchResult.load("policy.json").narrower

@@ -31,7 +31,7 @@ def test_a_file_of_another_origin_stays(tmp_path, capsys):
     assert (tmp_path / "SKILL.md").read_text(encoding="utf-8") == skill_text(summaries())
 
 
-def test_what_cannot_be_written_is_told(tmp_path, capsys):
+def test_what_cannot_be_written_is_reported(tmp_path, capsys):
     (tmp_path / "file").write_text("")
     assert main(["skill", "--out", str(tmp_path / "file")]) == 2
     assert "SKILL.md cannot be written: " in capsys.readouterr().err

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from ampwise.numbers.formats import FORMATS
-from ampwise.rules import built_in
+from ampwise.rules import built_in_rules
 from ampwise.tune.advise import advise
 
 from .pages import Reading, is_as_shown, patched, pieces
@@ -165,13 +165,13 @@ def told():
 
 
 @pytest.mark.parametrize(("page", "sentence"), list(told()), ids=lambda value: value[:40])
-def test_a_number_that_is_told_is_the_benchmarks(page, sentence):
+def test_a_number_that_is_reported_is_the_benchmarks(page, sentence):
     assert sentence in " ".join((DOCS / page).read_text(encoding="utf-8").split())
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_rules_are_linked_by_their_names(page):
-    text, rules = page.read_text(encoding="utf-8"), {entry.rule.code: entry.rule.name for entry in built_in()}
+    text, rules = page.read_text(encoding="utf-8"), {rule.code: rule.name for rule in built_in_rules()}
     assert set(re.findall(r"AMP\d{3}", text)) <= set(rules)
     for code, target in re.findall(r"\[(AMP\d{3})\]\((.*?)\)", text):
         assert target == f"../rules/{code}-{rules[code]}.md"
@@ -230,7 +230,7 @@ def test_a_diff_is_applied():
         ("```console\n$ ampwise formats fp17\n```", "ends with 2"),
     ],
 )
-def test_a_page_that_is_wrong_is_told_with_its_line(wrong, why, folder, warm):
+def test_a_page_that_is_wrong_is_reported_with_its_line(wrong, why, folder, warm):
     page = folder / "page.md"
     page.write_text(f"# Page\n\n{wrong}\n", encoding="utf-8")
     with pytest.raises((AssertionError, ValueError, SyntaxError), match=why) as caught:

@@ -25,7 +25,7 @@ def run(capfd, monkeypatch, name, *arguments):
 def test_a_guarded_training_passes_over_what_is_broken_and_can_be_started_again(capfd, monkeypatch, tmp_path):
     first = run(capfd, monkeypatch, "guarded.py", "--directory", tmp_path, "--epochs", 1)
     assert "passed over: 3 batches" in first.out
-    assert "rolled-back" in first.err
+    assert "rolled back" in first.err
     again = run(capfd, monkeypatch, "guarded.py", "--directory", tmp_path, "--epochs", 1)
     (weights,) = (line for line in first.out.splitlines() if line.startswith("weights: "))
     assert weights in again.out.splitlines()  # it is over: the same weights

@@ -76,7 +76,7 @@ class Outcome:
     weights: str = ""  # a checksum of model and optimizer
     loss: float = math.nan  # over all samples, at the end
     steps: list = field(default_factory=list)  # [number, samples, skipped], in the order of time
-    told: list = field(default_factory=list)  # names of the rules of findings
+    told: list = field(default_factory=list)  # names of the guard's events
     late: int = 0  # findings besides, that a disk is slow
     messages: list = field(default_factory=list)
     passed_over: list = field(default_factory=list)
@@ -378,10 +378,10 @@ class Run:
         outcome.kept = [rule.pattern for rule in self.engine.policy.rules]
         if self.guard is not None:
             # A disk may be slow on the day, which is nothing that a test is about.
-            told = [finding for finding in self.guard.findings if finding.rule.name != "checkpoint-late"]
-            outcome.told = [finding.rule.name for finding in told]
-            outcome.late = len(self.guard.findings) - len(told)
-            outcome.messages = [finding.message for finding in told]
+            told = [event for event in self.guard.events if event.name != "checkpoint-late"]
+            outcome.told = [event.name for event in told]
+            outcome.late = len(self.guard.events) - len(told)
+            outcome.messages = [event.message for event in told]
             outcome.passed_over = [list(place) for place in self.guard.passed_over]
         if outcome.code == 0 or not dist.is_initialized():  # or there may be nobody to gather from
             outcome.weights, outcome.loss = checksum(self.model, self.optimizer), self.loss_of_all()

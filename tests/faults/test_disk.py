@@ -242,7 +242,7 @@ def half(tmp_path_factory):
 @pytest.mark.few_by_day(3)
 @pytest.mark.parametrize("file", FILES)
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_checkpoint_is_told_of_and_the_one_before_is_used(half, tmp_path, damage, file):
+def test_a_damaged_checkpoint_is_reported_of_and_the_one_before_is_used(half, tmp_path, damage, file):
     directory, unbroken = tmp_path / "run", half[1]
     shutil.copytree(half[0], directory)
     newest = checkpoints(directory)[0]

@@ -30,7 +30,7 @@ def test_sigterm_finishes_the_step_saves_and_ends(tmp_path, code):
     assert len(outcome.lineage) == 21  # with the one that was being made, which was finished
 
 
-def test_the_run_goes_on_to_the_bit_where_it_was_told_to_end(tmp_path):
+def test_the_run_goes_on_to_the_bit_where_it_was_reported_to_end(tmp_path):
     unbroken = train(tmp_path / "whole")
     for at in (0, 7, 25):
         train(tmp_path / "run", fault="SIGTERM", at=(at,))

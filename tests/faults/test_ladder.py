@@ -111,7 +111,7 @@ def healthy(tmp_path_factory):
 
 
 @pytest.mark.nightly
-def test_a_spike_is_told_of(tmp_path, healthy):
+def test_a_spike_is_reported_of(tmp_path, healthy):
     assert healthy.told == []
     outcome = train(tmp_path / "run", epochs=8, precision="fp32", fault="spike", at=(70,))
     assert outcome.told == ["loss-spike"]

@@ -47,7 +47,7 @@ def test_pieces_have_the_gradient_of_the_whole_batch(tmp_path, largest):
     torch.testing.assert_close(pieces, whole, rtol=1e-5, atol=1e-6)
     assert max(sizes) <= largest
     assert sum(sizes[-4 * 7 :]) >= 7
-    assert {finding.rule.name for finding in guard.findings} == ({"out-of-memory"} if largest < 7 else set())
+    assert {event.name for event in guard.events} == ({"out-of-memory"} if largest < 7 else set())
     assert [each.step for each in checkpoints(tmp_path / "pieces")] == [4], "no step was counted twice"
 
 
@@ -63,8 +63,8 @@ def test_what_may_not_be_split_is_raised(tmp_path):
     run = Run(Plan(directory=str(tmp_path), fault="out of memory", at=(20,)))
     with pytest.raises(torch.OutOfMemoryError, match=f"room for {BATCH} samples"):
         run.to_the_end()
-    assert [finding.rule.name for finding in run.guard.findings] == ["out-of-memory"]
-    assert "splitting the batch is not allowed" in run.guard.findings[0].message
+    assert [event.name for event in run.guard.events] == ["out-of-memory"]
+    assert "splitting the batch is not allowed" in run.guard.events[0].message
     assert max(each.step for each in checkpoints(tmp_path)) <= 20
     outcome = train(tmp_path)
     assert outcome.weights == train(tmp_path / "whole").weights, "it goes on where it was"
@@ -93,7 +93,7 @@ def test_a_single_sample_without_room_is_the_end_of_it(tmp_path):
     run.largest = 0
     with pytest.raises(torch.OutOfMemoryError):
         run.to_the_end()
-    assert [finding.rule.name for finding in run.guard.findings] == 4 * ["out-of-memory"]
+    assert [event.name for event in run.guard.events] == 4 * ["out-of-memory"]
 
 
 def test_a_window_that_ran_out_of_memory_is_gone_through_again(tmp_path):

@@ -71,8 +71,8 @@ def collect(run):
 
 def found(run, **facts):
     return {
-        "told": [finding.rule.name for finding in run.guard.findings],
-        "sources": [finding.evidence["source"] for finding in run.guard.findings if "source" in finding.evidence],
+        "told": [event.name for event in run.guard.events],
+        "sources": [event.fields["source"] for event in run.guard.events if "source" in event.fields],
         "applied": run.engine.applied_steps,
         "last": None if run.guard.last_checkpoint is None else run.guard.last_checkpoint.step,
         **facts,
@@ -145,7 +145,7 @@ def damaged_for_one(rank, directory):
     reading.read_plain = read_plain
     second = training(directory, seed=2)
     second.guard.begin()
-    begun_at, words = second.engine.applied_steps, [finding.message for finding in second.guard.findings]
+    begun_at, words = second.engine.applied_steps, [event.message for event in second.guard.events]
     for batch in data(9)[begun_at:]:
         second.guard.step(second.loss, batch)
     second.guard.close()
@@ -189,7 +189,7 @@ def resumed(rank, directory, flipped, proven):
     proven.clear()
     second = training(directory, seed=2)
     second.guard.begin()
-    begun_at, words = second.engine.applied_steps, [finding.message for finding in second.guard.findings]
+    begun_at, words = second.engine.applied_steps, [event.message for event in second.guard.events]
     weights = torch.cat([each.detach().reshape(-1) for each in second.model.parameters()]).tolist()
     second.guard.close()
     return found(second, begun_at=begun_at, words=words, weights=weights, proven=list(proven))

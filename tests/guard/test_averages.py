@@ -57,7 +57,7 @@ def test_the_examples_of_the_page_are_as_if_bad_batches_had_not_been(example, ba
         exec(examples()[example], names)
         average = names["ema"].state_dict() if example == 0 else names["average"].state_dict()
         ends.append((bits(average), bits(model.state_dict()), engine.applied_steps))
-        assert sum(f.rule.name == "rolled-back" for f in names["guard"].findings) == (
+        assert sum(event.name == "rolled-back" for event in names["guard"].events) == (
             sum(number + 1 in bad for number in bad) if name == "with" else 0
         )
     assert ends[0] == ends[1]

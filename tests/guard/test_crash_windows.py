@@ -124,7 +124,7 @@ def test_a_checkpoint_that_is_finished_while_the_run_goes_back_is_no_good(tmp_pa
     batches = data(24, bad=[8, 9])
     assert train_until(run, batches, ends, collects=False)
     assert told(run) == ["step-skipped", "rolled-back"]
-    assert run.guard.findings[-1].evidence["to_step"] == 5
+    assert run.guard.events[-1].fields["to_step"] == 5
     assert run.guard.last_checkpoint is None
     (undone,) = checkpoints(tmp_path / "run")
     assert (undone.step, undone.good, undone.undone) == (8, False, True), "seven healthy steps came after it"
@@ -163,7 +163,7 @@ def test_a_save_of_a_step_that_stays_is_kept_and_so_is_the_next(tmp_path, monkey
         return False
 
     train_until(run, data(20, bad=[8, 9]), opens, collects=False)
-    assert run.guard.findings[-1].evidence["to_step"] == 5
+    assert run.guard.events[-1].fields["to_step"] == 5
     assert of_steps(tmp_path, "trouble") == {5: "", 10: "", 15: "", 18: ""}
     assert of_steps(tmp_path, "good")[5]
 
@@ -173,7 +173,7 @@ def test_a_kill_after_going_back_behind_all_checkpoints_begins_anew_and_ends_the
     run = training(tmp_path / "run", every="3 steps", ladder=patient)
     assert train_until(run, batches, lambda run: run.guard._recovery.rollbacks)
     assert of_steps(tmp_path / "run", "undone") == {3: True, 6: True}
-    assert run.guard.findings[-1].evidence["to_step"] == 0
+    assert run.guard.events[-1].fields["to_step"] == 0
     again = training(tmp_path / "run", ladder=patient, every="3 steps")  # with the seed of the program
     again.guard.begin()
     assert again.engine.applied_steps == 0
@@ -233,7 +233,7 @@ def test_nan_in_a_buffer_is_not_saved(tmp_path):
         run.model.mask[0, 0] = NAN
         assert run.guard.save() is None
     assert set(told(run)) == {"weights-not-finite"}
-    assert run.guard.findings[0].evidence["names"] == ("model.mask",)
+    assert run.guard.events[0].fields["names"] == ("model.mask",)
     assert checkpoints(tmp_path) == []
 
 
@@ -251,7 +251,7 @@ def test_nan_in_a_buffer_on_disk_is_not_gone_on_from(tmp_path, monkeypatch):
     again.guard.begin()
     assert again.engine.applied_steps == 2
     assert told(again) == ["checkpoint-damaged"]
-    assert "has inf or NaN in model.mask" in again.guard.findings[0].message
+    assert "has inf or NaN in model.mask" in again.guard.events[0].message
     again.guard.close()
 
 
@@ -358,7 +358,7 @@ def test_out_of_memory_within_an_update_is_raised_and_nothing_is_run_again(tmp_p
     assert checkpoints(tmp_path) == [], "a state that is half updated is no state"
 
 
-def test_out_of_memory_for_a_copy_of_the_state_is_told_and_training_goes_on(tmp_path, monkeypatch):
+def test_out_of_memory_for_a_copy_of_the_state_is_reported_and_training_goes_on(tmp_path, monkeypatch):
     run = training(tmp_path / "run", every="4 steps")
     snapshots = run.guard._checkpointing.snapshots
     take = snapshots.take
@@ -371,8 +371,8 @@ def test_out_of_memory_for_a_copy_of_the_state_is_told_and_training_goes_on(tmp_
     monkeypatch.setattr(snapshots, "take", starved)
     train(run, data(8))
     assert told(run) == ["checkpoint-failed", "checkpoint-failed"]
-    assert all("no room for a copy" in finding.message for finding in run.guard.findings)
-    assert [finding.place.step for finding in run.guard.findings] == [4, 5]
+    assert all("no room for a copy" in event.message for event in run.guard.events)
+    assert [event.step for event in run.guard.events] == [4, 5]
     assert run.engine.applied_steps == 8
     plain = train(training(tmp_path / "plain"), data(8))
     assert torch.equal(weights(run), weights(plain)), "no step was taken twice"
@@ -512,7 +512,7 @@ def test_a_loop_that_is_left_between_backward_and_apply_ends_quietly(tmp_path):
             if number == 3:
                 break
             run.engine.apply()
-    assert run.guard.findings == []
+    assert run.guard.events == []
     assert run.engine.applied_steps == 3
     assert checkpoints(tmp_path) == []
 
@@ -581,7 +581,7 @@ def test_alone_there_is_nobody_to_tell_that_one_is_alive(tmp_path):
     run.guard.alive()
     train(run, data(2))
     run.guard.alive()
-    assert run.guard.findings == []
+    assert run.guard.events == []
 
 
 # Back to disk
@@ -601,18 +601,18 @@ SAVING = {"every": "4 steps", "keep": 20, "ladder": IMPATIENT, "engine": {"trace
 
 
 def sources(run):
-    return [finding.evidence.get("source") for finding in run.guard.findings]
+    return [event.fields.get("source") for event in run.guard.events]
 
 
 def test_what_did_not_help_once_is_helped_from_disk(tmp_path):
     """Without trouble on the way there: the checkpoint of step 12 is the last good one before that of 16."""
     run = train_collecting(training(tmp_path / "run", **SAVING), data(40, bad=[20, 21]))
     assert sources(run) == ["memory", "disk"]
-    assert [finding.evidence["to_step"] for finding in run.guard.findings] == [16, 12]
+    assert [event.fields["to_step"] for event in run.guard.events] == [16, 12]
     assert torch.equal(weights(run), weights(without(tmp_path / "without", data(40), [20, 21])))
 
 
-def test_a_damaged_checkpoint_on_the_way_back_is_told_and_the_one_before_it_is_used(tmp_path):
+def test_a_damaged_checkpoint_on_the_way_back_is_reported_and_the_one_before_it_is_used(tmp_path):
     run = training(tmp_path / "run", **SAVING)
 
     def damages(run):
@@ -624,9 +624,9 @@ def test_a_damaged_checkpoint_on_the_way_back_is_told_and_the_one_before_it_is_u
     damaged = []
     train_until(run, data(40, bad=[20, 21]), damages)
     assert told(run) == ["rolled-back", "checkpoint-damaged", "rolled-back"]
-    assert run.guard.findings[1].message.endswith("; another state is used instead")
+    assert run.guard.events[1].message.endswith("; another state is used instead")
     assert sources(run) == ["memory", None, "disk"]
-    assert run.guard.findings[-1].evidence["to_step"] == 8
+    assert run.guard.events[-1].fields["to_step"] == 8
     assert torch.equal(weights(run), weights(without(tmp_path / "without", data(40), [20, 21])))
 
 
@@ -647,7 +647,7 @@ def test_where_all_older_checkpoints_are_damaged_memory_is_used(tmp_path, precis
     train_until(run, data(40, bad=[20, 21]), damages)
     assert len(damaged) > 1
     assert told(run) == ["rolled-back", *["checkpoint-damaged"] * len(damaged), "rolled-back"]
-    assert run.guard.findings[-1].evidence["source"] == "memory"
+    assert run.guard.events[-1].fields["source"] == "memory"
     assert run.engine.precision == "fp32"
     assert run.engine.applied_steps == 38
     if precision == "fp32":

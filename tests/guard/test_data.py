@@ -491,7 +491,7 @@ def test_data_that_is_none(loader, epochs, said):
         list(ResumableData(loader, epochs=epochs))
 
 
-def test_one_that_is_used_up_is_told():
+def test_one_that_is_used_up_is_reported():
     once = iter("ab")
     data = ResumableData(type("Mine", (), {"__iter__": lambda self: once})(), epochs=2)
     with pytest.raises(BadInput, match=r"the Mine yielded no batch in epoch 1\. .* can be iterated only once"):
@@ -633,7 +633,7 @@ def test_asking_for_the_position_changes_nothing():
     assert drawn(True) == drawn(False)
 
 
-def test_the_epoch_is_told():
+def test_the_epoch_is_reported():
     told = []
 
     class Sampler(DistributedSampler):
@@ -653,7 +653,7 @@ def test_the_epoch_is_told():
     assert len({tuple(order) for order in orders.values()}) > 1
 
 
-def test_who_waits_is_told(monkeypatch, capsys):
+def test_who_waits_is_reported(monkeypatch, capsys):
     position = place_in(DataLoader(Stream(), batch_size=2), 3)
     ResumableData(DataLoader(Stream(), batch_size=2)).go_to(position)
     assert capsys.readouterr().err == ""

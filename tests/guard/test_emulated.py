@@ -43,7 +43,7 @@ def test_what_an_emulated_format_cannot_hold_goes_on_in_fp32(tmp_path, capsys):
             guard.step(lambda x: model(x).square().mean(), torch.randn(6, 8))
     assert engine.precision == "fp32"
     assert not engine.history[-1].skipped
-    changed = [finding for finding in guard.findings if finding.rule.name == "precision-changed"]
+    changed = [event for event in guard.events if event.name == "precision-changed"]
     assert changed[0].message.startswith("the precision was changed from emulate:fp16 to fp32, because ")
     capsys.readouterr()
 

@@ -62,7 +62,7 @@ def train(run, batches, *, epochs=1, seen=None):
 
 
 def told(run):
-    names = [finding.rule.name for finding in run.guard.findings]
+    names = [event.name for event in run.guard.events]
     return [name for name in names if name != "checkpoint-late"]  # a disk may be slow on the day
 
 
@@ -87,7 +87,7 @@ def test_without_trouble_it_changes_nothing_and_leaves_one_checkpoint(tmp_path):
     for batch in data():
         plain.engine.step(plain.loss, batch)
     assert torch.equal(weights(run), weights(plain))
-    assert run.guard.findings == []
+    assert run.guard.events == []
     assert [each.step for each in checkpoints(tmp_path / "run")] == [20]
     assert run.guard.last_checkpoint.path == checkpoints(tmp_path / "run")[0].path
     assert not (tmp_path / "unused").exists()  # nothing is touched before it begins
@@ -155,7 +155,7 @@ def test_an_exception_goes_through_and_everything_is_let_go(tmp_path, error):
     assert signal.getsignal(signal.SIGTERM) == handler
     assert run.engine.scaler.collapses
     run.engine.step(run.loss, data()[1])
-    assert run.guard.findings == []
+    assert run.guard.events == []
 
 
 def test_a_guard_that_nobody_holds_any_more_lets_go_of_the_directory(tmp_path):
@@ -231,9 +231,9 @@ def test_an_engine_is_expected(tmp_path):
     assert str(refused.value) == "Guard(Linear): expected an ampwise.Engine, then the directory."
 
 
-def test_alerts_are_functions(tmp_path):
-    with pytest.raises(BadInput):
-        training(tmp_path, alerts=["mail me"])
+def test_who_is_reported_is_a_function(tmp_path):
+    with pytest.raises(BadInput, match=r"^Guard\(on_event='mail me'\): expected a function that takes an event\.$"):
+        training(tmp_path, on_event="mail me")
 
 
 def test_a_directory_that_cannot_be_made_is_refused(tmp_path):
@@ -269,7 +269,7 @@ def test_every_so_many_steps(tmp_path):
             run.guard.step(run.loss, batch)
             run.guard._checkpointing.collect(wait=True)
     assert [(each.step, each.good) for each in checkpoints(tmp_path)] == [(11, False), (9, False), (6, True)]
-    assert run.guard.findings == []
+    assert run.guard.events == []
 
 
 def test_save_writes_now_and_not_twice_the_same(tmp_path):
@@ -374,7 +374,7 @@ def test_a_checkpoint_is_good_when_healthy_steps_came_after_it(tmp_path):
     assert good[-1] == [4]  # three healthy steps after it, and one after the other
 
 
-def test_a_checkpoint_that_cannot_be_written_is_told_and_training_goes_on(tmp_path, capsys):
+def test_a_checkpoint_that_cannot_be_written_is_reported_and_training_goes_on(tmp_path, capsys):
     run = training(tmp_path / "run", every="5 steps")
     with run.guard:
         for number, batch in enumerate(run.guard.batches(data(12))):
@@ -417,10 +417,10 @@ def lagging(run, lag):
     return run
 
 
-def test_a_bad_batch_is_skipped_and_told(tmp_path, lag, capsys):
+def test_a_bad_batch_is_skipped_and_reported(tmp_path, lag, capsys):
     run = train(lagging(training(tmp_path), lag), data(12, bad=[6]))
     assert told(run) == ["step-skipped"]
-    assert run.guard.findings[0].place.step == 7
+    assert run.guard.events[0].step == 7
     assert (run.engine.applied_steps, run.engine.skipped_steps) == (11, 1)
     assert run.guard.passed_over == []
     assert run.guard.last_checkpoint.step == 12
@@ -502,7 +502,7 @@ def test_in_a_loop_of_the_users_own_the_state_goes_back_and_the_data_goes_on(tmp
         for batch in data(20, bad=[10, 11]):
             run.guard.step(run.loss, batch)
     assert told(run) == ["step-skipped", "rolled-back"]
-    assert run.guard.findings[1].evidence["rewound"] is False
+    assert run.guard.events[1].fields["rewound"] is False
     assert run.guard.passed_over == []
     assert run.engine.applied_steps == 20 - 2 - (10 - 5 if lag == 0 else 10 - 5 + 1)
     capsys.readouterr()
@@ -522,14 +522,30 @@ def test_where_nothing_helps_it_stops_with_code_70_a_capsule_and_the_last_good_s
     with pytest.raises(Stopped) as stopped:
         train(run, data(60, bad=range(20, 60)))
     assert stopped.value.code == 70
-    assert str(stopped.value) == run.guard.findings[-1].message
+    assert str(stopped.value) == run.guard.events[-1].message
     assert told(run)[-1] == "training-stopped"
-    if lag == 0:  # a CPU explains a step at once, before it is asked to save it
-        assert run.guard.findings[-1].evidence["capsule"]
-        assert list((tmp_path / "capsules").iterdir())
+    assert [finding.rule.code for finding in run.guard.findings] == ["AMP807"]
+    assert run.guard.findings[0].evidence["capsule"] == run.guard.events[-1].fields["capsule"]
+    assert list((tmp_path / "capsules").iterdir())
     assert weights(run).isfinite().all()
     assert free(tmp_path)
     assert "training was stopped" in capsys.readouterr().err
+
+
+def test_a_bad_step_long_before_does_not_cost_the_capsule(tmp_path, lag, capsys):
+    """Only the 1st, 2nd, 4th, 8th bad step is replayed: the one to save would be the 3rd."""
+    run = lagging(training(tmp_path), lag)
+    with pytest.raises(Stopped):
+        train(run, data(60, bad=[3, *range(20, 60)]))
+    assert run.guard.findings[-1].evidence["capsule"]
+    capsys.readouterr()
+
+
+def test_a_single_bad_step_is_not_saved(tmp_path, lag, capsys):
+    run = train(lagging(training(tmp_path), lag), data(20, bad=[5, 12]))
+    assert told(run) == ["step-skipped", "step-skipped"]
+    assert not (tmp_path / "capsules").exists()
+    capsys.readouterr()
 
 
 def test_code_70_is_that_of_the_process(tmp_path, warm):
@@ -551,7 +567,7 @@ def test_code_70_is_that_of_the_process(tmp_path, warm):
     assert "AMP807" in done.stderr
 
 
-def test_under_ampwise_run_findings_are_in_the_record(tmp_path, warm):
+def test_under_ampwise_run_events_are_in_the_record(tmp_path, warm):
     (tmp_path / "train.py").write_text(
         textwrap.dedent("""
         import torch
@@ -568,9 +584,9 @@ def test_under_ampwise_run_findings_are_in_the_record(tmp_path, warm):
     done = warm.run("-m", "ampwise", "run", "-o", "record", "train.py", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     record = Run.read(tmp_path / "record")
-    found = {seen.finding.rule.name: seen for seen in record.findings}
-    assert {"step-skipped", "rolled-back", "bad-batch"} <= found.keys()
-    assert found["rolled-back"].finding.place.step == 8
+    assert "bad-batch" in {seen.finding.rule.name for seen in record.findings}
+    assert [(event.name, event.step) for event in record.events] == [("step-skipped", 7), ("rolled-back", 8)]
+    assert "rolled-back at step 8: rolled back" in " ".join(done.stderr.split())
 
 
 # Less memory
@@ -601,9 +617,9 @@ def test_a_batch_that_has_no_room_is_cut_in_halves_and_in_halves_again(tmp_path,
     # As it is, and once more with memory let go; in 2; in 4, of which each is small enough. Then at once.
     assert loss.rows == [6, 6, 3, *[2, 1, 2, 1] * 3]
     assert told(run) == ["out-of-memory", "out-of-memory"]
-    assert [finding.evidence["pieces"] for finding in run.guard.findings] == [2, 4]
-    assert "no room for this batch" in run.guard.findings[0].message
-    assert "and more words" not in run.guard.findings[0].message
+    assert [event.fields["pieces"] for event in run.guard.events] == [2, 4]
+    assert "no room for this batch" in run.guard.events[0].message
+    assert "and more words" not in run.guard.events[0].message
     assert run.engine.applied_steps == 3
     capsys.readouterr()
 
@@ -637,15 +653,15 @@ def test_what_has_room_the_second_time_is_no_finding(tmp_path):
 
     with run.guard:
         assert run.guard.step(loss, data()[0]).closed
-    assert run.guard.findings == []
+    assert run.guard.events == []
 
 
-def test_without_leave_to_split_it_is_told_and_raised(tmp_path, capsys):
+def test_without_leave_to_split_it_is_reported_and_raised(tmp_path, capsys):
     run = training(tmp_path)
     with pytest.raises(torch.OutOfMemoryError), run.guard:
         run.guard.step(Cramped(run, room=2), data()[0])
     assert told(run) == ["out-of-memory"]
-    assert run.guard.findings[0].evidence["splits"] is False
+    assert run.guard.events[0].fields["splits"] is False
     assert free(tmp_path)
     capsys.readouterr()
 
@@ -656,7 +672,7 @@ def test_a_row_that_has_no_room_is_the_end(tmp_path, capsys):
     with pytest.raises(torch.OutOfMemoryError), run.guard:
         run.guard.step(loss, data()[0])
     assert loss.rows == [6, 6, 3, 2, 1]
-    assert [finding.evidence["splits"] for finding in run.guard.findings] == [True, True, True, False]
+    assert [event.fields["splits"] for event in run.guard.events] == [True, True, True, False]
     capsys.readouterr()
 
 
@@ -680,7 +696,7 @@ def test_a_signal_is_heeded_when_the_step_is_over(tmp_path, capsys):
     assert len(steps) == 5  # the fifth was finished, and what comes after it; then the loop ended
     assert run.guard.last_checkpoint.step == 5
     assert told(run) == ["preempted"]
-    assert run.guard.findings[0].evidence["signal"] == "SIGTERM"
+    assert run.guard.events[0].fields["signal"] == "SIGTERM"
     signal.signal(signal.SIGTERM, before)  # the guard still expects duplicates
     assert free(tmp_path)
     second = train(training(tmp_path, seed=2), data())
@@ -824,12 +840,13 @@ def test_in_another_thread_it_guards_without_signals(tmp_path):
 # Who is told
 
 
-def test_alerts_get_every_kind_of_finding(tmp_path, capsys):
+def test_a_function_is_reported_of_every_event(tmp_path, capsys):
     got = []
-    run = training(tmp_path, alerts=[got.append])
-    train(run, data(20, bad=[10, 11]))
-    assert [finding.rule.name for finding in got] == ["step-skipped", "rolled-back"]
-    capsys.readouterr()
+    run = train(training(tmp_path, on_event=got.append), data(20, bad=[10, 11]))
+    assert [event.name for event in got] == ["step-skipped", "rolled-back"]
+    assert got == run.guard.events
+    assert run.guard.findings == []  # nothing to act on
+    assert "ampwise: step 12: rolled back " in capsys.readouterr().err
 
 
 def test_of_what_comes_again_and_again_few_are_printed_and_all_are_kept(tmp_path, capsys):
@@ -842,7 +859,7 @@ def test_of_what_comes_again_and_again_few_are_printed_and_all_are_kept(tmp_path
 # Before this run
 
 
-def test_the_lock_of_a_run_that_was_killed_is_taken_over_and_told(tmp_path, warm, capsys):
+def test_the_lock_of_a_run_that_was_killed_is_taken_over_and_reported(tmp_path, warm, capsys):
     (tmp_path / "train.py").write_text(
         textwrap.dedent("""
         import os, signal, torch
@@ -856,11 +873,11 @@ def test_the_lock_of_a_run_that_was_killed_is_taken_over_and_told(tmp_path, warm
     assert warm.run("train.py", cwd=tmp_path).returncode == -signal.SIGKILL
     run = train(training(tmp_path / "run"), data(2))
     assert told(run) == ["lock-taken-over"]
-    assert "by process" in run.guard.findings[0].message
+    assert "by process" in run.guard.events[0].message
     capsys.readouterr()
 
 
-def test_a_damaged_checkpoint_is_told_and_the_one_before_is_gone_on_from(tmp_path, capsys):
+def test_a_damaged_checkpoint_is_reported_and_the_one_before_is_gone_on_from(tmp_path, capsys):
     run = train(training(tmp_path, every="4 steps"), data(8))
     newest = run.guard.last_checkpoint
     with (newest.path / "tensors-00000.safetensors").open("r+b") as file:
@@ -882,7 +899,7 @@ def test_before_the_first_snapshot_it_goes_back_to_the_beginning_of_the_data(tmp
     seen = []
     run = train(lagging(training(tmp_path / "run"), lag), data(10, bad=[2, 3]), seen=seen)
     assert run.guard.passed_over == [(0, 2), (0, 3)]
-    assert run.guard.findings[-1].evidence["to_step"] == 0
+    assert run.guard.events[-1].fields["to_step"] == 0
     assert run.engine.applied_steps == 8
     without = train(
         training(tmp_path / "without"), [batch for number, batch in enumerate(data(10)) if number not in (2, 3)]
@@ -899,7 +916,7 @@ def test_a_resumed_run_goes_back_to_where_it_was_resumed(tmp_path, capsys):
             if number == 6:
                 break
     second = train(training(tmp_path / "run", seed=2), bad)
-    assert second.guard.findings[-1].evidence["to_step"] == 7
+    assert second.guard.events[-1].fields["to_step"] == 7
     without = train(
         training(tmp_path / "without"), [batch for number, batch in enumerate(data(12)) if number not in (8, 9)]
     )
@@ -934,7 +951,7 @@ def test_trouble_that_stays_where_it_is_ends_though_steps_before_it_go_well_each
 
 
 @pytest.mark.parametrize("on_spike", ["tell", "rollback"])
-def test_a_spike_is_told_and_gone_back_from_if_asked(tmp_path, on_spike, capsys):
+def test_a_spike_is_reported_and_gone_back_from_if_asked(tmp_path, on_spike, capsys):
     batches = data(90)
     batches[70] = batches[70] * 1e3
     run = train(training(tmp_path, ladder=Ladder(healthy=3, on_spike=on_spike)), batches)
@@ -1040,7 +1057,7 @@ def test_a_checkpoint_of_steps_that_were_undone_is_not_gone_on_from(tmp_path, ca
 
     with pytest.raises(ArithmeticError):
         broken_off()
-    assert run.guard.findings[-1].evidence["to_step"] == 10
+    assert run.guard.events[-1].fields["to_step"] == 10
     undone = {each.step: each.trouble for each in checkpoints(tmp_path)}
     assert undone == {12: "the run was rolled back to step 10", 8: "", 4: ""}
     second = training(tmp_path, seed=2)

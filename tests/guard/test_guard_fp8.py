@@ -10,7 +10,7 @@ from ampwise.finding import Finding, Place
 from ampwise.guard import recovery
 from ampwise.guard.recovery import Recovery
 from ampwise.hardware import Cpu
-from ampwise.rules.float8.fp8_saturates import RULE
+from ampwise.rules.amp54x_fp8.fp8_saturates import RULE
 from ampwise.train.precision.precision import cpu_precisions
 
 LAYERS = ["blocks.0.up", "blocks.0.down"]

@@ -55,7 +55,7 @@ def train(run, batches):
 
 
 def told(run):
-    return [finding.rule.name for finding in run.guard.findings]
+    return [event.name for event in run.guard.events]
 
 
 def weights(run):
@@ -160,13 +160,13 @@ def test_where_nothing_helps_it_stops_with_a_capsule(tmp_path):
     with pytest.raises(Stopped) as stopped:
         train(run, data(60, bad=range(20, 60)))
     assert stopped.value.code == 70
-    assert run.guard.findings[-1].evidence["capsule"]
+    assert run.guard.events[-1].fields["capsule"]
     assert list((tmp_path / "capsules").iterdir())
 
 
 def test_checkpoints_beside_the_training_are_whole(tmp_path):
     run = train(training(tmp_path, every="3 steps", keep=9), data())
-    assert run.guard.findings == []
+    assert run.guard.events == []
     newest = run.guard.last_checkpoint
     assert newest.step == 20
     fresh = training(tmp_path, seed=2)

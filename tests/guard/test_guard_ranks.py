@@ -95,7 +95,7 @@ def test_a_flipped_bit_is_found_by_whichever_rank_proves_the_file(ranks, world):
         assert all(each["weights"] == found[0]["weights"] != whole[0]["weights"] for each in found)
 
 
-def test_out_of_memory_on_one_rank_is_told_and_raised_and_the_other_stops(ranks):
+def test_out_of_memory_on_one_rank_is_reported_and_raised_and_the_other_stops(ranks):
     case = "no_memory_on_one"
     other, starved = ranks[case]
     assert starved["raised"] == "no room in the backward pass"

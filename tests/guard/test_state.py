@@ -32,7 +32,7 @@ from ampwise.errors import BadInput
 from ampwise.guard.disk.writing import write_checkpoint
 from ampwise.guard.exact_json import from_json, to_json
 from ampwise.guard.rank_agreement import RankAgreement
-from ampwise.guard.reporter import FaultReporter
+from ampwise.guard.reporter import EventReporter
 from ampwise.guard.resuming import CheckpointLoader
 from ampwise.guard.script_changes import ScriptChanges
 from ampwise.guard.snapshots import MemorySnapshots
@@ -148,7 +148,7 @@ def onto_disk(run, folder):
 
 
 def resuming(run, folder, *, prints=False):
-    reporter, agreement = FaultReporter(None, prints=prints), RankAgreement(run.engine.ranks, 10.0)
+    reporter, agreement = EventReporter(None, prints=prints), RankAgreement(run.engine.ranks, 10.0)
     changes = ScriptChanges(run.engine, run.whole._others, (), reporter.log)
     changes.begin()
     return CheckpointLoader(folder, run.engine, run.whole, changes, agreement, reporter)
@@ -548,7 +548,7 @@ def test_a_cache_may_hold_anything(tmp_path):
     run = buffered(torch.full((3,), torch.nan))
     with Guard(run.engine, tmp_path, every="1 steps") as guard:
         guard.step(lambda: run.model.linear.weight.sum())
-    assert guard.findings == []
+    assert guard.events == []
     fresh = buffered(torch.zeros(3))
     Guard(fresh.engine, tmp_path).begin()
     assert fresh.model.extra.isnan().all()
@@ -770,7 +770,7 @@ def test_any_nesting_comes_back_from_files_as_it_was(state):
     ],
     ids=str,
 )
-def test_keys_that_look_alike_are_told_apart(state, tmp_path):
+def test_keys_that_look_alike_are_distinguished(state, tmp_path):
     run = buffered(None, state={"kept": Keeps(state)})
     put_back = in_memory(run)
     onto_disk(run, tmp_path)

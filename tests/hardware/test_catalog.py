@@ -19,7 +19,7 @@ FORMATS = {
 VENDORS = {"nvidia", "amd", "intel", "google", "apple"}
 BACKENDS = {"hpu", "xla", "mps"}
 KEYS = {
-    "id", "name", "vendor", "arch", "capability", "torch_names", "memory_gb", "bandwidth_gbs",
+    "id", "name", "vendor", "arch", "capability", "torch_names", "also_called", "memory_gb", "bandwidth_gbs",
     "tensor_core_formats", "tflops", "approximate", "sources", "note",
 }  # fmt: skip
 # Its FP8 units run at the rate of its BF16 units; the catalog's note says so.

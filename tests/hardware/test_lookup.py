@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import tomllib
 from collections import Counter
+from importlib.resources import files
 
 import pytest
 from hypothesis import given
@@ -10,7 +12,7 @@ from hypothesis import strategies as st
 
 from ampwise.errors import UnknownName
 from ampwise.hardware import find_gpu, gpu_named, gpus
-from ampwise.hardware.catalog import _words, nvidia_tensor_cores
+from ampwise.hardware.catalog import _words, nvidia_tensor_cores, other_variants
 
 FOUND = {
     "NVIDIA H200": "h200",
@@ -51,16 +53,15 @@ NEIGHBOURS = [
     "NVIDIA GeForce RTX 5090 Laptop GPU",
     "NVIDIA RTX 4000 Ada Generation",
     "NVIDIA RTX A4000",
-    "NVIDIA GH200 480GB",
+    "NVIDIA GH200 144G HBM3e",
     "NVIDIA H200 NVL",
-    "NVIDIA H100 NVL",
     "NVIDIA GB200",
     "NVIDIA B300",
     "NVIDIA A100X",
     "NVIDIA A100-SXM4-80GB MIG 1g.10gb",
     "NVIDIA A10-24Q",
     "NVIDIA A10M",
-    "NVIDIA L40",
+    "NVIDIA L40G",
     "NVIDIA T4G",
     "NVIDIA T400",
     "Tesla V100-DGXS-32GB",
@@ -115,11 +116,44 @@ def test_a_device_is_found_by_id_name_and_torch_name(gpu):
 
 def test_an_unknown_name_says_what_is_near():
     with pytest.raises(UnknownName) as raised:
-        gpu_named("v100")
+        gpu_named("v100-sxm3-32")
     assert str(raised.value) == (
-        "unknown device 'v100'. Did you mean v100-sxm2-32 or v100-sxm2-16 or v100-pcie-32? "
+        "unknown device 'v100-sxm3-32'. Did you mean v100-sxm2-32 or v100-sxm2-16 or v100-pcie-32? "
         "`ampwise gpu --list` shows them all."
     )
+
+
+@pytest.mark.parametrize(
+    ("name", "expected", "others"),
+    [
+        ("a100", "a100-sxm-80", ["a100-40", "a100-pcie-80"]),
+        ("NVIDIA A100", "a100-sxm-80", ["a100-40", "a100-pcie-80"]),
+        ("A100 80GB", "a100-sxm-80", ["a100-40", "a100-pcie-80"]),
+        ("h100", "h100-sxm", ["h100-pcie", "h100-nvl"]),
+        ("v100", "v100-sxm2-16", ["v100-sxm2-32", "v100-pcie-16", "v100-pcie-32"]),
+        ("4090", "rtx4090", []),
+        ("RTX4090", "rtx4090", []),
+        ("geforce rtx 3090", "rtx3090", []),
+        ("a6000", "rtx-a6000", []),
+        ("RTX 6000 Ada", "rtx6000-ada", []),
+        ("a100-40", "a100-40", []),
+        ("h200", "h200", []),
+    ],
+)
+def test_a_family_is_its_most_common_variant(name, expected, others):
+    assert gpu_named(name).id == expected
+    assert other_variants(name) == others
+
+
+def test_no_short_name_is_that_of_two_devices():
+    named = [
+        ("".join(_words(name)), table["id"])
+        for table in tomllib.loads(files("ampwise.hardware").joinpath("gpus.toml").read_text(encoding="utf-8"))[
+            "device"
+        ]
+        for name in (table["id"], table["name"], *table["torch_names"], *table.get("also_called", ()))
+    ]
+    assert len({name for name, _ in named}) == len(set(named))
 
 
 def test_a_misspelt_name_says_what_is_near():

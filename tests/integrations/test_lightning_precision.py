@@ -308,7 +308,7 @@ def test_a_checkpoint_of_16_mixed_is_gone_on_from():
     plugin("bf16").load_state_dict({})
 
 
-def test_fabric_tells_of_a_skip_and_saves_the_scale(tmp_path):
+def test_fabric_says_of_a_skip_and_saves_the_scale(tmp_path):
     fabric, _ = fabric_of()
     layer = trainer_peers.layer_of()
     model, optimizer = fabric.setup(layer, adamw(layer.parameters()))
@@ -375,7 +375,7 @@ def test_a_device_by_lightnings_name_is_refused():
         Precision(device="gpu")
 
 
-def test_a_device_without_the_precision_is_told_of(monkeypatch):
+def test_a_device_without_the_precision_is_reported_of(monkeypatch):
     facts = lightning_precision.precisions_of(torch.device("cpu"))
     old = type(facts)(runs=("fp32", "fp16"), lacks={"bf16": "Tesla T4 has no BF16 tensor cores."}, best="fp16", why="")
     monkeypatch.setattr(lightning_precision, "precisions_of", lambda device: old)

@@ -145,7 +145,7 @@ def test_a_watch_within_a_watch_is_none(capsys):
     assert "already watches this training" in capsys.readouterr().err
 
 
-def test_sinks_are_told_too():
+def test_sinks_are_reported_too():
     rows = []
     fit(Watch(every=1, timing=False, quiet=True, sinks=[rows.append]), (1, 1))
     assert [row.step for row in rows if "ampwise/grad_norm" in row.metrics] == [1, 2]
@@ -166,7 +166,7 @@ def test_they_travel_to_processes_that_lightning_spawns():
     assert pickle.loads(pickle.dumps(Precision("fp16", device="cpu"))).scaler.is_enabled()
 
 
-def test_an_interrupted_fit_is_told_from_one_that_failed():
+def test_an_interrupted_fit_is_distinguished_from_one_that_failed():
     class Stopped(Module):
         def training_step(self, batch, index):
             raise KeyboardInterrupt

@@ -137,7 +137,7 @@ def test_the_tools_and_what_they_say_of_themselves(project):
             assert parameter in tool.description, f"{name} does not say what {parameter} is"
 
 
-def test_check_tells_what_is_wrong_and_writes_nothing(project):
+def test_check_says_what_is_wrong_and_writes_nothing(project):
     (project / "pyproject.toml").write_text("[tool.ampwise]\nfix = true\n")
     is_error, text = call(project, "check")
     assert is_error
@@ -198,7 +198,7 @@ def test_fix_is_a_diff_unless_asked_to_write(project):
     assert call(project, "fix", {"write": True})[1] == "nothing to fix\n"
 
 
-def test_answers_are_those_of_the_verbs(project):
+def test_answers_are_those_of_the_commands(project):
     assert call(project, "explain", {"rule": "amp101"})[1].startswith("AMP101 clip-scaled-grads (error)")
     assert json.loads(call(project, "formats", {"names": ["half"]})[1])[0]["max"] == 65504
     assert json.loads(call(project, "gpu", {"name": "h200"})[1])["id"] == "h200"
@@ -236,7 +236,7 @@ def test_numbers_may_be_numbers(project):
     ]
 
 
-def test_a_zero_is_told_to_the_verb(project):
+def test_a_zero_is_reported_to_the_command(project):
     asked = Recorder(out="{}")
     call(project, "memory", {"layers": 0, "fsdp": 0}, run_command=asked)
     call(project, "advise", {"gpu": "", "measured": 0.0}, run_command=asked)
@@ -479,7 +479,7 @@ def test_what_fits_is_kept_whole(parts):
     assert kept.text() == whole.decode("utf-8", "replace")
 
 
-def test_a_mistake_of_ours_tells_nothing_but_that(project, caplog):
+def test_a_mistake_of_ours_says_nothing_but_that(project, caplog):
     async def fails(words, **_):
         raise KeyError("private")
 
@@ -679,7 +679,7 @@ def test_of_the_folder_nothing_is_on_the_path_unless_it_may_be_run(tmp_path, mon
 
 
 @pytest.mark.parametrize("version", ["1.28.1", "2.2.9", "3.0.0"])
-def test_an_untested_version_is_told(monkeypatch, version):
+def test_an_untested_version_is_reported(monkeypatch, version):
     monkeypatch.setattr("importlib.metadata.version", lambda name: version)
     with pytest.raises(BadInput, match=rf"needs mcp 2\.3 or later, below 3\.0, but {version} is installed: pip"):
         need_mcp()

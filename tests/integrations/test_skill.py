@@ -16,12 +16,13 @@ from ampwise.finding import Severity
 from ampwise.hardware import gpus
 from ampwise.integrations.skill import skill_text
 from ampwise.integrations.skill.slots import slots
-from ampwise.integrations.skill.tables import PROVED_BY, SECTIONS
+from ampwise.integrations.skill.tables import FIND_PITFALLS, SECTIONS
 from ampwise.integrations.skill.template import TEMPLATE
 from ampwise.numbers.formats import FORMATS, find_format
-from ampwise.rules import built_in, categories
-from ampwise.rules.evidence.choice.ideas import IDEAS, SYMPTOMS
+from ampwise.rules import built_in_rules, found_by
 from ampwise.tune.advise import advise
+from ampwise.tune.advise.claims import IDEAS
+from ampwise.tune.advise.symptoms import SYMPTOMS
 
 TEXT = skill_text(summaries())
 LITERAL = "".join(literal for literal, *_ in string.Formatter().parse(TEMPLATE))
@@ -72,8 +73,8 @@ def test_a_number_in_a_slot_is_the_formats_own():
 # --- what it names
 
 
-def test_every_verb_rule_and_device_it_names_is_there():
-    codes = {entry.rule.code for entry in built_in()}
+def test_every_command_rule_and_device_it_names_is_there():
+    codes = {rule.code for rule in built_in_rules()}
     assert set(re.findall(r"AMP\d+", TEXT)) <= codes
     assert set(re.findall(r"`ampwise ([a-z]+)", TEXT)) == set(commands())
     shown = TEXT.partition("| train in | on |")[2].partition("\n\n")[0]
@@ -118,14 +119,13 @@ def test_every_symptom_and_excuse_is_answered():
         assert f'"{said}"' in TEXT, f"{idea} has no answer"
 
 
-def test_every_pitfall_is_told_once_with_the_verb_that_shows_it():
+def test_every_pitfall_is_reported_once_with_the_command_that_shows_it():
     pitfalls = TEXT.partition("\n## Pitfalls\n")[2]
-    for entry in built_in():
-        told = pitfalls.count(f"- {entry.rule.code} {entry.rule.name}: ")
-        is_one = entry.category in PROVED_BY and entry.rule.severity is not Severity.INFO and entry.rule.on_by_default
-        assert told == is_one, entry.rule.code
-    assert set(PROVED_BY) <= set(categories())
-    assert set(PROVED_BY.values()) <= set(commands())
+    for rule in built_in_rules():
+        told = pitfalls.count(f"- {rule.code} {rule.name}: ")
+        is_found = bool(set(found_by(rule)) & set(FIND_PITFALLS))
+        assert told == (is_found and rule.severity is not Severity.INFO and rule.on_by_default), rule.code
+    assert set(FIND_PITFALLS) <= {f"ampwise {command}" for command in commands()}
 
 
 def test_the_code_it_shows_is_clean():

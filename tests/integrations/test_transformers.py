@@ -131,7 +131,7 @@ class Overflows(torch.nn.Module):
 
 
 @pytest.mark.parametrize("is_mended", [True, False])
-def test_a_skip_is_told_and_with_a_mended_accelerator_the_rate_waits(tmp_path, is_mended):
+def test_a_skip_is_reported_and_with_a_fixed_accelerator_the_rate_waits(tmp_path, is_mended):
     kept = Kept()
     model = Overflows()
     trainer = trainer_of(tmp_path, kept, quiet(), model=model, optim="adamw_torch_fused", max_steps=4, fp16=True)

@@ -51,7 +51,7 @@ def test_a_missing_one_gets_a_line():
         require(nothing, "no_such_module")
 
 
-def test_importing_without_a_framework_is_told_in_our_words(warm, tmp_path):
+def test_importing_without_a_framework_is_reported_in_our_words(warm, tmp_path):
     barred = "'pytorch_lightning', 'lightning', 'transformers', 'accelerate'"
     code = (
         f"import sys\nfor name in ({barred}): sys.modules[name] = None\n"

@@ -60,7 +60,7 @@ def test_what_reads_works_without_torch(command, here, words):
     assert done.stderr == ""
 
 
-def test_a_script_is_checked_and_mended(command, here, project):
+def test_a_script_is_checked_and_fixed(command, here, project):
     told = command("check", "--output-format", "sarif", "train.py", cwd=here, code=1)
     (run,) = json.loads(told.stdout)["runs"]
     assert run["tool"]["driver"]["version"] == project["version"]

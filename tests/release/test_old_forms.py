@@ -13,13 +13,13 @@ import pytest
 import torch
 
 import ampwise
-from ampwise import BadInput, Engine, Found, Guard, Policy, Run
+from ampwise import BadInput, Engine, Guard, Policy, Run, SearchResult
 from ampwise.cli import main
 from ampwise.guard.disk import layout as checkpoint_layout
 from ampwise.guard.disk.catalog import checkpoints, verify
 from ampwise.runs import layout as record_layout
 from ampwise.trace.capsule import layout as capsule_layout
-from ampwise.tune.search import found as found_form
+from ampwise.tune.search import result as found_form
 
 ARCHIVES = sorted((Path(__file__).parent / "fixtures").glob("*.zip"))
 BUILD = """
@@ -99,7 +99,7 @@ def test_a_policy(old):
 
 
 def test_what_a_search_found(old):
-    found = Found.load(old / "search" / "found.json")
+    found = SearchResult.load(old / "search" / "found.json")
     assert set(found.modules) == {"0", "1"}
     assert found.tolerance == 0.1
 
@@ -169,7 +169,7 @@ def test_a_later_policy():
 def test_a_later_search(old):
     later(old / "search" / "found.json")
     with pytest.raises(BadInput, match="not a file of ampwise search --out: it is not marked as"):
-        Found.load(old / "search" / "found.json")
+        SearchResult.load(old / "search" / "found.json")
 
 
 def test_a_later_state_of_an_engine():

@@ -26,7 +26,6 @@ MAKES_CODE = {
 READS_CODE = {"pickle", "dill", "cloudpickle", "joblib", "marshal", "shelve", "yaml", "runpy", "zipfile", "tarfile"}
 # Who may talk to others, and why.
 NETWORK = {
-    "guard/alert_kinds.py": "a web hook that the user names",
     "guard/disk/lock.py": "the name of this machine",
     "report/live/server.py": "the page of a run, on loopback",
 }

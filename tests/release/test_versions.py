@@ -66,14 +66,14 @@ def test_the_changelog_has_it(project):
     ],
     ids=["__version__", "installed_version", "metadata"],
 )
-def test_the_installed_package_tells_it(installed, project, tmp_path, code):
+def test_the_installed_package_says_it(installed, project, tmp_path, code):
     """`--version` and SARIF are in test_installed.py; records, capsules and checkpoints ask in the same two ways."""
     python = installed / "env" / "bin" / "python"
     done = subprocess.run([python, "-c", code], cwd=tmp_path, env=clean({}), capture_output=True, text=True)
     assert done.stdout == f"{project['version']}\n"
 
 
-def test_whoever_tells_it_asks_in_one_of_two_ways():
+def test_whoever_says_it_asks_in_one_of_two_ways():
     asked = re.compile(r"metadata\.version\(\s*(NAME|[\"']ampwise[\"'])")
     askers = {name for name, text in texts() if name.startswith("src/") and asked.search(text)}
     assert askers == {"src/ampwise/finding/version.py"}

@@ -6,9 +6,9 @@ import pytest
 
 from ampwise.finding import Place, Rule, Severity
 from ampwise.numbers.census.algebra import Census
-from ampwise.rules.evidence.rows import CountedFinding, LayerSample, StepRow
 from ampwise.runs.bucket import StepBucket
 from ampwise.runs.reader import Run
+from ampwise.runs.rows import CountedFinding, LayerSample, StepRow
 
 CLIP = Rule(
     code="AMP101",

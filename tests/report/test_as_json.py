@@ -1,6 +1,7 @@
 """The report for machines, held to a schema."""
 
 import json
+import math
 
 import pytest
 from jsonschema import Draft202012Validator
@@ -8,8 +9,9 @@ from jsonschema import Draft202012Validator
 from ampwise.finding import Place
 from ampwise.numbers.census.algebra import Census
 from ampwise.report.as_json import MOST_ROWS, as_json
-from ampwise.rules.evidence.rows import CountedFinding, StepRow
 from ampwise.runs.bucket import StepBucket
+from ampwise.runs.events import LoggedEvent
+from ampwise.runs.rows import CountedFinding, StepRow
 
 NUMBER = {"anyOf": [{"type": "number"}, {"enum": ["NaN", "Infinity", "-Infinity"]}]}
 STEP = {"type": ["integer", "null"], "minimum": 0}
@@ -48,6 +50,19 @@ FINDING = {
     },
 }
 FINDING["required"] = list(FINDING["properties"])
+EVENT = {
+    "type": "object",
+    "additionalProperties": False,
+    "properties": {
+        "name": {"type": "string"},
+        "level": {"enum": ["error", "warning", "info"]},
+        "message": {"type": "string"},
+        "step": STEP,
+        "advice": {"type": "string"},
+        "fields": {"type": "object"},
+    },
+}
+EVENT["required"] = list(EVENT["properties"])
 ROW = {
     "type": "object",
     "additionalProperties": False,
@@ -112,6 +127,7 @@ SCHEMA = {
         "settings": {"type": "array", "items": SETTING},
         "environment": {"type": "object"},
         "trouble": {"type": "array", "items": {"type": "string"}},
+        "events": {"type": "array", "items": EVENT},
         "findings_known": {"type": "boolean"},
         "facts": {"type": "object"},
     },
@@ -129,6 +145,14 @@ def read(run):
     Draft202012Validator.check_schema(SCHEMA)
     Draft202012Validator(SCHEMA).validate(data)
     return data
+
+
+def test_events_are_there_in_order(make_run):
+    skipped = LoggedEvent(name="step-skipped", level="info", message="skipped", step=7, fields={"loss": math.nan})
+    failed = LoggedEvent(name="sink-failed", level="warning", message="the sink `a` failed", advice="Fix it.")
+    data = read(make_run(events=[skipped, failed]))
+    assert [event["name"] for event in data["events"]] == ["step-skipped", "sink-failed"]
+    assert (data["events"][0]["fields"], data["events"][1]["step"]) == ({"loss": "NaN"}, None)
 
 
 def test_the_schema_holds_and_findings_come_worst_first(make_run):

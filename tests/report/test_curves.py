@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ampwise.report.curves import METRICS, by_optimizer, plain, skip_rates, spread_of, thin_out
-from ampwise.rules.evidence.rows import SKIP_RATE_STEPS, StepRow
 from ampwise.runs.bucket import StepBucket
+from ampwise.runs.rows import SKIP_RATE_STEPS, StepRow
 
 ROWS = st.lists(
     st.builds(

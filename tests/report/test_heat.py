@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 
 from ampwise.numbers.census.algebra import Census
+from ampwise.numbers.census.underflow import underflow
 from ampwise.report import heat_maps as heat
 from ampwise.report.heat_maps import COLUMNS, heat_maps
 from ampwise.report.layers import layers_of
-from ampwise.rules.evidence.underflow import underflow
 
 HEALTHY = Census(binades={-12: 60, -11: 30, -8: 10}, amax=2**-7.5, amin=2**-11.5, sum_squares=0.0025)
 DEAD = Census(zeros=50)
@@ -20,7 +20,7 @@ BAD = Census(binades={-3: 4}, nans=1, amax=0.2, amin=0.2, sum_squares=0.16)
 def fading(share):
     """At a scale of 65536 the lowest powers of two are FP16's last, and what is below them is among the zeros."""
     return Census(
-        binades={-41: share, -40: 60, -39: 60, -38: 60, -37: 40, -20: 20},
+        binades={-41: 30 + 4 * share, -40: 60, -39: 60, -38: 60, -37: 40, -20: 20},
         zeros=1000,
         amax=2**-19.5,
         amin=2**-40.5,
@@ -40,11 +40,11 @@ def maps(make_run):
 
 
 @pytest.fixture
-def estimates(monkeypatch):
-    """The censuses of which it was estimated what they lost."""
+def counted(monkeypatch):
+    """The censuses of which it was counted what they lost."""
     made = []
     monkeypatch.setattr(
-        heat, "lost_share", lambda census, scale, real=heat.lost_share: made.append(1) or real(census, scale)
+        heat, "underflow", lambda census, scale, real=heat.underflow: made.append(1) or real(census, scale)
     )
     return made
 
@@ -118,28 +118,28 @@ def test_a_layer_that_some_samples_lack(maps, make_sample):
 # --- what is kept --------------------------------------------------------------------------------------------------
 
 
-def test_of_a_run_that_grows_only_what_is_new_is_estimated(maps, make_sample, estimates):
+def test_of_a_run_that_grows_only_what_is_new_is_counted(maps, make_sample, counted):
     samples = [make_sample(step, {"stem": HEALTHY, "head": fading(step)}) for step in range(1, 40)]
     first = maps(samples)
-    assert len(estimates) == 2 * 39
-    estimates.clear()
+    assert len(counted) == 2 * 39
+    counted.clear()
     assert maps(samples) == first
-    assert estimates == []
+    assert counted == []
     samples.append(make_sample(40, {"stem": HEALTHY, "head": fading(40)}))
     grown = maps(samples)
-    assert len(estimates) == 2
+    assert len(counted) == 2
     assert [row[:-1] for row in grown["lost"]] == first["lost"]
 
 
-def test_what_is_kept_is_of_these_samples_and_of_this_format(maps, make_sample, estimates):
+def test_what_is_kept_is_of_these_samples_and_of_this_format(maps, make_sample, counted):
     """Equal samples of another run are others; in another format the same sample loses something else."""
     samples = [make_sample(1, {"head": fading(60)})]
     as_fp16 = maps(samples)
     assert maps(samples, facts={"precision": "bf16"})["lost"] != as_fp16["lost"]
     assert maps(samples) == as_fp16
-    assert len(estimates) == 2
+    assert len(counted) == 2
     maps([make_sample(1, {"head": fading(50)})])
-    assert len(estimates) == 3
+    assert len(counted) == 3
 
 
 def test_no_more_is_kept_than_the_last_run(maps, make_sample):

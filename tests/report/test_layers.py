@@ -7,12 +7,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ampwise.numbers.census.algebra import Census
+from ampwise.numbers.census.underflow import underflow
 from ampwise.report.formatting import format_percent
 from ampwise.report.layers import describe_layers, layers_headings, layers_of, layers_title
-from ampwise.rules.evidence.rows import LayerSample, StepRow
-from ampwise.rules.evidence.underflow import underflow
 from ampwise.runs.bucket import StepBucket
 from ampwise.runs.reader import Run
+from ampwise.runs.rows import LayerSample, StepRow
 
 
 def at_scale(scale):
@@ -83,7 +83,7 @@ def test_a_collapsed_scale_is_no_crash(make_run):
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
-def test_what_a_run_in_another_format_would_lose_in_fp16_is_not_told(make_run, make_sample, precision):
+def test_what_a_run_in_another_format_would_lose_in_fp16_is_not_reported(make_run, make_sample, precision):
     layers = layers_of(make_run({"precision": precision}))
     assert all(layer.lost is None and layer.subnormal is None and layer.fmt.name == precision for layer in layers)
     assert layers_headings(layers) == ["share", "norm", "largest"]

@@ -5,8 +5,8 @@ import math
 import pytest
 
 from ampwise.report.headline_numbers import headline_numbers_of
-from ampwise.rules.evidence.rows import StepRow
 from ampwise.runs.bucket import StepBucket, merge_buckets
+from ampwise.runs.rows import StepRow
 
 
 def told(run):

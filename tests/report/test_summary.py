@@ -7,7 +7,8 @@ import pytest
 from ampwise.finding import Place
 from ampwise.numbers.census.algebra import Census
 from ampwise.report.run_text import run_text
-from ampwise.rules.evidence.rows import CountedFinding
+from ampwise.runs.events import LoggedEvent
+from ampwise.runs.rows import CountedFinding
 
 GOLDEN = """\
 1 error, 1 warning in 120 steps of train.py (fp16, scaler): gradients are clipped while still scaled.
@@ -34,9 +35,9 @@ Suggested for the GradScaler
 Layers, worst first
   Unscaled gradients over 2 sampled steps; lost and subnormal in FP16 in the last finite one, at the
       last loss scale, 32,768.
-  layer            share   norm   largest  lost, est.  subnormal
+  layer            share   norm   largest  lost, min.  subnormal
   blocks.1.bias     8.8%      0         0           0          0  dead
-  blocks.0.weight  73.7%  1e-05  1.35e-06       23.8%      69.9%
+  blocks.0.weight  73.7%  1e-05  1.35e-06       27.3%      66.7%
   head.weight      17.5%   0.05   0.00552           0          0
 
 Where time goes
@@ -152,7 +153,7 @@ def test_a_run_in_bf16_has_no_columns_of_fp16(make_run):
     assert "lost" not in text
 
 
-def test_seconds_are_told_in_units_one_can_read(make_run):
+def test_seconds_are_reported_in_units_one_can_read(make_run):
     assert "time per step  11.8 ms\n" in plain(make_run({"timing": {"seconds_per_step": 0.01184}}))
 
 
@@ -167,6 +168,34 @@ def test_many_layers_are_cut_and_counted(make_run, make_sample):
     text = plain(make_run(layers=[make_sample(1, layers)]))
     assert text.count(" dead") == 12
     assert "… and 28 more\n" in text
+
+
+def test_events_are_listed_in_order_with_advice_at_the_last_of_a_kind(make_run):
+    late = [
+        LoggedEvent(name="checkpoint-late", level="warning", message="late", step=n, advice="Hurry.") for n in (5, 9)
+    ]
+    failed = LoggedEvent(name="sink-failed", level="warning", message="the sink `a\x1b` failed")
+    text = plain(make_run(events=[*late, failed]))
+    lines = [
+        "Events",
+        "  - checkpoint-late at step 5: late",
+        "  - checkpoint-late at step 9: late. Hurry.",
+        "  - sink-failed: the sink `a\\x1b` failed",
+    ]
+    assert "\n".join(lines) + "\n\n" in text
+
+
+def test_of_many_events_the_last_are_listed(make_run):
+    many = [LoggedEvent(name="step-skipped", level="info", message="skipped", step=n) for n in range(1, 31)]
+    text = plain(make_run(events=many))
+    assert "Events\n  - 10 earlier ones: the JSON has all of them\n  - step-skipped at step 11: skipped\n" in text
+    assert text.count("step-skipped at step") == 20
+
+
+def test_a_run_with_events_alone_is_not_empty(make_run):
+    alone = {"findings": [], "steps": [], "layers": [], "manifest": {"facts": {}}}
+    late = LoggedEvent(name="lock-taken-over", level="info", message="the folder was locked")
+    assert "lock-taken-over: the folder was locked" in plain(make_run(**alone, events=[late]))
 
 
 def test_many_findings_are_cut_and_counted(make_run, rules):

@@ -19,8 +19,8 @@ from ampwise.report.verdict import (
     verdict,
     worst_first,
 )
-from ampwise.rules.evidence.rows import CountedFinding
-from ampwise.rules.op import half_overflow
+from ampwise.rules.amp9xx_nan import half_overflow
+from ampwise.runs.rows import CountedFinding
 
 
 def rule(severity, code="AMP799", summary="Something is off."):

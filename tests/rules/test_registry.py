@@ -1,31 +1,42 @@
 """Rules are found by looking, ours are sound, and a stranger's rules cannot break or replace them."""
 
+import ast
+import importlib
+import inspect
+import os
+import shutil
 import subprocess
 import sys
+import types
 import zipfile
+from pathlib import Path
 
 import pytest
 
 from ampwise import rules
-from ampwise.check.rule_entry import matching_rules
+from ampwise.check.source_rules import matching_rules
 from ampwise.errors import UnknownName
 from ampwise.finding import Rule, Severity
+from ampwise.finding.call_site import CallSite
 from ampwise.rules import (
-    RegisteredRule,
-    _plugins,
     all_rules,
-    built_in,
-    categories,
+    built_in_rules,
     find_rule,
-    list_entries,
-    rules_in,
+    plugins,
+    rule_groups,
+    rule_modules,
+    run_checks,
+    source_rules,
 )
+from ampwise.tune.advise.claims import CLAIMS
+from ampwise.watch.run_events import Clip
 
 RULE_FILE = """
+from __future__ import annotations
 from ampwise.finding import Rule, Severity
 texts = dict(summary="s", why="w", fix="f", bad="b", good="g")
 RULE = Rule(code={code!r}, name={name!r}, severity=Severity.INFO, **texts)
-def check(evidence):
+def check_source(code: SourceFile):
     return iter(())
 """
 
@@ -54,8 +65,8 @@ def install(tmp_path, monkeypatch):
 
 
 def _forget():
-    rules.registered.cache_clear()
-    _plugins._all_entry_points.cache_clear()
+    for cached in (rules.rule_modules, rules.source_rules, rules._checks_by_type, plugins.entry_points):
+        cached.cache_clear()
 
 
 def rule_file(code="ACME001", name="acme-rule"):
@@ -70,14 +81,98 @@ def make_rule(code, name):
 # Ours
 
 
-@pytest.mark.parametrize("entry", built_in(), ids=lambda entry: entry.rule.code)
-def test_our_rules_are_sound(entry: RegisteredRule):
-    rule = entry.rule
-    assert rule.code.startswith("AMP")
-    assert callable(entry.module.check)
-    assert entry.module.__name__.rpartition(".")[2] == rule.name.replace("-", "_"), "a file is named after its rule"
+FOLDERS = [path.name for path in Path(rules.__file__).parent.glob("amp*")]
+OURS = [module for module in rule_modules() if module.__name__.startswith("ampwise.")]
+
+
+@pytest.mark.parametrize("module", OURS, ids=lambda module: module.RULE.code)
+def test_our_rules_are_sound(module):
+    rule = module.RULE
+    folder, stem = module.__name__.split(".")[-2:]
+    assert stem == rule.name.replace("-", "_"), "a file is named after its rule"
+    fitting = [name for name in FOLDERS if rule.code.startswith(name.partition("_")[0].upper().rstrip("X"))]
+    assert folder == max(fitting, key=lambda name: len(name.partition("_")[0].rstrip("x"))), (
+        f"{rule.code} belongs to another folder"
+    )
+    cited = rule.name in {claim.rule for claim in CLAIMS}  # a rule about advice may leave its answer to the table
+    assert rules.checks_of(module) or cited, f"{module.__name__} has no function whose name begins with check_"
+    for check in rules.checks_of(module):
+        assert any(rules._is_kind(check.__name__, kind) for kind in rules.RUN_BY), (
+            f"{check.__name__}: the name of a check begins with one of those in rules.RUN_BY"
+        )
     assert "\n" not in rule.summary
     assert len(rule.summary) <= 110
+
+
+@pytest.mark.parametrize("module", OURS, ids=lambda module: module.RULE.code)
+def test_a_check_names_a_type_that_exists(module):
+    """Types are imported for type checkers only, and checks are called by the name of the type."""
+    tree = ast.parse(inspect.getsource(module))
+    imports = {
+        alias.asname or alias.name: node.module
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
+    for check, kinds in rules.checks_of(module).items():
+        for kind in kinds:
+            assert isinstance(getattr(importlib.import_module(imports[kind]), kind), type), f"{check.__name__}: {kind}"
+
+
+def test_a_rule_is_in_one_file():
+    names = [module.RULE.name for module in OURS]
+    assert len(names) == len(set(names))
+    files = {path.stem for path in Path(rules.__file__).parent.glob("amp*/*.py") if "RULE = Rule(" in path.read_text()}
+    assert files == {name.replace("-", "_") for name in names}
+
+
+def test_a_new_rule_file_works_at_once(tmp_path):
+    """No list, index or cache needs an entry."""
+    package = tmp_path / "ampwise"
+    shutil.copytree(Path(rules.__file__).parent.parent, package, ignore=shutil.ignore_patterns("__pycache__"))
+    text = rule_file("AMP199", "print-called").replace("    return iter(())", PRINTS)
+    (package / "rules" / "amp1xx_order" / "print_called.py").write_text(text)
+    (tmp_path / "train.py").write_text("print(1)\n")
+    done = subprocess.run(
+        [sys.executable, "-m", "ampwise", "check", "--isolated", "train.py"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+    )
+    assert "AMP199" in done.stdout, done.stderr
+    assert done.returncode == 1
+
+
+PRINTS = """
+    import ast
+    for node in code.nodes(ast.Call):
+        yield RULE.at(code.script.place(node), "print")
+"""
+
+
+def test_rules_are_found_in_a_zip(tmp_path):
+    with zipfile.ZipFile(tmp_path / "lib.zip", "w") as archive:
+        root = Path(rules.__file__).parent.parent
+        for path in root.rglob("*.py"):
+            archive.write(path, f"ampwise/{path.relative_to(root)}")
+    code = "import ampwise.rules as r; print(len(r.all_rules()), len(r.source_rules()), r.__file__)"
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path / "lib.zip")}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout.startswith(f"{len(all_rules())} {len(source_rules())} {tmp_path / 'lib.zip'}")
+
+
+def test_a_record_goes_to_the_checks_of_its_type():
+    clip = Clip(site=CallSite(file="a.py", line=3), function="clip_grad_norm_", scaled=True, backward=CallSite())
+    assert [finding.rule.code for finding in run_checks(clip)] == ["AMP101"]
+    assert run_checks(object()) == []
+
+
+def test_rules_are_grouped_under_the_title_of_their_folder():
+    grouped = rule_groups(all_rules())
+    titles = list(grouped)
+    assert titles[0] == "Order of the step: scale, backward, unscale, clip, step, update."
+    assert sum(map(len, grouped.values())) == len(all_rules())
 
 
 def test_rules_are_found_and_sorted():
@@ -87,24 +182,8 @@ def test_rules_are_found_and_sorted():
     assert len(set(codes)) == len(codes)
 
 
-def test_every_rule_is_in_the_package_of_its_category():
-    for category in categories():
-        assert all(f".rules.{category}." in module.__name__ for module in rules_in(category))
-    # What is seen in the source and when it runs is one rule, known once.
-    assert {module.RULE.code for category in categories() for module in rules_in(category)} == {
-        e.rule.code for e in built_in()
-    }
-
-
-def test_a_rule_of_several_categories_is_listed_under_source():
-    shared = next(entry for entry in built_in() if entry.rule.name == "clip-scaled-grads")
-    assert shared.category == "source"
-    assert [module.RULE for module in rules_in("step")].count(shared.rule) == 1
-
-
-def test_an_unknown_category_is_refused():
-    with pytest.raises(UnknownName, match=r"unknown rule category 'hardwear'\. Did you mean hardware\?"):
-        rules_in("hardwear")
+def test_codes_of_removed_rules_are_not_used_again():
+    assert not set(rules.RETIRED_CODES) & {rule.code for rule in all_rules()}
 
 
 def test_codes_and_names_find_a_rule_in_any_case():
@@ -118,30 +197,29 @@ def test_an_unknown_rule_names_the_nearest():
     with pytest.raises(UnknownName) as caught:
         find_rule(rule.name[:-1])
     assert rule.name in caught.value.nearest
-    assert str(caught.value).endswith("`ampwise rules` lists the rules.")
+    assert str(caught.value).endswith("`ampwise explain` lists the rules.")
 
 
 @pytest.mark.parametrize(
     ("second", "message"),
     [
-        (("AMP900", "other"), "its code AMP900 belongs to one (sys)"),
-        (("AMP901", "one"), "its name one belongs to AMP900 (sys)"),
+        (("AMP900", "other"), "its code AMP900 belongs to one (first)"),
+        (("AMP901", "one"), "its name one belongs to AMP900 (first)"),
     ],
 )
 def test_two_rules_with_one_code_or_name_are_loud(monkeypatch, second, message):
-    clashing = tuple(
-        RegisteredRule(rule=make_rule(*names), category="hardware", module=sys) for names in (("AMP900", "one"), second)
-    )
-    monkeypatch.setattr(rules, "categories", lambda: ["hardware"])
-    monkeypatch.setattr(rules, "_rules_in_category", lambda category: clashing)
+    modules = {"first": types.ModuleType("first"), "second": types.ModuleType("second")}
+    modules["first"].RULE, modules["second"].RULE = make_rule("AMP900", "one"), make_rule(*second)
+    monkeypatch.setattr(rules, "_rule_files", lambda: [("", "first"), ("", "second")])
+    monkeypatch.setattr(rules, "_load", lambda folder, stem: modules[stem])
     with pytest.raises(RuntimeError) as caught:
-        built_in.__wrapped__()
+        rules._built_in.__wrapped__()
     assert message in str(caught.value)
 
 
 def test_looking_for_rules_imports_nothing_heavy():
     code = (
-        "import sys, ampwise.rules as r; r.all_rules(); [r.rules_in(category) for category in r.categories()];"
+        "import sys, ampwise.rules as r; r.all_rules(); r.source_rules();"
         "print([name for name in ('torch', 'numpy', 'rich', 'pydantic') if name in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -156,12 +234,12 @@ def test_looking_for_rules_imports_nothing_heavy():
     ],
 )
 def test_files_with_the_words_matter_to_some_rule(text):
-    assert matching_rules(text.encode(), list_entries("source"))
+    assert matching_rules(text.encode(), source_rules())
 
 
 @pytest.mark.parametrize("text", ["", "sample, example = clamp(timestamp)", "import torch", "float32"])
 def test_files_without_matter_to_none(text):
-    assert not matching_rules(text.encode(), list_entries("source"))
+    assert not matching_rules(text.encode(), source_rules())
 
 
 # Plugins
@@ -170,17 +248,41 @@ def test_files_without_matter_to_none(text):
 def test_a_plugin_module_joins(install, capsys):
     install({"acme.py": rule_file()}, "hardware = acme")
     assert find_rule("acme-rule").code == "ACME001"
-    assert "acme" in [module.__name__ for module in rules_in("hardware")]
+    assert "acme" in [module.__name__ for module in rule_modules()]
     assert capsys.readouterr().err == ""
 
 
 def test_a_plugin_about_source_is_listed_with_ours(install):
-    install({"acme.py": rule_file() + "NEEDS = (('caler', 'autocast'), ('step',))"}, "source = acme")
-    found = {rule.code: rule for rule in list_entries("source")}
-    assert len(found) == 1 + sum(entry.category == "source" for entry in built_in())
-    assert found["ACME001"].module.__name__ == "acme"
+    ours = len(source_rules())
+    install({"acme.py": rule_file() + "NEEDS = (('caler', 'autocast'), ('step',))"}, "anything = acme")
+    found = {module.RULE.code: module for module in source_rules()}
+    assert len(found) == 1 + ours
+    assert found["ACME001"].__name__ == "acme"
     for data, possible in ((b"scaler.step()", True), (b"autocast step", True), (b"scaler", False), (b"step", False)):
-        assert ("ACME001" in {rule.code for rule in matching_rules(data, found.values())}) == possible
+        assert ("ACME001" in {rule.RULE.code for rule in matching_rules(data, found.values())}) == possible
+
+
+def test_a_plugin_may_check_other_things_than_source(install):
+    text = rule_file().replace("check_source(code: SourceFile)", "check_event(clip: Clip)")
+    install({"acme.py": text.replace("    return iter(())", "    yield RULE.at(clip.site.place, 'seen')")}, "x = acme")
+    found = run_checks(Clip(site=CallSite(file="a.py", line=3), function="clip_grad_norm_", scaled=False))
+    assert [finding.rule.code for finding in found] == ["ACME001"]
+    assert "ACME001" not in {module.RULE.code for module in source_rules()}
+
+
+def test_an_annotation_may_have_been_evaluated(install):
+    text = rule_file().replace(
+        "from __future__ import annotations", "from ampwise.watch.run_events import Clip, Unscale"
+    )
+    text = text.replace("check_source(code: SourceFile)", "check_event(call: Clip | Unscale)")
+    install({"acme.py": text}, "x = acme")
+    assert find_rule("ACME001")
+
+
+def test_two_entry_points_for_one_module(install, capsys):
+    install({"acme.py": rule_file()}, "one = acme\ntwo = acme")
+    assert find_rule("ACME001")
+    assert capsys.readouterr().err == ""
 
 
 def test_a_plugin_package_is_walked(install):
@@ -197,7 +299,10 @@ def test_a_plugin_package_is_walked(install):
 
 def test_documentation_leaves_plugins_out(install):
     install({"acme.py": rule_file()}, "hardware = acme")
-    assert "ACME001" not in {entry.rule.code for entry in built_in()}
+    assert "ACME001" not in {rule.code for rule in built_in_rules()}
+
+
+KNOWN = ", ".join(sorted({kind for module in OURS for kinds in rules.checks_of(module).values() for kind in kinds}))
 
 
 @pytest.mark.parametrize(
@@ -224,9 +329,30 @@ def test_documentation_leaves_plugins_out(install):
             "ignored plugin acme: its RULE is not an ampwise.finding.Rule",
         ),
         (
-            {"acme.py": rule_file() + "del check"},
+            {"acme.py": rule_file() + "del check_source"},
             "hardware = acme",
-            "ignored plugin acme: it has a RULE but no check function",
+            "ignored plugin acme: it has a RULE but no function whose name begins with check_",
+        ),
+        (
+            {},
+            "hardware = acme-rules",
+            "ignored plugin acme-rules: importing it failed with ModuleNotFoundError: No module named 'acme-rules'",
+        ),
+        (
+            {"acme.py": rule_file() + "def __getattr__(name): raise RuntimeError('no ' + name)\ndel RULE"},
+            "hardware = acme",
+            "ignored plugin acme: looking at it failed with RuntimeError: no RULE",
+        ),
+        (
+            {"acme.py": rule_file() + "import functools\ncheck_source = functools.partial(check_source)"},
+            "hardware = acme",
+            "ignored plugin acme: it has a RULE but no function whose name begins with check_",
+        ),
+        (
+            {"acme.py": rule_file().replace("check_source", "check_script")},
+            "hardware = acme",
+            "ignored plugin acme: check_script must be named check_source if, and only if, its argument is a "
+            "SourceFile",
         ),
         (
             {"acme.py": rule_file(code="AMP999")},
@@ -234,20 +360,27 @@ def test_documentation_leaves_plugins_out(install):
             "ignored plugin acme: its code AMP999 starts with AMP, which is reserved for ampwise's own rules",
         ),
         (
-            {"acme.py": rule_file()},
-            "kitchen = acme",
-            f"ignored plugin acme: 'kitchen' is not a rule category; the categories are {', '.join(categories())}",
+            {"acme.py": rule_file().replace("check_source", "check_event").replace("SourceFile", "Kitchen")},
+            "hardware = acme",
+            "ignored plugin acme: check_event must annotate its argument with the type that it examines, such as "
+            f"SourceFile; 'Kitchen' is not one of {KNOWN}",
+        ),
+        (
+            {"acme.py": rule_file().replace("check_source", "check_event").replace(": SourceFile", "")},
+            "hardware = acme",
+            "ignored plugin acme: check_event must annotate its argument with the type that it examines, such as "
+            f"SourceFile; 'no annotation' is not one of {KNOWN}",
         ),
     ],
 )
 def test_a_broken_plugin_costs_one_line(install, capsys, files, entry_points, line):
     install(files, entry_points)
-    assert all_rules() == [entry.rule for entry in built_in()]
+    assert all_rules() == built_in_rules()
     assert capsys.readouterr().err == f"ampwise: warning: {line}\n"
 
 
 def test_a_plugin_cannot_take_a_name(install, capsys):
-    ours = built_in()[0].rule
+    ours = built_in_rules()[0]
     install({"acme.py": rule_file(name=ours.name)}, "hardware = acme")
     assert find_rule(ours.name) is ours
     assert f"ignored plugin acme: its name {ours.name} belongs to {ours.code}" in capsys.readouterr().err
@@ -271,4 +404,4 @@ def test_odd_entries_on_the_path_are_passed_over(tmp_path):
     with zipfile.ZipFile(tmp_path / "a.zip", "w") as archive:
         archive.writestr("x.py", "")
     (tmp_path / "b.dist-info" / "entry_points.txt").mkdir(parents=True)
-    assert not _plugins.mentioned([str(tmp_path), str(tmp_path / "a.zip"), str(tmp_path / "gone")])
+    assert not plugins.mentioned([str(tmp_path), str(tmp_path / "a.zip"), str(tmp_path / "gone")])

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from ampwise.finding import Place, Rule, Severity
 from ampwise.numbers.census.algebra import Census
 from ampwise.numbers.formats import binade_of
-from ampwise.rules.evidence.rows import CountedFinding, LayerSample, StepRow
+from ampwise.runs.rows import CountedFinding, LayerSample, StepRow
 
 numbers = st.none() | st.floats() | st.sampled_from([math.nan, math.inf, -math.inf, 0.0, 1.0, 65536.0, 2.0**-24])
 scales = st.none() | st.integers(-126, 127).map(lambda exponent: 2.0**exponent)

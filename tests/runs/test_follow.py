@@ -242,7 +242,7 @@ def test_broken_lines_before_a_torn_one_are_counted_as_a_reader_counts(record):
     assert followed.run.trouble == [told]
 
 
-def test_what_vanishes_is_told_and_comes_back(record):
+def test_what_vanishes_is_reported_and_comes_back(record):
     followed = Followed(record)
     followed.agrees()
     data = (record / "steps.jsonl").read_bytes()
@@ -255,7 +255,7 @@ def test_what_vanishes_is_told_and_comes_back(record):
 
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no pipes with names here")
-def test_a_pipe_or_a_link_in_its_place_is_told(record, tmp_path):
+def test_a_pipe_or_a_link_in_its_place_is_reported(record, tmp_path):
     followed = Followed(record)
     followed.agrees()
     (record / "layers.jsonl").unlink()
@@ -268,7 +268,7 @@ def test_a_pipe_or_a_link_in_its_place_is_told(record, tmp_path):
     assert "layers.jsonl is a link" in followed.run.trouble[0]
 
 
-def test_a_file_that_is_too_large_is_told(record, monkeypatch):
+def test_a_file_that_is_too_large_is_reported(record, monkeypatch):
     monkeypatch.setattr(reader, "STEP_LIMITS", reader.STEP_LIMITS._replace(bytes=100))
     followed = Followed(record)
     followed.agrees()
@@ -276,7 +276,7 @@ def test_a_file_that_is_too_large_is_told(record, monkeypatch):
     assert followed.run.steps == []
 
 
-def test_lines_beyond_what_a_record_has_are_left_out_and_told(record, monkeypatch):
+def test_lines_beyond_what_a_record_has_are_left_out_and_reported(record, monkeypatch):
     monkeypatch.setattr(reader, "STEP_LIMITS", reader.STEP_LIMITS._replace(lines=3))
     followed = Followed(record)
     followed.agrees()

@@ -6,7 +6,6 @@ import math
 import pytest
 from hypothesis import given
 
-from ampwise.rules.evidence.rows import LayerSample, StepRow
 from ampwise.runs.bucket import NumberStats, StepBucket, merge_buckets
 from ampwise.runs.json_lines import (
     LINE_ERRORS,
@@ -20,6 +19,7 @@ from ampwise.runs.json_lines import (
     read_object,
     step_line,
 )
+from ampwise.runs.rows import LayerSample, StepRow
 
 from .record_toys import row, runs_of_rows, sample, samples
 
@@ -115,7 +115,7 @@ def test_a_line_is_short():
     assert len(step_line(row(1_000_000, loss=1 / 3, norm=1 / 7, lr=1 / 30000))) < 100
 
 
-def test_what_is_not_known_is_not_told():
+def test_what_is_not_known_is_not_reported():
     assert step_line(StepRow(step=4)) == '{"s":4,"t":0.0000}\n'
     assert read_bucket('{"s":4,"t":0}') == StepBucket(first=4, last=4)
 

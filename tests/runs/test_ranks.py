@@ -3,9 +3,9 @@
 import pytest
 
 from ampwise import BadInput
-from ampwise.rules.evidence.rows import StepRow
 from ampwise.runs.layout import prepare_folder
 from ampwise.runs.reader import Run
+from ampwise.runs.rows import StepRow
 from ampwise.runs.thinning import RecordLimits
 from ampwise.runs.writer import RecordWriter
 
@@ -104,7 +104,7 @@ def test_a_linked_rank_is_neither_written_nor_read_nor_removed(start, tmp_path):
     assert (outside / "manifest.json").exists()
 
 
-def test_a_rank_that_cannot_be_read_is_told(start, tmp_path):
+def test_a_rank_that_cannot_be_read_is_reported(start, tmp_path):
     end(start(0, 1, 2))
     (tmp_path / "run" / "rank1" / "manifest.json").unlink()
     (tmp_path / "run" / "rank2" / "steps.jsonl").unlink()

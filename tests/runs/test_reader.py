@@ -87,7 +87,7 @@ def test_a_block_of_zeros_at_the_end_is_torn_too(record):
     assert (len(run.steps), run.trouble) == (5, [])
 
 
-def test_a_broken_line_in_the_middle_is_left_out_and_told(record):
+def test_a_broken_line_in_the_middle_is_left_out_and_reported(record):
     lines = (record / "steps.jsonl").read_bytes().splitlines(keepends=True)
     lines[1:1] = [b"garbage\n"]
     lines[3:3] = [b'{"s":"x"}\n']
@@ -98,13 +98,13 @@ def test_a_broken_line_in_the_middle_is_left_out_and_told(record):
 
 
 @pytest.mark.parametrize("name", ["steps.jsonl", "layers.jsonl", "findings.json"])
-def test_a_missing_file_is_told(record, name):
+def test_a_missing_file_is_reported(record, name):
     (record / name).unlink()
     assert Run.read(record).trouble == [f"{name} is missing."]
 
 
 @pytest.mark.parametrize("name", ["steps.jsonl", "layers.jsonl", "findings.json"])
-def test_a_link_or_a_pipe_in_the_place_of_a_file_is_told_and_not_followed(record, name, tmp_path):
+def test_a_link_or_a_pipe_in_the_place_of_a_file_is_reported_and_not_followed(record, name, tmp_path):
     outside = tmp_path / "outside"
     (record / name).rename(outside)
     (record / name).symlink_to(outside)
@@ -117,7 +117,7 @@ def test_a_link_or_a_pipe_in_the_place_of_a_file_is_told_and_not_followed(record
 @pytest.mark.parametrize(
     "text", ["", "{", "3", "{}", '{"findings": 3, "rules": {}}', '{"findings": [], "rules": 3}', "[" * 100_000, "\xff"]
 )
-def test_findings_that_make_no_sense_are_told(record, text):
+def test_findings_that_make_no_sense_are_reported(record, text):
     (record / "findings.json").write_text(text, encoding="latin-1")
     run = Run.read(record)
     assert run.findings == []

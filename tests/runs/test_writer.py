@@ -16,10 +16,10 @@ import pytest
 
 from ampwise import BadInput
 from ampwise.numbers.census.algebra import Census
-from ampwise.rules.evidence.rows import LayerSample
 from ampwise.runs import files
 from ampwise.runs.bucket import merge_buckets
 from ampwise.runs.reader import Run
+from ampwise.runs.rows import LayerSample
 from ampwise.runs.thinning import RecordLimits
 from ampwise.runs.writer import RecordWriter
 
@@ -134,7 +134,7 @@ def test_facts_cost_one_write_a_second(make, monkeypatch):
 # --- no older record is lost ---------------------------------------------------------------------------------------
 
 
-def test_an_older_record_is_not_written_over_unless_told_to(make, tmp_path):
+def test_an_older_record_is_not_written_over_unless_reported_to(make, tmp_path):
     older = make()
     older.step(row(1))
     older.close("finished", 0)
@@ -349,7 +349,7 @@ def test_a_forked_process_writes_nothing(make):
 
 ENDLESS = """
     import sys
-    from ampwise.rules.evidence.rows import StepRow
+    from ampwise.runs.rows import StepRow
     from ampwise.runs.thinning import RecordLimits
     from ampwise.runs.writer import RecordWriter
     writer = RecordWriter.create(sys.argv[1], limits=RecordLimits(rows=2000))
@@ -517,7 +517,7 @@ def test_memory_stays_flat(make):
     assert peak < 300_000  # while it is thinned
 
 
-def test_the_findings_on_disk_are_those_told_last(make):
+def test_the_findings_on_disk_are_those_reported_last(make):
     writer = make()
     writer.findings([seen("one"), seen("two")])
     writer.findings([seen("three", count=7)])

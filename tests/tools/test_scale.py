@@ -252,7 +252,7 @@ def test_the_picture_is_drawn_and_current():
     assert not any(name in text for name in ("http://www.w3.org/1999/xlink", "<script", "url("))
 
 
-def test_numbers_are_told_in_their_units():
+def test_numbers_are_reported_in_their_units():
     assert [time_words(each) for each in (0.0, 2.4e-4, 0.983, 47.2, 8000)] == ["–", "240 µs", "983 ms", "47 s", "2.2 h"]
     assert [byte_words(each) for each in (71, 12.4e9, 1.5e12)] == ["71 B", "12 GB", "1.5 TB"]
     assert [number_words(each, unit) for each, unit in ((0.4, ""), (989.4e12, "FLOP/s"), (5e10, "bytes/s"))] == [

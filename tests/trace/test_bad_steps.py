@@ -94,7 +94,7 @@ def test_what_was_found_is_said_once_and_kept():
     assert finding.evidence["trace"]["source"]["samples"] == [2]
 
 
-def test_who_listens_is_told_instead():
+def test_who_listens_is_reported_instead():
     told = []
     bad_steps.FINDING_LISTENERS.append(lambda finding, step: told.append((finding.rule.name, step)))
     try:
@@ -407,7 +407,7 @@ class Adapting(nn.Module):
         return y
 
 
-def test_a_buffer_that_the_bad_step_has_spoiled_is_neither_the_cause_nor_left_so(late):
+def test_a_buffer_that_the_bad_step_has_corrupted_is_neither_the_cause_nor_left_so(late):
     run = trained(batches(2), model=Adapting(), precision="fp32", fused=True)
     assert [(each.rule.name, each.place.step) for each in run.engine.findings] == [("bad-batch", 3)]
     assert run.model.size.isfinite().all()

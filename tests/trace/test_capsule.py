@@ -141,7 +141,7 @@ def test_random_numbers_go_on_as_they_would_have(tmp_path):
     assert equal((torch.rand(3), torch.randn(2)), expected)
 
 
-def test_the_size_is_told_before(tmp_path):
+def test_the_size_is_reported_before(tmp_path):
     for weights in (True, False):
         told = size_of(contents(), weights)
         path = write(tmp_path, contents(), weights)

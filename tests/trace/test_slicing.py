@@ -44,7 +44,7 @@ def reel():
     return Reel()
 
 
-def births(ancestry):
+def origins(ancestry):
     return [op.index for op in ancestry.computed]
 
 
@@ -52,14 +52,14 @@ def test_nan_is_followed_to_the_operation_whose_inputs_were_finite(reel):
     x = reel.op(reel.leaf(), gives=ONE)
     born = reel.op(x, gives=NAN)
     loss = reel.op(reel.op(born, gives=NAN), reel.leaf(), gives=NAN)
-    assert births(slice_back(reel.tape, [loss])) == [1]
+    assert origins(slice_back(reel.tape, [loss])) == [1]
 
 
 def test_infinities_that_become_nan_are_followed_too(reel):
     inf = reel.op(reel.leaf(), gives=INF)
     nan = reel.op(reel.op(inf, gives=INF), gives=NAN)
     found = slice_back(reel.tape, [nan])
-    assert births(found) == [0]
+    assert origins(found) == [0]
     assert [op.index for op in found.from_infinities] == [2]
 
 
@@ -68,7 +68,7 @@ def test_an_innocent_infinity_beside_the_way_of_the_nan_is_left_alone(reel):
     born = reel.op(reel.leaf(), gives=NAN)
     loss = reel.op(mask, born, gives=NAN)
     found = slice_back(reel.tape, [loss])
-    assert births(found) == [1]
+    assert origins(found) == [1]
     assert not found.from_infinities
 
 
@@ -99,7 +99,7 @@ def test_memory_that_was_written_over_is_known_by_its_last_writer(reel):
     reel.op(buffer, gives=ONE, name="aten.zero_.default", into=buffer)
     written = reel.op(reel.read(buffer, ONE), gives=NAN, name="aten.sqrt_.default", into=buffer)
     loss = reel.op(reel.read(written, NAN), gives=NAN)
-    assert births(slice_back(reel.tape, [loss])) == [2]
+    assert origins(slice_back(reel.tape, [loss])) == [2]
 
 
 def test_a_part_that_was_written_to_before_another_is_found(reel):
@@ -108,7 +108,7 @@ def test_a_part_that_was_written_to_before_another_is_found(reel):
     reel.op(reel.leaf(), gives=NAN, name="aten.copy_.default", into=x)
     reel.op(reel.leaf(), gives=ONE, name="aten.copy_.default", into=x)
     loss = reel.op(reel.read(x, NAN), gives=NAN)
-    assert births(slice_back(reel.tape, [loss])) == [1]
+    assert origins(slice_back(reel.tape, [loss])) == [1]
 
 
 def test_only_the_writers_before_a_reading_count(reel):
@@ -116,14 +116,14 @@ def test_only_the_writers_before_a_reading_count(reel):
     before = reel.read(x, NAN)
     reel.op(reel.leaf(), gives=NAN, name="aten.copy_.default", into=x)
     loss = reel.op(before, gives=NAN)
-    assert births(slice_back(reel.tape, [loss])) == [0]
+    assert origins(slice_back(reel.tape, [loss])) == [0]
 
 
 def test_several_targets_have_the_earliest_first(reel):
     late, early = reel.leaf(), reel.leaf()
     first = reel.op(early, gives=NAN)
     second = reel.op(late, gives=INF)
-    assert births(slice_back(reel.tape, [second, first])) == [0, 1]
+    assert origins(slice_back(reel.tape, [second, first])) == [0, 1]
 
 
 def test_finite_targets_have_no_ancestry(reel):

@@ -228,7 +228,7 @@ def test_the_optimizer_of_a_function():
     assert torch.equal(weight, before), "the update was taken back"
 
 
-def test_infinities_that_go_away_are_told_on_request():
+def test_infinities_that_go_away_are_reported_on_request():
     def normalised(x):
         variance = (x * x).mean()  # here: swallowed
         return (x / variance.sqrt()).sum()
@@ -238,7 +238,7 @@ def test_infinities_that_go_away_are_told_on_request():
     assert found(normalised, x, swallowed=True) == [("swallowed-infinity", line_of("swallowed"))]
 
 
-def test_masks_are_not_told_even_on_request():
+def test_masks_are_not_reported_even_on_request():
     def attention(scores):
         mask = torch.ones(3, 3).triu(1).bool()
         return scores.masked_fill(mask, -torch.inf).softmax(-1).sum()

@@ -532,7 +532,7 @@ def test_in_inference_mode_what_is_compiled_runs_as_it_was_written():
 
 @pytest.mark.parametrize("off", [torch.no_grad, torch.inference_mode])
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-def test_a_product_of_nested_tensors_is_told(off):
+def test_a_product_of_nested_tensors_is_reported(off):
     layer = nn.Linear(8, 4)
     engine = Engine(layer, torch.optim.SGD(layer.parameters(), lr=LR), "emulate:mxfp4")
     x = torch.nested.nested_tensor([torch.randn(3, 8), torch.randn(2, 8)])
@@ -568,7 +568,7 @@ def test_a_bad_batch_changes_nothing_and_the_next_one_is_emulated():
     assert same(weights(model), by_hand("e4m3", batch()))
 
 
-def test_what_torch_does_not_show_is_told_once():
+def test_what_torch_does_not_show_is_reported_once():
     class Bilinear(nn.Module):
         def __init__(self):
             super().__init__()

@@ -535,7 +535,7 @@ def test_a_collapse_leaves_the_weights_and_training_may_go_on(accumulate):
     assert [other.step(run.loss, *data(number)) for number in good][-1].applied
 
 
-def test_many_skips_without_a_scale_are_told_once():
+def test_many_skips_without_a_scale_are_reported_once():
     run = training("bf16")
     train(run, *[None] * 29)
     with pytest.warns(RuntimeWarning, match="30 steps in a row were skipped because gradients are not finite"):

@@ -55,7 +55,7 @@ def test_an_optimizer_of_a_model_that_was_replaced_is_refused():
     refused("4 of its 4 parameters do not belong to the model. Create the optimizer after", net(), optimizer_of(net()))
 
 
-def test_an_optimizer_that_has_parameters_of_the_loss_too_is_told_how():
+def test_an_optimizer_that_has_parameters_of_the_loss_too_is_reported_how():
     model, criterion = net(), nn.Linear(1, 1)
     optimizer = SGD([*model.parameters(), *criterion.parameters()], lr=0.1)
     refused(re.escape("2 of its 6 parameters do not belong to the model"), model, optimizer)
@@ -334,7 +334,7 @@ def test_a_backward_pass_that_raises_drops_the_window(before, precision, pieces)
 
 
 @pytest.mark.parametrize("retain_graph", [False, True])
-def test_a_loss_function_that_calls_backward_itself_is_told_not_to(retain_graph):
+def test_a_loss_function_that_calls_backward_itself_is_reported_not_to(retain_graph):
     run, twin = training("fp16"), training("fp16")
 
     def closure():
@@ -352,7 +352,7 @@ def test_a_loss_function_that_calls_backward_itself_is_told_not_to(retain_graph)
     assert same(everything(run)["model"], everything(twin)["model"])
 
 
-def test_a_loss_function_that_calls_backward_itself_within_a_window_is_told_not_to():
+def test_a_loss_function_that_calls_backward_itself_within_a_window_is_reported_not_to():
     run = training(accumulate=2)
     run.engine.step(run.loss, X, Y)
 

@@ -39,7 +39,7 @@ def test_a_tensor_is_not_a_loss_function():
         engine.step(loss())
 
 
-def test_clearing_gradients_of_an_open_window_is_told():
+def test_clearing_gradients_of_an_open_window_is_reported():
     _, optimizer, engine, loss = setting(accumulate=2)
     engine.step(loss)
     optimizer.zero_grad()
@@ -80,7 +80,7 @@ def test_an_optimizer_outlives_its_engine():
     assert not optimizer._optimizer_state_dict_pre_hooks
 
 
-def test_clipping_scaled_gradients_by_hand_is_told():
+def test_clipping_scaled_gradients_by_hand_is_reported():
     model, _, engine, loss = setting("fp16")
     with engine.autocast():
         now = loss()
@@ -90,7 +90,7 @@ def test_clipping_scaled_gradients_by_hand_is_told():
         engine.apply()
 
 
-def test_another_backward_pass_through_an_open_window_is_told():
+def test_another_backward_pass_through_an_open_window_is_reported():
     discriminator, _, engine, loss = setting(accumulate=2)
     generator = nn.Linear(4, 4)
     other = Engine(generator, SGD(generator.parameters(), lr=0.1), "fp32")
@@ -140,7 +140,7 @@ def test_weights_of_any_kind_add_up(weight):
 
 @pytest.mark.parametrize("bad", [torch.tensor(torch.inf), torch.tensor(torch.nan)])
 @pytest.mark.parametrize("turn", [0, 1])
-def test_one_bad_weight_spoils_one_step(bad, turn):
+def test_one_bad_weight_corrupts_one_step(bad, turn):
     given = iter([torch.tensor(1.0)] * turn + [bad] + [torch.tensor(1.0)] * 4)
     _, _, engine, loss = setting(weight=lambda: next(given))
     for _ in range(turn + 4):

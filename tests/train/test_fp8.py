@@ -606,7 +606,7 @@ def test_values_cut_off_again_and_again_are_a_finding():
 # Refused
 
 
-def test_a_device_without_fp8_is_told_what_it_can_do(monkeypatch):
+def test_a_device_without_fp8_is_reported_what_it_can_do(monkeypatch):
     monkeypatch.undo()
     with pytest.raises(PrecisionUnavailable, match=r"has no FP8 tensor cores. It runs .*precision='emulate:e4m3'"):
         training()

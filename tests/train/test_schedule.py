@@ -116,7 +116,7 @@ def test_a_scheduler_moves_with_its_own_optimizer(moving):
     assert rate(optimizer) == 1.0
 
 
-def test_a_scheduler_that_is_moved_by_someone_else_is_told_of():
+def test_a_scheduler_that_is_moved_by_someone_else_is_reported_of():
     optimizer = SGD(nn.Linear(1, 1).parameters(), lr=1.0)
     scheduler = ExponentialLR(optimizer, 0.5)
     schedules, outcome = SchedulerSet(scheduler, [optimizer]), Late()

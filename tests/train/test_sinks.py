@@ -25,7 +25,7 @@ def losses(rows):
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
-def test_every_closed_step_is_told_once_and_as_it_was(precision):
+def test_every_closed_step_is_reported_once_and_as_it_was(precision):
     rows = []
     run = training(precision, sinks=[rows.append], accumulate=2)
     train(run, 1, 2, 3, 4, None, 6, 7)
@@ -120,7 +120,7 @@ def test_facts_on_their_way_are_not_waited_for(monkeypatch):
     assert [row.step for row in rows] == [1, 2, 3]
 
 
-def test_what_is_on_its_way_at_the_end_is_told_then():
+def test_what_is_on_its_way_at_the_end_is_reported_then():
     rows = []
     run = training("bf16", sinks=[rows.append])
     (step,) = train(run, 1)
@@ -234,7 +234,7 @@ def test_a_sink_that_fails_costs_a_line_on_stderr(capfd):
     run.engine.close()
     out, err = capfd.readouterr()
     assert out == ""
-    assert err.count("AMP801 sink-failed: the sink `") == 1
+    assert err.count("ampwise: warning: sink-failed: the sink `") == 1
     assert err.count("\n") == 1
     assert "\x1b" not in err
     assert len(run.engine.history) == 3

@@ -26,7 +26,7 @@ def test_a_subject_has_the_loss_of_its_batch():
     assert subject.parameters == [model.weight, model.bias]
 
 
-def test_the_function_is_told_the_size_it_is_asked_for():
+def test_the_function_is_reported_the_size_it_is_asked_for():
     maker = make_factory(make)
     assert maker.takes_batch
     assert maker.make(batch=11).rows == 11
@@ -143,7 +143,7 @@ def test_a_model_is_no_function():
         make_factory(nn.Linear(2, 2), "train:model")
 
 
-def test_what_fails_is_told_in_a_line_with_its_place(tmp_path, monkeypatch):
+def test_what_fails_is_reported_in_a_line_with_its_place(tmp_path, monkeypatch):
     (tmp_path / "broken_subject.py").write_text("def make():\n    raise KeyError('data')\n")
     monkeypatch.chdir(tmp_path)
     with pytest.raises(BadInput, match=r"make\(\) failed: KeyError: 'data' \(broken_subject.py:2\)"):

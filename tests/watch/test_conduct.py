@@ -863,7 +863,7 @@ def test_torch_is_as_it_was_afterwards(watched):
     assert not changed
 
 
-def test_a_function_that_serves_training_and_evaluation_is_told_apart_by_its_caller(watched):
+def test_a_function_that_serves_training_and_evaluation_is_distinguished_by_its_caller(watched):
     text = SETUP + textwrap.dedent("""
         scaler.scale(loss_of()).backward()
         scaler.step(optimizer)

@@ -6,10 +6,10 @@ from types import SimpleNamespace
 import pytest
 
 from ampwise.numbers.census.algebra import Census
-from ampwise.rules.evidence.gradient_health import GradientHealth
-from ampwise.rules.evidence.rows import LayerSample, StepRow
-from ampwise.rules.evidence.run_events import CheckpointSaved, ForwardCall, RunEvents, ScalerCreated
+from ampwise.runs.rows import LayerSample, StepRow
+from ampwise.watch.gradient_health import GradientHealth
 from ampwise.watch.passed_checks import CLAIMS, list_passed_checks
+from ampwise.watch.run_events import CheckpointSaved, ForwardCall, RunEvents, ScalerCreated
 
 EVERYTHING = {"Backward": 30, "OptimizerStep": 30}
 SCALED = {"Backward": 30, "ScalerStep": 30, "Update": 30, "Clip": 30, "Scheduled": 30, "Accumulation": 10}

@@ -10,8 +10,8 @@ import pytest
 from ampwise.check.linter import CheckTask, check_texts
 from ampwise.finding import Place
 from ampwise.rules import find_rule
-from ampwise.rules.evidence.rows import CountedFinding
 from ampwise.runs.reader import Run
+from ampwise.runs.rows import CountedFinding
 from ampwise.runs.writer import RecordWriter
 from ampwise.watch import fix_diffs as fixes
 from ampwise.watch.fix_diffs import add_diffs
@@ -125,7 +125,7 @@ def applied(diff, text):
 @pytest.mark.parametrize(
     ("code", "script"), [("AMP101", CLIP), ("AMP108", BACKWARD), ("AMP205", ACCUMULATED), ("AMP105", UPDATE)]
 )
-def test_a_fix_mends_its_finding(code, script, tmp_path, monkeypatch):
+def test_a_fix_fixes_its_finding(code, script, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     path = tmp_path / "train.py"
     path.write_text(script)

@@ -35,7 +35,7 @@ def test_adamw_keeps_two_of_each_and_a_counter():
     assert held(optimizer) == ({"fp32": weights}, {"fp32": weights}, {"fp32": 2 * weights + 2 * 4})
 
 
-def test_sgd_keeps_nothing_and_dtypes_are_told_apart():
+def test_sgd_keeps_nothing_and_dtypes_are_distinguished():
     model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2).bfloat16())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for each in model.parameters():

@@ -125,7 +125,7 @@ def test_a_record_that_is_gone_is_not_named(shell, capsys, tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_a_wrong_option_is_told(shell, capsys):
+def test_a_wrong_option_is_reported(shell, capsys):
     shell.run_cell("%%ampwise --evry 3\nprint('ran')")
     out = capsys.readouterr().out
     assert "%%ampwise [-o RUN]" in out

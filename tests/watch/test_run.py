@@ -232,14 +232,14 @@ def test_what_was_seen_before_the_end_is_kept(write, watched, tmp_path, how):
     assert run.manifest["status"] == statuses[how]
 
 
-def test_a_script_without_torch_is_told_so(write, tmp_path):
+def test_a_script_without_torch_is_reported_so(write, tmp_path):
     write("print('no training here')")
     run = ampwise("run", "-o", "run", "train.py", folder=tmp_path)
     assert (run.returncode, run.stdout) == (0, "no training here\n")
     assert "the script never imported torch" in run.stderr
 
 
-def test_a_script_that_never_trains_is_told_so(write, watched, tmp_path):
+def test_a_script_that_never_trains_is_reported_so(write, watched, tmp_path):
     write("import torch\nprint(torch.ones(2).sum())")
     run = watched("-o", "run", "train.py")
     assert run.returncode == 0
@@ -323,7 +323,7 @@ def test_the_rank_that_went_bad_is_named_and_the_others_guess_no_more(write, wat
         ([], "SCRIPT"),
     ],
 )
-def test_what_cannot_be_run_is_told_in_a_line(write, tmp_path, words, said):
+def test_what_cannot_be_run_is_reported_in_a_line(write, tmp_path, words, said):
     write("print('ran')")
     (tmp_path / "folder").mkdir()
     run = ampwise("run", *words, folder=tmp_path)

@@ -169,7 +169,7 @@ def test_sizes_off_alignment_are_those_of_rows_in_memory(make):
     assert all(product.aligned for product in clean.timing.use().matmuls)
 
 
-def test_casts_and_the_other_kinds_of_work_are_told_apart(make):
+def test_casts_and_the_other_kinds_of_work_are_distinguished(make):
     run = make(nn.Sequential(nn.Linear(SIZE_IN, HIDDEN), nn.LayerNorm(HIDDEN), nn.ReLU()), profile_at=(3,))
     run.steps(3)
     use = run.timing.use()

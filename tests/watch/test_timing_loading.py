@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from ampwise.rules.time import data_stall
+from ampwise.rules.amp5xx_speed import data_stall
 from ampwise.watch.patches import Patches
 from ampwise.watch.timing import RunTiming
 
@@ -61,7 +61,7 @@ def test_the_share_is_exact_on_a_clock_of_our_own(patches):
     (site,) = use.data_waits
     assert site.file == __file__
     assert site.function == "train"
-    (finding,) = data_stall.check(use)
+    (finding,) = data_stall.check_time(use)
     assert finding.place == site.place
     assert finding.message == "75% of the time is spent waiting for data: 3000 ms per step"
 
@@ -83,7 +83,7 @@ def test_a_fast_dataset_stays_silent(patches, workers):
     train(timing, loader, lambda: clock.wait(1))
     use = timing.use()
     assert use.steps == 9
-    assert not list(data_stall.check(use))
+    assert not list(data_stall.check_time(use))
 
 
 class Nested(IterableDataset):

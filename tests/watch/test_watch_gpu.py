@@ -97,7 +97,7 @@ def _quiet(engine=False):
         torch.cuda.set_sync_debug_mode("default")
 
 
-def test_waits_of_the_script_are_told_with_their_line():
+def test_waits_of_the_script_are_reported_with_their_line():
     with Watch() as watch:
         train(120, item=True)
     assert watch.time_use.syncs_per_step >= 5

@@ -5,9 +5,12 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterable, Iterator, Sequence
 
-from ampwise.check.rule_entry import RuleEntry
 from ampwise.check.source.project import Project
 from ampwise.check.source.script import UnreadableFile, read_bytes
+
+TYPE_CHECKING = False  # as in typing, which takes milliseconds to import
+if TYPE_CHECKING:
+    from types import ModuleType
 
 __all__ = ["rules_for_imported_files"]
 
@@ -16,11 +19,11 @@ IN_IMPORTER = frozenset((".backward(", ".step(", "caler", "GradScaler", "unscale
 
 
 def rules_for_imported_files(
-    trainers: Iterable[str], files: Sequence[str], rules: Sequence[RuleEntry]
+    trainers: Iterable[str], files: Sequence[str], rules: Sequence[ModuleType]
 ) -> Iterator[tuple[str, frozenset[str]]]:
     """Yield the files that training scripts import, and the rules that may find something in them for that reason."""
     project = Project(files)
-    words = {word for rule in rules for tuples in rule.needs for word in tuples}
+    words = {word for rule in rules for tuples in _needs(rule) for word in tuples}
 
     @functools.cache
     def words_in(path: str) -> set[str]:
@@ -29,13 +32,19 @@ def rules_for_imported_files(
 
     for path in trainers:
         for other in project.imported_by(path):
-            yield other, frozenset(rule.code for rule in rules if _may_find(rule, words_in(other), words_in(path)))
+            yield other, frozenset(rule.RULE.code for rule in rules if _may_find(rule, words_in(other), words_in(path)))
 
 
-def _may_find(rule: RuleEntry, own: set[str], training: set[str]) -> bool:
+def _needs(rule: ModuleType) -> Sequence[Sequence[str]]:
+    needs: Sequence[Sequence[str]] = getattr(rule, "NEEDS", ())
+    return needs
+
+
+def _may_find(rule: ModuleType, own: set[str], training: set[str]) -> bool:
     """Whether a file has the words of a rule, except those that its importer may have instead."""
-    lacking = [words for words in rule.needs if own.isdisjoint(words)]
-    return len(lacking) < len(rule.needs) and all(
+    needs = _needs(rule)
+    lacking = [words for words in needs if own.isdisjoint(words)]
+    return len(lacking) < len(needs) and all(
         not IN_IMPORTER.isdisjoint(words) and not training.isdisjoint(words) for words in lacking
     )
 

@@ -14,9 +14,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from ampwise.check.config import CheckSettings, SettingsByFolder
 from ampwise.check.files import find_files, ignored_selectors
-from ampwise.check.rule_entry import RuleEntry, matching_rules, rules_package
 from ampwise.check.selectors import SelectorLayer, check_selectors, chosen_codes, matching_codes
 from ampwise.check.source.script import SourceScript, UnreadableFile, read_bytes, read_script
+from ampwise.check.source_rules import matching_rules, source_rules
 from ampwise.finding import Finding
 from ampwise.finding.frozen import Frozen
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     Read = TypeVar("Read")
 
-__all__ = ["CheckReport", "CheckTask", "RuleSelection", "check_paths", "check_text", "check_texts", "source_rules"]
+__all__ = ["CheckReport", "CheckTask", "RuleSelection", "check_paths", "check_text", "check_texts"]
 
 # With few files, all are parsed to report syntax errors; with more, only those that may have a finding.
 FEW_FILES = 50
@@ -75,7 +75,7 @@ class RuleSelection:
     def __init__(self, configs: SettingsByFolder, command_line: SelectorLayer | None = None) -> None:
         self.configs = configs
         self._command_line = command_line or SelectorLayer()
-        self._rules = source_rules()
+        self._rules = [module.RULE for module in source_rules()]
         self._by_settings: dict[str | None, frozenset[str]] = {}
         check_selectors(_selectors(self._command_line), self._rules)
 
@@ -128,12 +128,6 @@ class CheckTask(Frozen):
         path = finding.place.file or ""
         codes = self.wanted(path) if self.wanted else self.codes.get(path, ())
         return finding.rule.code in codes
-
-
-def source_rules() -> list[RuleEntry]:
-    """Return the rules that check source code."""
-    listed: list[RuleEntry] = rules_package().list_entries("source")
-    return listed
 
 
 def check_paths(
@@ -200,7 +194,7 @@ def _reports(task: CheckTask, project: Project | None = None) -> Iterator[CheckR
     rules = source_rules()
     for path, codes in task.codes.items():
         report = CheckReport()
-        _check_file(project, path, [rule.module for rule in rules if rule.code in codes], report)
+        _check_file(project, path, [rule for rule in rules if rule.RULE.code in codes], report)
         report.notes += project.notes
         project.notes.clear()
         yield _without_suppressed(report, project)
@@ -228,7 +222,7 @@ def _check_file(project: Project, path: str, modules: Iterable[ModuleType], repo
     for module in modules:
         code.given_up.clear()
         try:
-            report.findings += module.check(code)
+            report.findings += module.check_source(code)
         except RecursionError:
             skipped.setdefault(f"{path}: nested too deeply", []).append(module.RULE.code)
         except Exception as error:
@@ -336,7 +330,7 @@ def _candidates(files: Sequence[str], report: CheckReport) -> Iterator[tuple[str
             report.unreadable.append(error)
             continue
         sizes[path] = len(data)
-        possible[path] = frozenset(rule.code for rule in matching_rules(data, rules))
+        possible[path] = frozenset(rule.RULE.code for rule in matching_rules(data, rules))
         if possible[path] and any(word in data for word in TRAINER_WORDS):
             trainers.append(path)  # files that it imports may do a part of its step
     if trainers and len(files) > 1:
@@ -370,10 +364,7 @@ def _check(task: CheckTask, sizes: Mapping[str, int], jobs: int | None, progress
 def _shared_reports(task: CheckTask, sizes: Mapping[str, int], jobs: int) -> Iterator[CheckReport]:
     from ampwise.check.worker_processes import run_in_processes
 
-    wanted = frozenset[str]().union(*task.codes.values())
-    for rule in source_rules():
-        if rule.code in wanted:
-            _ = rule.module  # load it once, before the processes are forked
+    source_rules()  # loaded once, before the processes are forked
     tasks = [
         CheckTask(task.project_paths, {path: task.codes[path] for path in share})
         for share in split_into_shares(sizes, jobs * SHARES_PER_JOB)

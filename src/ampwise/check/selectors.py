@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from ampwise.check.rule_entry import RuleEntry, rules_package
 from ampwise.check.source.lazy_pattern import LazyPattern
+from ampwise.check.source_rules import rules_package
 from ampwise.errors import BadInput, UnknownName
 from ampwise.finding.frozen import Frozen
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 __all__ = ["SelectorLayer", "check_selectors", "chosen_codes", "matching_codes"]
 
 ALL = "ALL"
-LISTING = "A selector is a code, the start of a code, a rule's name, or ALL; `ampwise rules` lists the rules."
+LISTING = "A selector is a code, the start of a code, a rule's name, or ALL; `ampwise explain` lists the rules."
 PREFIX = LazyPattern(r"[A-Z]+[0-9]*")
 CODE = LazyPattern(r"[A-Z]{2,10}[0-9]{3}")
 MOST_SPECIFIC = 13
@@ -39,7 +39,7 @@ class SelectorLayer(Frozen):
         self.where = where  # for error messages: " in pyproject.toml"
 
 
-def chosen_codes(rules: Sequence[Rule | RuleEntry], layers: Iterable[SelectorLayer]) -> frozenset[str]:
+def chosen_codes(rules: Sequence[Rule], layers: Iterable[SelectorLayer]) -> frozenset[str]:
     """Return the codes of the rules to check.
 
     Without selectors, these are the rules that are on by default. In each layer the more specific selector wins and,
@@ -54,7 +54,7 @@ def chosen_codes(rules: Sequence[Rule | RuleEntry], layers: Iterable[SelectorLay
     return frozenset(chosen)
 
 
-def matching_codes(selector: str, rules: Sequence[Rule | RuleEntry], where: str = "") -> list[str]:
+def matching_codes(selector: str, rules: Sequence[Rule], where: str = "") -> list[str]:
     """Return the codes that a selector matches; UnknownName if it matches none."""
     name = selector.strip()
     if name.upper() == ALL:
@@ -65,13 +65,13 @@ def matching_codes(selector: str, rules: Sequence[Rule | RuleEntry], where: str 
     return found
 
 
-def check_selectors(selectors: Iterable[str], rules: Sequence[Rule | RuleEntry], where: str = "") -> None:
+def check_selectors(selectors: Iterable[str], rules: Sequence[Rule], where: str = "") -> None:
     """Raise for the first selector that matches no rule."""
     for selector in selectors:
         matching_codes(selector, rules, where)
 
 
-def _decisions(rules: Sequence[Rule | RuleEntry], layer: SelectorLayer) -> dict[str, bool]:
+def _decisions(rules: Sequence[Rule], layer: SelectorLayer) -> dict[str, bool]:
     selectors = [(selector, True) for selector in (*(layer.select or ()), *layer.extend_select)]
     selectors += [(selector, False) for selector in layer.ignore]
     decisions: dict[str, bool] = {}
@@ -89,16 +89,17 @@ def _specificity(selector: str) -> int:
     return len(name) if is_start else MOST_SPECIFIC
 
 
-def _matches(name: str, rule: Rule | RuleEntry) -> bool:
+def _matches(name: str, rule: Rule) -> bool:
     is_code_like = PREFIX.fullmatch(name.upper()) is not None
     return rule.name == name.lower() or (is_code_like and rule.code.startswith(name.upper()))
 
 
-def _refuse(name: str, rules: Sequence[Rule | RuleEntry], where: str) -> None:
-    for entry in rules_package().registered():
-        if _matches(name, entry.rule) and entry.category != "source":
-            raise BadInput(
-                f"{name}{where} is a rule about {entry.category}; `ampwise check` has only source rules. {LISTING}"
-            )
+def _refuse(name: str, rules: Sequence[Rule], where: str) -> None:
+    others: list[Rule] = rules_package().all_rules()
+    if any(_matches(name, rule) for rule in others):
+        raise BadInput(
+            f"{name}{where}: `ampwise check` cannot look for this, it is not visible in source code; "
+            f"`ampwise explain {name}` says what it is."
+        )
     known = [key for rule in rules for key in (rule.code, rule.name)]
     raise UnknownName(f"rule selector{where}", name, known, listing=LISTING)

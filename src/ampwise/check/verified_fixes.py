@@ -13,6 +13,7 @@ from ampwise.check import linter
 from ampwise.check.apply_edits import FixedScript, apply_fixes
 from ampwise.check.source.project import Project, SourceFile
 from ampwise.check.source.script import SourceScript, UnreadableFile, read_script, script_from_text
+from ampwise.check.source_rules import source_rules
 from ampwise.finding import Finding
 
 __all__ = ["FileFix", "FileFixes", "fix_findings"]
@@ -102,12 +103,12 @@ class _Trial:
         # All rules, ignoring suppressions: a new finding counts even if a comment hides it.
         self._checks: list[Callable[[SourceFile], Iterable[Finding]]] = []
         self.before: list[Finding] = []
-        for rule in linter.source_rules():
+        for rule in source_rules():
             try:
-                self.before += self._found(project, rule.module.check)
+                self.before += self._found(project, rule.check_source)
             except Exception:  # reported when the file was checked
                 continue
-            self._checks.append(rule.module.check)
+            self._checks.append(rule.check_source)
 
     def accepted(self, findings: Sequence[Finding]) -> tuple[_Outcome, list[str]]:
         """Return the fixes that work together, and a message for each that does not."""

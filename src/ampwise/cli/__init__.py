@@ -2,7 +2,7 @@
 
 A command is a module of this package with a docstring (its help), ``add_arguments(parser)`` and ``run(args)``,
 which returns the exit code: 0 clean, 1 findings, 2 error. The modules in this folder are the list of commands.
-Commands import what they need inside ``run``, so that ``ampwise rules`` never pays for torch.
+Commands import what they need inside ``run``, so that ``ampwise explain`` never pays for torch.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from types import ModuleType
     from typing import Any, NoReturn
 
-__all__ = ["build_parser", "commands", "main", "script", "summaries"]
+__all__ = ["build_parser", "commands", "main", "say_which_gpu", "script", "summaries"]
 
 DESCRIPTION = "Mixed-precision training for PyTorch: checked, measured, explained."
 EPILOG = "`ampwise COMMAND --help` explains a command, with examples."
@@ -69,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         say("ampwise: error: {}", error)
         _drop_stdout()
         return 2
-    except BrokenPipeError:  # `ampwise rules | head`: the reader has gone
+    except BrokenPipeError:  # `ampwise explain | head`: the reader has gone
         _drop_stdout()
         return READER_GONE
     except KeyboardInterrupt:
@@ -116,10 +116,27 @@ def _run(words: list[str]) -> int:
             parser.print_help()
             return 0
         flushes = not args.script_owns_streams
+        if getattr(args, "gpu", None):
+            say_which_gpu(args.gpu)
         return int(args.run(args))
     finally:
         if flushes:  # not at exit, where a closed pipe would print a traceback
             flush(sys.stdout)
+
+
+def say_which_gpu(name: str) -> None:
+    """Say which device a family's name, such as "a100", was taken to mean; UnknownName for a name that none has.
+
+    Here, before a command loads torch, since an unknown name should not take seconds.
+    """
+    from ampwise.hardware.catalog import compute_capability, gpu_named, other_variants
+
+    known_otherwise = name.strip().lower().removeprefix("sm_")
+    if known_otherwise == "cpu" or known_otherwise.isdigit() or compute_capability(known_otherwise):
+        return  # `ampwise advise` takes these, too
+    others = other_variants(name)
+    if others:
+        say("{}: taken as {}; others: {}", name, gpu_named(name).name, ", ".join(others))
 
 
 def _open_streams() -> None:

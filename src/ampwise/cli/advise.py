@@ -40,6 +40,7 @@ import sys
 
 TYPE_CHECKING = False  # as in typing, which takes milliseconds to import
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
     from typing import Any
 
     from ampwise.tune.advise.advice import Advice
@@ -55,7 +56,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("subject", metavar="SUBJECT", nargs="?", help="module:callable that makes model, batch, loss")
     parser.add_argument("--params", metavar="N", help="how many parameters: 124M, 7B, 1.3e9")
     parser.add_argument("--arch", metavar="KIND", help="the kind of model: transformer, cnn, …; --ideas lists them")
-    parser.add_argument("--gpu", metavar="NAME", help="a device of `ampwise gpu --list`, a capability (8.6), or cpu")
+    parser.add_argument(
+        "--gpu", metavar="NAME", help="a device (a100, rtx4090; `ampwise gpu --list`), a capability (8.6), or cpu"
+    )
     parser.add_argument("--want", metavar="PRECISION", help="the precision you want: fp16, bf16, tf32, fp8, …")
     parser.add_argument("--scaling", metavar="HOW", help="how to scale the loss: none, dynamic, manual or manual:1000")
     parser.add_argument("--symptom", metavar="NAME", help="what goes wrong: nan, slow, memory, …; --ideas lists them")
@@ -72,9 +75,11 @@ def run(args: argparse.Namespace) -> int:
         return _list()
     asked = {name: getattr(args, name) for name in QUESTION}
     if _asks(args):
-        from ampwise.tune.advise.questions import ask
+        from ampwise.cli import say_which_gpu
 
-        asked |= ask()
+        asked |= _ask()
+        if asked["gpu"]:
+            say_which_gpu(asked["gpu"])
     advice = _advice(asked)
     if args.json:
         from ampwise.finding.strict_json import dumps
@@ -89,6 +94,59 @@ def _asks(args: argparse.Namespace) -> bool:
     """Whether to ask questions: no argument was given, and stdin and stdout are a terminal."""
     no_arguments = not args.json and not any(getattr(args, name) for name in QUESTION)
     return no_arguments and sys.stdin is not None and sys.stdin.isatty() and sys.stdout.isatty()
+
+
+def _ask() -> dict[str, str | None]:
+    """Ask a few questions; return the answers by option, None where Enter was pressed. Ctrl-C and Ctrl-D leave."""
+    from ampwise.finding.terminal import say
+    from ampwise.hardware.catalog import COMMON_FORMATS
+    from ampwise.hardware.target import target_named
+    from ampwise.tune.advise.model import KINDS, parse_count
+    from ampwise.tune.advise.symptoms import SYMPTOMS
+
+    # The option, the question, what Enter means, and what checks an answer.
+    device = "Which device? A name of `ampwise gpu --list`, a compute capability, or cpu."
+    formats = f"Which precision do you plan to use? {', '.join(COMMON_FORMATS)}"
+    questions: tuple[tuple[str, str, str, Callable[[str], Any]], ...] = (
+        ("gpu", device, "this machine", target_named),
+        ("params", "How many parameters? 124M, 7B, …", "unknown", parse_count),
+        ("arch", f"What kind of model? {', '.join(KINDS)}", "unknown", _one_of("kind of model", KINDS)),
+        ("want", formats, "none", _one_of("precision", COMMON_FORMATS)),
+        ("symptom", f"What goes wrong? {', '.join(SYMPTOMS)}", "nothing", _one_of("symptom", SYMPTOMS)),
+    )
+    say("A few questions; Enter accepts the default in brackets, Ctrl-C quits.")
+    try:
+        return {option: _answer(question, default, check) for option, question, default, check in questions}
+    except EOFError:
+        say("")
+        raise KeyboardInterrupt from None
+
+
+def _answer(question: str, default: str, check: Callable[[str], Any]) -> str | None:
+    """Ask until the answer makes sense; ``check`` raises what is wrong with it."""
+    from ampwise.errors import AmpwiseError
+    from ampwise.finding.terminal import say
+
+    while True:
+        answer = input(f"{question} [{default}] ").strip()
+        if answer.lower() in ("", default):
+            return None
+        try:
+            check(answer)
+        except AmpwiseError as error:
+            say("  {}", error)
+        else:
+            return answer
+
+
+def _one_of(kind: str, known: Iterable[str]) -> Callable[[str], None]:
+    from ampwise.errors import UnknownName
+
+    def check(answer: str) -> None:
+        if answer.lower() not in known:
+            raise UnknownName(kind, answer, known, listing=f"Choose one of {', '.join(known)}.")
+
+    return check
 
 
 def _advice(asked: dict[str, Any]) -> Advice:
@@ -122,7 +180,7 @@ def _number(text: str | None) -> float | None:
 
 def _show(advice: Advice) -> None:
     from ampwise.finding.terminal import wants_colour
-    from ampwise.tune.advise.text import as_text
+    from ampwise.tune.advise.advice import as_text
 
     _write(as_text(advice, width=_width(), colour=wants_colour(sys.stdout)))
 
@@ -137,8 +195,9 @@ def _width() -> int:
 
 
 def _list() -> int:
-    from ampwise.rules.evidence.choice.ideas import IDEAS, SYMPTOMS
-    from ampwise.rules.evidence.choice.model import KINDS
+    from ampwise.tune.advise.claims import IDEAS
+    from ampwise.tune.advise.model import KINDS
+    from ampwise.tune.advise.symptoms import SYMPTOMS
 
     for title, entries in (("--idea", IDEAS), ("--symptom", SYMPTOMS), ("--arch", KINDS)):
         column = max(map(len, entries)) + 4

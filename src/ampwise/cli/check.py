@@ -16,7 +16,7 @@ Examples:
   ampwise check --stdin-filename train.py - < train.py
 
 Rules are selected by code (AMP101), the start of a code (AMP1), name (clip-scaled-grads) or ALL. Without --select, all
-rules are on except those that `ampwise rules` marks as off by default. The longer selector wins.
+rules are on except those that `ampwise explain` marks as off by default. The longer selector wins.
 
 `# noqa: AMP101` suppresses a finding on its line, or on the first or last line of its statement; `# ampwise: noqa:
 AMP101` suppresses it in the whole file. Without a code, all findings are suppressed. --add-noqa writes such comments.
@@ -143,7 +143,7 @@ def _check_arguments(args: argparse.Namespace) -> None:
     if STDIN in args.paths and args.add_noqa:
         raise BadInput("check --add-noqa -: --add-noqa writes files and cannot be used with stdin")
     if args.select and not _listed(args.select):  # e.g. from an unset variable
-        raise BadInput("check --select: no rule was given. `ampwise rules` lists the rules.")
+        raise BadInput("check --select: no rule was given. `ampwise explain` lists the rules.")
     modes = [flag for flag in ("fix", "diff", "add_noqa") if getattr(args, flag)]
     if "add_noqa" in modes and len(modes) > 1:
         raise BadInput("check --add-noqa: cannot be combined with --fix or --diff")

@@ -170,6 +170,6 @@ def _check_page_path(page_path: Path, force: bool) -> None:
 
 def _write_page(result: PrecisionComparison, page_path: Path, force: bool) -> None:
     from ampwise.report.page.page_file import write_page
-    from ampwise.report.page.precisions_page import precisions_page
+    from ampwise.tune.compare.page import precisions_page
 
     write_page(lambda: precisions_page(result.speeds, result.findings), page_path, "--html", force=force)

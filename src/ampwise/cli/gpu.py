@@ -1,7 +1,8 @@
 """Show which formats this machine, or a GPU from the catalog, runs fast.
 
 Without a NAME it describes this machine: torch, its devices, its TF32 switches, and what is wrong with them.
-With a NAME it shows the catalog entry of a device, by id, by name, or by torch's name for it.
+With a NAME it shows the catalog entry of a device, by id, by name, or by torch's name for it; of a family, such as
+a100, the most common variant.
 Peaks are for dense matmuls. A number marked ~ is approximate: sources disagree, or none states it exactly.
 
 Examples:
@@ -110,9 +111,11 @@ def _run_list(as_json: bool) -> int:
 
 
 def _run_device(name: str, as_json: bool) -> int:
+    from ampwise.cli import say_which_gpu
     from ampwise.hardware import gpu_named
 
     gpu = gpu_named(name)
+    say_which_gpu(name)
     if as_json:
         _write_json(gpu.as_dict())
     else:
@@ -136,17 +139,14 @@ def _run_machine(wanted: tuple[str, ...], output_format: str | None, as_json: bo
 
 
 def _check(use: MachineRequirements) -> list[Finding]:
-    from ampwise.rules import rules_in
+    from ampwise.rules import run_checks
 
-    found = (finding for rule in rules_in("hardware") for finding in rule.check(use))
-    return sorted(found, key=lambda finding: (finding.severity.rank, finding.rule.code))
+    return sorted(run_checks(use), key=lambda finding: (finding.severity.rank, finding.rule.code))
 
 
 def _fails_want(finding: Finding) -> bool:
     """Whether a finding is about a format given with --want; others are advice and do not change the exit code."""
-    from ampwise.rules.hardware import format_without_matrix_units
-
-    return finding.rule == format_without_matrix_units.RULE
+    return finding.rule.name == "format-without-tensor-cores"
 
 
 def _write_json(value: object) -> None:

@@ -185,17 +185,17 @@ def _warn_of_failed_sinks(folder: Path, args: argparse.Namespace) -> None:
     """Print a line for each sink that failed, even with --quiet: the failure would otherwise go unnoticed."""
     if not args.sinks:
         return
-    from ampwise.rules.run.sink_failed import RULE
     from ampwise.runs.reader import Run
+    from ampwise.runs.sinks.failure import SINK_FAILED
     from ampwise.watch.stderr import say_on_stderr
 
     try:
-        found = [seen.finding for seen in Run.read(folder, layers_of_others=False).findings]
+        events = Run.read(folder, layers_of_others=False).events
     except BadInput:
         return
-    for finding in found:
-        if finding.rule.code == RULE.code:
-            say_on_stderr("ampwise: warning: {} {}: {}", RULE.code, RULE.name, finding.message)
+    for event in events:
+        if event.name == SINK_FAILED:
+            say_on_stderr("ampwise: warning: {}", event)
 
 
 def _show(folder: Path) -> None:

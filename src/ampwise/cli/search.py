@@ -20,7 +20,7 @@ Examples:
   ampwise search train:make --out policy.json --resume
 
 Trials are kept in OUT.part (without --out, in ampwise-search.part) until the search ends: after Ctrl-C, --resume
-continues from them, and -f starts over. ampwise.Found.load("policy.json") reads a policy file.
+continues from them, and -f starts over. ampwise.SearchResult.load("policy.json") reads a policy file.
 
 The exit code is 0 if some module can be narrower than FP32, 1 if none was found, 2 on an error, and 130 after Ctrl-C.
 
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from ampwise.tune.search.found import Found
+    from ampwise.tune.search.result import SearchResult
     from ampwise.tune.train_case import TrainCase
 
 __all__ = ["add_arguments", "run"]
@@ -115,7 +115,7 @@ def run(args: argparse.Namespace) -> int:
     if args.out:  # after printing, so that the result is not lost if the file cannot be written
         found.save(args.out)
         if not args.json:
-            say("Wrote {}; load it with ampwise.Found.load({})", args.out, repr(args.out), stream=sys.stdout)
+            say("Wrote {}; load it with ampwise.SearchResult.load({})", args.out, repr(args.out), stream=sys.stdout)
     return 0 if found.narrower else 1
 
 
@@ -148,7 +148,7 @@ def _check_files(args: argparse.Namespace, part: Path) -> None:
         )
 
 
-def _found(args: argparse.Namespace, part: Path) -> Found:
+def _found(args: argparse.Namespace, part: Path) -> SearchResult:
     from ampwise.trace.capsule.capsule_replay import device_named
     from ampwise.tune.search.progress import progress_on
     from ampwise.tune.search.search import search
@@ -189,7 +189,7 @@ def _made(name: str, count: int, device: torch.device) -> tuple[TrainCase, list[
     return subject, batches
 
 
-def _print(found: Found, args: argparse.Namespace) -> None:
+def _print(found: SearchResult, args: argparse.Namespace) -> None:
     from ampwise.finding.strict_json import dumps
     from ampwise.tune.search.text import show
 

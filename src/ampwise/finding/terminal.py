@@ -14,6 +14,7 @@ command and every part of the library writes through this module (tests/report/p
 from __future__ import annotations
 
 import codecs
+import contextlib
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -31,6 +32,7 @@ __all__ = [
     "console",
     "encodable",
     "flush",
+    "log_line",
     "output_errors",
     "paint",
     "print_tables",
@@ -211,8 +213,16 @@ def say(template: str, *fields: object, stream: TextIO | None = None) -> None:
         write(f"{template.format(*shown)}\n", stream)
 
 
+def log_line(template: str, *fields: object) -> None:
+    """Write a line to stderr as ``say`` does, from within a user's training: a stream that cannot be written, such as
+    a log on a full disk, does not stop it.
+    """
+    with contextlib.suppress(OSError, ValueError):  # ValueError: the stream is closed
+        say(template, *fields)
+
+
 def write(text: str, stream: TextIO) -> None:
-    """Write a text with only ampwise's styles, made ``encodable`` for the stream; CannotWrite if that fails."""
+    """Write a text with only ampwise's styles, made ``encodable`` for the stream; OutputError if that fails."""
     _put(printable_lines(text, colour=wants_colour(stream)), stream)
 
 
@@ -235,14 +245,14 @@ def redraw(line: str, stream: TextIO) -> None:
 
 
 def flush(stream: TextIO) -> None:
-    """Flush a stream; CannotWrite if that fails."""
+    """Flush a stream; OutputError if that fails."""
     with output_errors():
         stream.flush()
 
 
 @contextmanager
 def output_errors() -> Iterator[None]:
-    """Turn an OSError into CannotWrite, to tell a full disk from an input file that a command did not find."""
+    """Turn an OSError into OutputError, to tell a full disk from an input file that a command did not find."""
     try:
         yield
     except BrokenPipeError:

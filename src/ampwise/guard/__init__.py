@@ -11,5 +11,5 @@
     data_position, loader_generators   the run's position in its data; random generators that a loader's parts hold
     exact_json, tensor_tree            state that is not a tensor, as JSON, bit for bit
     rank_agreement, stopping           decisions shared by all ranks; signals, the watchdog, stopping
-    reporter, alerts                   reporting findings, and sending them to people
+    events, reporter                   what happened, each with its message; printing and passing it on
 """

@@ -17,12 +17,12 @@ from ampwise.finding.version import installed_version
 from ampwise.guard.background_saver import BackgroundSaver, SaveJob, mark_undone, write_error_kind
 from ampwise.guard.disk.catalog import SavedCheckpoint, checkpoints, mark_good
 from ampwise.guard.durations import Interval
+from ampwise.guard.events import CheckpointFailed, CheckpointLate, WeightsNotFinite
 from ampwise.guard.exact_json import to_json
 from ampwise.guard.rank_agreement import AgreedStep, RankAgreement
-from ampwise.guard.reporter import FaultReporter
+from ampwise.guard.reporter import EventReporter
 from ampwise.guard.snapshots import MemorySnapshot, MemorySnapshots
 from ampwise.guard.state import TrainingState
-from ampwise.rules.evidence.guard_events import CheckpointFailed, CheckpointLate, WeightsNotFinite
 from ampwise.train.engine import Engine
 
 __all__ = ["CheckpointManager"]
@@ -40,7 +40,7 @@ class CheckpointManager:
         engine: Engine,
         training_state: TrainingState,
         agreement: RankAgreement,
-        reporter: FaultReporter,
+        reporter: EventReporter,
         *,
         every: Interval,
         keep: int,
@@ -183,7 +183,7 @@ class CheckpointManager:
         if job.bad_tensors:
             names = tuple(job.bad_tensors[:NAMED])
             self._reporter.report(
-                WeightsNotFinite(step=step, names=names, count=len(job.bad_tensors), where="checkpoint"), step
+                WeightsNotFinite(step=step, names=names, count=len(job.bad_tensors), where="checkpoint")
             )
             if not job.snapshot.good:
                 self.snapshots.drop(job.snapshot)
@@ -199,8 +199,7 @@ class CheckpointManager:
                 kind=write_error_kind(error),
                 failures_in_a_row=self.failures,
                 last="" if self.last is None else str(self.last.path),
-            ),
-            step,
+            )
         )
 
     def _report_late(self, step: int) -> None:
@@ -208,7 +207,7 @@ class CheckpointManager:
         if job is not None and job is not self._late_reported and now - job.began > LATE_S:
             self._late_reported = job
             every = self._every.seconds or now - self._saved_at
-            self._reporter.report(CheckpointLate(step=step, seconds=now - job.began, every=every), step)
+            self._reporter.report(CheckpointLate(step=step, seconds=now - job.began, every=every))
 
     def trust(self, number: int, healthy: int) -> None:
         """Mark as good everything saved before the last ``healthy`` healthy steps in a row, which end at ``number``."""

@@ -19,7 +19,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from ampwise.errors import BadInput
-from ampwise.finding.terminal import say
+from ampwise.finding.terminal import log_line
 from ampwise.guard.loader_generators import load_states, states_of
 from ampwise.train.random_state import capture_random, restore_random
 
@@ -258,10 +258,12 @@ class _Progress:
             return
         self._next = time.monotonic() + PATIENCE_S
         of = "" if count is None else f" of {count:,}"
-        say("ampwise: skipping to the saved position in the data: {:,}{} batches of epoch {}", done, of, self._epoch)
+        log_line(
+            "ampwise: skipping to the saved position in the data: {:,}{} batches of epoch {}", done, of, self._epoch
+        )
         if not _Progress.advised:
             _Progress.advised = True
-            say("ampwise: {}", ADVICE)
+            log_line("ampwise: {}", ADVICE)
 
 
 # --- random numbers ------------------------------------------------------------------------------------------------

@@ -17,22 +17,21 @@ from torch import Tensor
 
 from ampwise.errors import BadInput
 from ampwise.finding import Finding
-from ampwise.guard.alerts import Alert, Alerts
 from ampwise.guard.checkpointing import CheckpointManager
 from ampwise.guard.data_position import DataPosition
 from ampwise.guard.disk.catalog import SavedCheckpoint, checkpoints, clear_leftovers
 from ampwise.guard.disk.lock import DirectoryLock
 from ampwise.guard.durations import Interval, seconds
+from ampwise.guard.events import GuardEvent, LockTakenOver, Preempted, RankLost, StepOutOfMemory
 from ampwise.guard.ladder import Ladder, LadderFacts
 from ampwise.guard.rank_agreement import LostRank, RankAgreement
 from ampwise.guard.recovery import Recovery
-from ampwise.guard.reporter import FaultReporter
+from ampwise.guard.reporter import EventReporter, OnEvent
 from ampwise.guard.resuming import CheckpointLoader
 from ampwise.guard.script_changes import ScriptChanges
 from ampwise.guard.state import TrainingState
 from ampwise.guard.stopping import STOPPED_EXIT_CODE, Signals, Stopped, Watchdog
 from ampwise.guard.weight_averages import AveragedModels
-from ampwise.rules.evidence.guard_events import LockTakenOver, Preempted, RankLost, StepOutOfMemory
 from ampwise.train.batch_pieces import batch_length
 from ampwise.train.callback import Callback
 from ampwise.train.engine import Engine
@@ -67,7 +66,8 @@ class Guard(Callback):
         "schedulers", "scaler", "state", "data", and optimizer options such as "weight_decay". For all others the guard
         uses the checkpoint's value and prints that, or refuses to resume.
     split: when memory runs out, split batches in half, and in half again.
-    alerts: functions to call with each finding, in the background; ``ampwise.guard.alerts`` has some.
+    on_event: a function to call with each event of the guard, on rank 0: to send a message, for example. It is called
+        in the background; training does not wait for it, and does not stop if it fails.
     signals: signals at which the guard finishes the step, saves the state, and exits with ``exit_code``.
     signal_grace: how long further signals count as duplicates of the first: a scheduler and torchrun's agent both send
         one. Later signals, and a second SIGINT at any time, end the program at once.
@@ -97,7 +97,7 @@ class Guard(Callback):
         resume: bool = True,
         override: Iterable[str] = (),
         split: bool = False,
-        alerts: Iterable[Alert] = (),
+        on_event: OnEvent | None = None,
         signals: Iterable[str] = ("SIGTERM",),
         signal_grace: str | float = "30s",
         exit_code: int = 0,
@@ -114,8 +114,7 @@ class Guard(Callback):
         patience_s = seconds(patience, "patience")
         self._agreement = RankAgreement(engine.ranks, patience_s)
         prints = self._agreement.rank == 0
-        functions = list(alerts)
-        self._reporter = FaultReporter(Alerts(functions) if functions and prints else None, prints=prints)
+        self._reporter = EventReporter(on_event, prints=prints)
         training_state = TrainingState(engine, state or {})
         self._checkpointing = CheckpointManager(
             self.directory,
@@ -228,7 +227,7 @@ class Guard(Callback):
     def _start(self) -> None:
         if self._lock.stale:
             holder = self._lock.holder_before
-            self._reporter.report(LockTakenOver(pid=holder.pid, host=holder.host, since=holder.since), 0)
+            self._reporter.report(LockTakenOver(pid=holder.pid, host=holder.host, since=holder.since))
         self._agreement.run_on_all(self._record_start)
         self._position.passed_over = self._agreement.broadcast(self._position.passed_over)
         resumed = self._resuming.newest() if self._resumes else None
@@ -276,6 +275,8 @@ class Guard(Callback):
         if self._started:
             self._release_run()
         self._reporter.close()
+        if self._started:
+            self._signals.resend()  # may end the process
 
     def _release_run(self) -> None:
         self._signals.stop_listening()
@@ -283,7 +284,6 @@ class Guard(Callback):
         self._engine.save_bad_steps(None)
         self._checkpointing.collect(wait=self._wait_for_disk)
         self._finalizer()
-        self._signals.resend()
 
     # Training
 
@@ -353,7 +353,7 @@ class Guard(Callback):
             self._watchdog.beat()
 
     def save(self) -> SavedCheckpoint | None:
-        """Write a checkpoint now and wait for it; None, and a finding, if that failed. Call it on all ranks."""
+        """Write a checkpoint now and wait for it; None, and an event, if that failed. Call it on all ranks."""
         self.begin()
         if self._engine.accumulating:
             raise BadInput("guard.save() in the middle of gradient accumulation: save when step.closed is true.")
@@ -362,8 +362,13 @@ class Guard(Callback):
     # What happened
 
     @property
+    def events(self) -> list[GuardEvent]:
+        """What happened and what the guard did, oldest first: each has a name, a level, a step and a message."""
+        return list(self._reporter.events)
+
+    @property
     def findings(self) -> list[Finding]:
-        """Findings the guard has reported, oldest first."""
+        """Findings for those events that you must act on, oldest first."""
         return list(self._reporter.findings)
 
     @property
@@ -456,16 +461,15 @@ class Guard(Callback):
         name = self._signals.caught or "a signal to another rank"
         began = self._signals.when or time.monotonic()
         saved = self._checkpointing.save_now(self._number)
-        finding = self._reporter.report(
+        preempted = self._reporter.report(
             Preempted(
                 step=self._number,
                 signal=name,
                 checkpoint="" if saved is None else str(saved.path),
                 seconds=time.monotonic() - began,
-            ),
-            self._number,
+            )
         )
-        raise Stopped(STOPPED_EXIT_CODE if saved is None else self._exit_code, finding.message)
+        raise Stopped(STOPPED_EXIT_CODE if saved is None else self._exit_code, preempted.message)
 
     def _is_lost_rank(self, error: BaseException) -> bool:
         """Whether the error means that another rank is gone; torch raises several kinds for that."""
@@ -477,18 +481,18 @@ class Guard(Callback):
 
     def _stop_for_lost_rank(self, error: BaseException) -> None:
         self._wait_for_disk = False  # the checkpoint being written waits for that rank, too
-        finding = self._report_lost_rank(0.0, str(error).splitlines()[0] if str(error) else type(error).__name__)
-        raise Stopped(STOPPED_EXIT_CODE, finding.message) from error
+        lost = self._report_lost_rank(0.0, str(error).splitlines()[0] if str(error) else type(error).__name__)
+        raise Stopped(STOPPED_EXIT_CODE, lost.message) from error
 
-    def _report_lost_rank(self, waited: float, error: str) -> Finding:
+    def _report_lost_rank(self, waited: float, error: str) -> RankLost:
         last = self._checkpointing.last
         return self._reporter.report(
-            RankLost(step=self._number, waited=waited, error=error, checkpoint="" if last is None else str(last.path)),
-            self._number,
+            RankLost(step=self._number, waited=waited, error=error, checkpoint="" if last is None else str(last.path))
         )
 
     def _report_silence(self, silent: float) -> None:
         self._report_lost_rank(silent, "no step was completed")
+        self._reporter.close()  # the process ends at once: let on_event take this event first
 
     # Out of memory
 
@@ -527,9 +531,7 @@ class Guard(Callback):
         longest = max(batch_length(args, kwargs) for _, args, kwargs in self._microbatches) if self._splits else 0
         may = self._splits and self._pieces < longest and not self._agreement.distributed
         pieces = min(self._pieces * 2, longest) if may else self._pieces
-        self._reporter.report(
-            StepOutOfMemory(step=self._number + 1, pieces=pieces, error=what, splits=may), self._number + 1
-        )
+        self._reporter.report(StepOutOfMemory(step=self._number + 1, pieces=pieces, error=what, splits=may))
         if not may:
             self._forget_microbatches()
             raise error

@@ -12,14 +12,7 @@ from ampwise.finding import Finding
 from ampwise.guard.background_saver import non_finite_tensors
 from ampwise.guard.checkpointing import CheckpointManager
 from ampwise.guard.data_position import DataPosition
-from ampwise.guard.ladder import Ladder, LadderFacts, LadderState, RecoveryAction
-from ampwise.guard.rank_agreement import RankAgreement
-from ampwise.guard.reporter import FaultReporter
-from ampwise.guard.resuming import CheckpointLoader
-from ampwise.guard.snapshots import MemorySnapshot
-from ampwise.guard.state import TrainingState
-from ampwise.guard.stopping import STOPPED_EXIT_CODE, Stopped
-from ampwise.rules.evidence.guard_events import (
+from ampwise.guard.events import (
     LossSpike,
     PrecisionChanged,
     PrecisionRestored,
@@ -28,19 +21,26 @@ from ampwise.rules.evidence.guard_events import (
     StepSkipped,
     TrainingStopped,
 )
-from ampwise.rules.evidence.spikes import SpikeDetector
+from ampwise.guard.ladder import Ladder, LadderFacts, LadderState, RecoveryAction
+from ampwise.guard.rank_agreement import RankAgreement
+from ampwise.guard.reporter import EventReporter
+from ampwise.guard.resuming import CheckpointLoader
+from ampwise.guard.snapshots import MemorySnapshot
+from ampwise.guard.state import TrainingState
+from ampwise.guard.stopping import STOPPED_EXIT_CODE, Stopped
 from ampwise.trace.capsule.saving import Capsules
 from ampwise.trace.value_ranges import local_shard
 from ampwise.train.engine import Engine
 from ampwise.train.low_bit.pure_bf16 import PURE
 from ampwise.train.precision.policy import Policy
 from ampwise.train.precision.precision import EMULATE, precisions_of
+from ampwise.watch.spikes import SpikeDetector
 
 __all__ = ["Diagnosis", "Recovery", "diagnose"]
 
 WIDER = ("fp16", "bf16", "tf32", "fp32")  # each has more range or more bits than the one before
 EXACT = ("tf32", "fp32")  # precisions in which keeping single modules in FP32 gains nothing
-CAPSULE_AFTER = 2  # bad steps in a row from which a capsule is saved: it holds all weights
+CAPSULE_AFTER = 2  # bad steps in a row from which capsules are saved: each holds all weights
 
 
 class Diagnosis(NamedTuple):
@@ -81,7 +81,7 @@ class Recovery:
         resuming: CheckpointLoader,
         position: DataPosition,
         agreement: RankAgreement,
-        reporter: FaultReporter,
+        reporter: EventReporter,
         capsules: Path,
     ) -> None:
         self._ladder, self._engine, self._training_state = ladder, engine, training_state
@@ -103,8 +103,8 @@ class Recovery:
         self.standing.widened = len(self._before)
         if state.get("spikes") is not None:
             self._spikes.load(state["spikes"])
-        if self._ladder.skips == 1:  # the first bad step is also the last
-            self._engine.save_bad_steps(self._capsules)
+        # If one bad step is all that is skipped, the first is also the last.
+        self._engine.save_bad_steps(self._capsules, streak=min(CAPSULE_AFTER, self._ladder.skips))
 
     def state(self) -> dict[str, Any]:
         """Return the state to save in a checkpoint."""
@@ -140,28 +140,22 @@ class Recovery:
                 usual=spike.usual,
                 spreads=spike.spreads,
                 action="rollback" if goes_back else "none",
-            ),
-            facts.number,
+            )
         )
         return facts._replace(spike=True)
 
     def _go_on(self, facts: LadderFacts) -> None:
-        if self.standing.healthy == 1 and self._ladder.skips > 1:
-            self._engine.save_bad_steps(None)
         if self.standing.healthy >= self._ladder.healthy:
             self._checkpointing.trust(facts.number, self._ladder.healthy)
 
     def _skip(self, facts: LadderFacts) -> None:
         streak = len(self.standing.streak)
-        if streak == CAPSULE_AFTER - 1:
-            self._engine.save_bad_steps(self._capsules)
         if facts.at_floor and math.isfinite(facts.loss):  # a NaN loss is not caused by the scale
-            self._reporter.report(ScaleAtFloor(step=facts.number, scale=facts.scale, streak=streak), facts.number)
+            self._reporter.report(ScaleAtFloor(step=facts.number, scale=facts.scale, streak=streak))
             return
         scale = facts.scale if facts.scaled else None
         self._reporter.report(
-            StepSkipped(step=facts.number, loss=facts.loss, scale=scale, streak=streak, scaled=facts.scaled),
-            facts.number,
+            StepSkipped(step=facts.number, loss=facts.loss, scale=scale, streak=streak, scaled=facts.scaled)
         )
 
     # The rungs
@@ -213,8 +207,7 @@ class Recovery:
                 cause=cause,
                 passed_over=tuple(passed),
                 rewound=rewound,
-            ),
-            facts.number,
+            )
         )
 
     def _restore(self, *, older: bool) -> tuple[int, Literal["memory", "disk"]]:
@@ -282,8 +275,7 @@ class Recovery:
         kept = f" with {', '.join(modules)} in {new[0].precision.upper()}" if new else ""
         self.standing.taken(RecoveryAction.WIDEN, f"{self._engine.precision.upper()}{kept}")
         self._reporter.report(
-            PrecisionChanged(step=facts.number, before=was, after=self._engine.precision, modules=modules, cause=cause),
-            facts.number,
+            PrecisionChanged(step=facts.number, before=was, after=self._engine.precision, modules=modules, cause=cause)
         )
 
     def _climb(self, facts: LadderFacts) -> None:
@@ -291,14 +283,13 @@ class Recovery:
         self._engine.change_precision(self._before.pop())
         self.standing.taken(RecoveryAction.CLIMB, f"{self._engine.precision.upper()} again")
         self._reporter.report(
-            PrecisionRestored(step=facts.number, before=before, after=self._engine.precision, healthy_steps=healthy),
-            facts.number,
+            PrecisionRestored(step=facts.number, before=before, after=self._engine.precision, healthy_steps=healthy)
         )
 
     def _stop(self, facts: LadderFacts, cause: str) -> None:
         self._checkpointing.collect(wait=True)
         good = self._checkpointing.last_good or self._checkpointing.last
-        finding = self._reporter.report(
+        stopped = self._reporter.report(
             TrainingStopped(
                 step=facts.number,
                 cause=cause,
@@ -306,10 +297,9 @@ class Recovery:
                 capsule=self._capsule,
                 build=self._build,
                 checkpoint="" if good is None else str(good.path),
-            ),
-            facts.number,
+            )
         )
-        raise Stopped(STOPPED_EXIT_CODE, finding.message)
+        raise Stopped(STOPPED_EXIT_CODE, stopped.message)
 
 
 def _too_narrow(engine: Engine) -> tuple[str, ...]:

@@ -12,13 +12,13 @@ from ampwise.errors import BadInput
 from ampwise.finding.terminal import printable
 from ampwise.guard.background_saver import non_finite_tensors
 from ampwise.guard.disk.catalog import DamagedCheckpoint, SavedCheckpoint, checkpoints, verify
+from ampwise.guard.events import CheckpointDamaged, RanksChanged
 from ampwise.guard.exact_json import from_json
 from ampwise.guard.rank_agreement import RankAgreement
-from ampwise.guard.reporter import FaultReporter
+from ampwise.guard.reporter import EventReporter
 from ampwise.guard.resumable_data import epoch_start
 from ampwise.guard.script_changes import ScriptChanges
 from ampwise.guard.state import TrainingState
-from ampwise.rules.evidence.guard_events import CheckpointDamaged, RanksChanged
 from ampwise.trace.value_ranges import local_shard
 from ampwise.train.engine import Engine
 from ampwise.train.precision.policy import Policy
@@ -38,7 +38,7 @@ class CheckpointLoader:
         training_state: TrainingState,
         changes: ScriptChanges,
         agreement: RankAgreement,
-        reporter: FaultReporter,
+        reporter: EventReporter,
     ) -> None:
         self._directory, self._engine, self._training_state, self._changes = directory, engine, training_state, changes
         self._agreement, self._reporter = agreement, reporter
@@ -60,10 +60,10 @@ class CheckpointLoader:
                 except DamagedCheckpoint as error:
                     trouble = str(error)
                 else:
-                    self._report(troubles, str(checkpoint.path), checkpoint)
+                    self._report(troubles, str(checkpoint.path))
                     return checkpoint, plain
             troubles.append((str(checkpoint.path), trouble))
-        self._report(troubles, "", None)
+        self._report(troubles, "")
         if troubles:
             raise BadInput(
                 f"{self._directory} has {len(troubles)} checkpoints, and none can be resumed: {troubles[0][1]} List "
@@ -86,7 +86,7 @@ class CheckpointLoader:
                 try:
                     return checkpoint, self.read(checkpoint, resumes=False)
                 except (DamagedCheckpoint, BadInput) as error:  # or another script saved it, before an override
-                    self._report([(str(checkpoint.path), str(error))], "another state", None)
+                    self._report([(str(checkpoint.path), str(error))], "another state")
                 finally:
                     if self._engine.policy != policy:
                         self._engine.change_precision(policy)
@@ -120,7 +120,7 @@ class CheckpointLoader:
         if bad:
             raise DamagedCheckpoint(f"{checkpoint.path.name} has inf or NaN in {bad}.")
         if checkpoint.world_size != agreement.size:
-            self._reporter.report(RanksChanged(before=checkpoint.world_size, after=agreement.size), checkpoint.step)
+            self._reporter.report(RanksChanged(before=checkpoint.world_size, after=agreement.size))
             plain["engine"]["rng"] = self._engine.state_dict()["rng"]  # each rank keeps its own
             plain["data"] = epoch_start(plain["data"])
         values = {name: local_shard(each) for name, each in targets.items() if name not in kept_buffers}
@@ -167,8 +167,6 @@ class CheckpointLoader:
         if policy != self._engine.policy:
             self._engine.change_precision(policy)
 
-    def _report(self, troubles: Sequence[tuple[str, str]], instead: str, used: SavedCheckpoint | None) -> None:
+    def _report(self, troubles: Sequence[tuple[str, str]], instead: str) -> None:
         for path, why in troubles:
-            self._reporter.report(
-                CheckpointDamaged(path=path, why=why, instead=instead), 0 if used is None else used.step
-            )
+            self._reporter.report(CheckpointDamaged(path=path, why=why, instead=instead))

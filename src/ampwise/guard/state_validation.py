@@ -136,21 +136,19 @@ def _check_groups(groups: Any, there: Sequence[Mapping[str, Any]], where: str) -
 
 
 def _check_guard(state: Mapping[str, Any]) -> None:
-    """Check the result of ``Recovery.state``, and of ``SpikeWatch.state`` in it."""
+    """Check the result of ``Recovery.state``, and of ``SpikeDetector.state`` in it."""
     _expect(list, state.get("policies_before", []), "guard.policies_before")
     spikes = state.get("spikes")
     if spikes is None:
         return
-    if set(_expect(dict, spikes, "guard.spikes")) != {"seen", "ordinary", "usual", "age", "high", "told"}:
+    # Earlier states have two more entries, which are not used.
+    if set(_expect(dict, spikes, "guard.spikes")) - {"usual", "age"} != {"seen", "ordinary", "high", "told"}:
         raise ValueError("guard.spikes is not the state of a loss spike detector")
-    usual, told = spikes["usual"], spikes["told"]
     rows = [(row, 2) for row in _expect(list, spikes["ordinary"], "guard.spikes.ordinary")]
     rows += [(row, 3) for row in _expect(list, spikes["high"], "guard.spikes.high")]
     are_rows = all(isinstance(row, list) and len(row) == length and is_count(row[0]) for row, length in rows)
     numbers = [number for row, _ in rows for number in row[1:]] if are_rows else [None]
-    if usual is not None:
-        numbers += usual[:2] if isinstance(usual, list) and len(usual) == 3 and isinstance(usual[2], bool) else [None]
-    if not all(map(is_count, (spikes["seen"], spikes["age"]))) or not isinstance(told, bool):
+    if not is_count(spikes["seen"]) or not isinstance(spikes["told"], bool):
         raise ValueError("guard.spikes has invalid counts")
     if not all(map(is_plain_number, numbers)):
         raise ValueError("guard.spikes has invalid losses")

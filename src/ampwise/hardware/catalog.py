@@ -23,6 +23,7 @@ __all__ = [
     "gpu_named",
     "gpus",
     "nvidia_tensor_cores",
+    "other_variants",
 ]
 
 # The formats for training; ``tensor_cores`` reports on each of them for every device.
@@ -156,19 +157,34 @@ def find_gpu(device_name: str) -> Gpu | None:
 
 
 def gpu_named(name: str) -> Gpu:
-    """Return the device with this id, name or torch name; raise UnknownName, with similar ids, if there is none.
+    """Return the device with this id, name, torch name or short name; raise UnknownName, with similar ids, if none has.
 
-    >>> gpu_named("NVIDIA A100-SXM4-80GB").id
-    'a100-sxm-80'
+    Of a family, such as "a100", it is the most common variant; ``other_variants`` returns the others.
+
+    >>> gpu_named("NVIDIA A100-SXM4-80GB").id, gpu_named("a100").id, gpu_named("4090").id
+    ('a100-sxm-80', 'a100-sxm-80', 'rtx4090')
     """
     words = _words(name)
     for gpu in gpus():
         if words in (_words(gpu.id), _words(gpu.name)):
             return gpu
-    found = find_gpu(name)
+    found = find_gpu(name) or _by_short_name().get("".join(words))
     if found is None:
         raise UnknownName("device", name, _candidates(words), listing="`ampwise gpu --list` shows them all.")
     return found
+
+
+def other_variants(name: str) -> list[str]:
+    """Return the ids that a family's name could also mean; empty if the name is that of one device.
+
+    >>> other_variants("a100"), other_variants("h200")
+    (['a100-40', 'a100-pcie-80'], [])
+    """
+    words, gpu = _words(name), gpu_named(name)
+    family = [other.id for other in gpus() if words[0] in _words(other.id)]
+    if gpu.id not in family or words in map(_words, (gpu.id, gpu.name, *gpu.torch_names)):
+        return []
+    return [other for other in family if other != gpu.id]
 
 
 def compute_capability(text: str) -> tuple[int, int] | None:
@@ -208,6 +224,14 @@ def _document() -> dict[str, Any]:
 @cache
 def _by_torch_name() -> dict[tuple[str, ...], Gpu]:
     return {_words(name): gpu for gpu in gpus() for name in gpu.torch_names}
+
+
+@cache
+def _by_short_name() -> dict[str, Gpu]:
+    """Names without spaces and punctuation: "rtx 4090" is "rtx4090"."""
+    tables = zip(gpus(), _document()["device"], strict=True)
+    named = {"".join(_words(name)): gpu for gpu, table in tables for name in table.get("also_called", ())}
+    return named | {"".join(_words(name)): gpu for gpu in gpus() for name in (gpu.id, gpu.name)}
 
 
 def _candidates(words: tuple[str, ...]) -> list[str]:

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from ampwise.errors import BadInput
-from ampwise.rules.evidence.rows import CountedFinding, StepRow
 from ampwise.runs.reader import Run
+from ampwise.runs.rows import StepRow
 from ampwise.runs.sinks import SinkSyntax, requested_sinks
 from ampwise.runs.sinks.metrics import MetricRows, SinkEvent, SkipCounter, TimedEvent
 from ampwise.runs.sinks.run_sinks import Sinks
@@ -127,7 +127,7 @@ class TrainingWatch:
         self._numbers = numbers = PendingMetrics(self._but)
         for opening in wanted:
             opening.load()
-        sinks = Sinks(wanted, lambda finding: record.add_finding(CountedFinding(finding=finding)))
+        sinks = Sinks(wanted, record.event)
 
         def tell(told: SinkEvent) -> None:
             numbers.tell(told)

@@ -11,8 +11,8 @@ from ampwise.report.run_facts import environment, settings
 from ampwise.report.verdict import verdict, worst_first
 
 if TYPE_CHECKING:
-    from ampwise.rules.evidence.rows import CountedFinding
     from ampwise.runs.reader import Run
+    from ampwise.runs.rows import CountedFinding
 
 __all__ = ["MOST_ROWS", "VERSION", "as_json"]
 
@@ -34,6 +34,7 @@ def as_json(run: Run) -> str:
             "created": run.manifest.get("created"),
             "finished": run.manifest.get("finished"),
             "findings": [_finding(counted) for counted in worst_first(run.merged_findings())],
+            "events": [event.as_dict() for event in run.events],
             "metrics": {
                 "steps": [plain(bucket) for bucket in thin_out(run.steps, MOST_ROWS)],
                 "layers": [layer.as_dict() for layer in layers_of(run)],

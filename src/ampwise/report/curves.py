@@ -7,8 +7,8 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
-from ampwise.rules.evidence.rows import SKIP_RATE_STEPS
 from ampwise.runs.bucket import NumberStats, StepBucket, merge_buckets
+from ampwise.runs.rows import SKIP_RATE_STEPS
 
 __all__ = ["METRICS", "by_optimizer", "plain", "skip_rates", "spread_of", "thin_out"]
 

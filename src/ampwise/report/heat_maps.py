@@ -7,14 +7,14 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ampwise.finding.terminal import printable
+from ampwise.numbers.census.underflow import scale_exponent, underflow
 from ampwise.report.layers import LayerGradients
 from ampwise.report.run_facts import optimizer_names
-from ampwise.rules.evidence.underflow import lost_share, scale_exponent
 
 if TYPE_CHECKING:
     from ampwise.numbers.census.algebra import Census
-    from ampwise.rules.evidence.rows import LayerSample
     from ampwise.runs.reader import Run
+    from ampwise.runs.rows import LayerSample
 
 __all__ = ["COLUMNS", "PER_MILLION", "PER_POWER", "heat_maps"]
 
@@ -111,7 +111,7 @@ def _cell(census: Census, sample: LayerSample, was_fp16: bool) -> HeatCell:
 def _lost(census: Census, sample: LayerSample, was_fp16: bool) -> Value:
     if not census.nonzeros:
         return ZERO
-    lost = lost_share(census, sample.scale) if was_fp16 else census.flushed("fp16").low / census.nonzeros
+    lost = underflow(census, sample.scale).lost_share if was_fp16 else census.flushed("fp16").low / census.nonzeros
     return math.ceil(lost * PER_MILLION)
 
 

@@ -10,18 +10,16 @@ from typing import TYPE_CHECKING, Any
 
 from ampwise.errors import UnknownName
 from ampwise.numbers.census.algebra import Census
+from ampwise.numbers.census.underflow import NO_UNDERFLOW, Underflow, scale_exponent, underflow
 from ampwise.numbers.formats import Format, find_scalar_format
 from ampwise.report.formatting import format_percent, format_scale
 from ampwise.report.run_facts import optimizer_names
-from ampwise.rules.evidence.underflow import Underflow, scale_exponent, underflow
 
 if TYPE_CHECKING:
-    from ampwise.rules.evidence.rows import LayerSample
     from ampwise.runs.reader import Run
+    from ampwise.runs.rows import LayerSample
 
 __all__ = ["LayerGradients", "describe_layers", "layers_headings", "layers_of", "layers_title"]
-
-NO_UNDERFLOW = Underflow(0, 0, 0.0, None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +48,7 @@ class LayerGradients:
 
     @property
     def lost(self) -> float | None:
-        """Share of the values that FP16 flushed to zero (estimated: the remaining values do not contain them)."""
+        """Share of the values that FP16 flushed to zero (at least: the remaining values do not contain them)."""
         return None if self.underflow is None else self.underflow.lost_share
 
     @property
@@ -148,7 +146,7 @@ def layers_title(layers: Sequence[LayerGradients]) -> str:
 
 def layers_headings(layers: Sequence[LayerGradients]) -> list[str]:
     """Return the headings of ``Layer.cells``; losses are known only for a run in FP16."""
-    return ["share", "norm", "largest", *(["lost, est.", "subnormal"] if layers[0].underflow is not None else [])]
+    return ["share", "norm", "largest", *(["lost, min.", "subnormal"] if layers[0].underflow is not None else [])]
 
 
 def describe_layers(layers: Sequence[LayerGradients]) -> str:
@@ -214,7 +212,7 @@ def _at_present(census: Census, then: float | None, now: float | None) -> Underf
     if not found.nonzero or k >= scale_exponent(then):
         return found
     gone = census.flushed("fp16", k)
-    return Underflow(found.nonzero - gone, census.subnormal("fp16", k).low, found.lost + gone, None)
+    return Underflow(found.nonzero - gone, census.subnormal("fp16", k).low, found.lost + gone)
 
 
 def _present_scale(run: Run, samples: Sequence[LayerSample], optimizer: int) -> float | None:

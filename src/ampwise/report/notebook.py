@@ -5,17 +5,19 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ampwise.finding.html import badge, box, finding_html, paragraph, prose, text
+from ampwise.report.event_log import event_lines
 from ampwise.report.formatting import evidence_line
 from ampwise.report.source_lines import recorded_lines
 from ampwise.report.verdict import occurrence, opening, run_mood, worst_first
 from ampwise.runs.reader import Run
 
 if TYPE_CHECKING:
-    from ampwise.rules.evidence.rows import CountedFinding
+    from ampwise.runs.rows import CountedFinding
 
 __all__ = ["Run", "counted_finding_html", "run_html"]
 
 MOST_FINDINGS = 20
+MOST_EVENTS = 5
 
 
 def run_html(run: Run) -> str:
@@ -28,6 +30,7 @@ def run_html(run: Run) -> str:
         box(head + "".join(paragraph(prose(one), soft=True) for one in others), run_mood(run))
         + "".join(counted_finding_html(one) for one in findings[:MOST_FINDINGS])
         + (paragraph(text(f"… and {more:,} more findings")) if more > 0 else "")
+        + "".join(paragraph(prose(one), soft=True) for one in event_lines(run, MOST_EVENTS))
         + "".join(paragraph(text(one), soft=True) for one in run.trouble)
     )
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from ampwise.finding.terminal import paint, printable
 from ampwise.report.activations import ABOUT, HEADINGS, MOST_MODULES, Activation, activations_of
+from ampwise.report.event_log import event_lines
 from ampwise.report.formatting import evidence_line, format_short
 from ampwise.report.layers import LayerGradients, describe_layers, layers_headings, layers_of, layers_title
 from ampwise.report.run_facts import sentences, settings, timing
@@ -16,13 +17,14 @@ from ampwise.report.text_layout import shorten_middle, wrap_text
 from ampwise.report.verdict import is_empty_run, occurrence, opening, run_mood, steps_of, worst_first
 
 if TYPE_CHECKING:
-    from ampwise.rules.evidence.rows import CountedFinding
     from ampwise.runs.reader import Run
+    from ampwise.runs.rows import CountedFinding
 
 __all__ = ["run_text"]
 
 MOST_LAYERS = 12
 MOST_FINDINGS = 20  # in the terminal; JSON and the page have all
+MOST_EVENTS = 20
 NARROWEST = 60  # a smaller width is a mistake in COLUMNS
 SHORTEST_NAME = 16
 GAP = "  "
@@ -43,6 +45,7 @@ def run_text(run: Run, *, colour: bool, width: int, not_kept: str = "") -> str:
         _opening(run, colour, width),
         *[_paragraph(one, colour) for one in findings[:MOST_FINDINGS]],
         _more(len(findings) - MOST_FINDINGS, "findings: the page and the JSON have all of them"),
+        _list("Events", event_lines(run, MOST_EVENTS), "bold", colour, width),
         _settings(run, colour, width),
         _table_of(layers_of(run), colour, width),
         _activations(activations_of(run), colour, width),

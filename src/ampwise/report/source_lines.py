@@ -8,7 +8,7 @@ from ampwise.finding import Place
 from ampwise.report.printers.excerpt import CONTEXT, SourceFiles, excerpt
 
 if TYPE_CHECKING:
-    from ampwise.rules.evidence.rows import CountedFinding
+    from ampwise.runs.rows import CountedFinding
 
 __all__ = ["excerpt_lines", "line_number_width", "recorded_lines"]
 

@@ -10,9 +10,9 @@ from ampwise.finding import Finding, Severity
 from ampwise.report.run_facts import sentences
 
 if TYPE_CHECKING:
-    from ampwise.rules.evidence.rows import CountedFinding
     from ampwise.runs.bucket import StepBucket
     from ampwise.runs.reader import Run
+    from ampwise.runs.rows import CountedFinding
 
 __all__ = [
     "UNKNOWN",
@@ -56,8 +56,8 @@ def opening(run: Run) -> list[str]:
 
 
 def is_empty_run(run: Run) -> bool:
-    """Return whether the run took no step and has no findings."""
-    return not steps_of(run) and not run.merged_findings() and run.findings_known
+    """Return whether the run took no step, and has no findings and no events."""
+    return not (steps_of(run) or run.merged_findings() or run.events) and run.findings_known
 
 
 def run_mood(run: Run) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ampwise.rules.evidence.rows import StepRow
+from ampwise.runs.rows import StepRow
 
 __all__ = ["NO_STATS", "NumberStats", "StepBucket", "merge_buckets"]
 

@@ -9,8 +9,8 @@ from ampwise.errors import UnknownName
 from ampwise.finding import Finding, Place, Rule, Severity
 from ampwise.finding.strict_json import to_json_types
 from ampwise.rules import find_rule
-from ampwise.rules.evidence.rows import CountedFinding
 from ampwise.runs.json_lines import is_count
+from ampwise.runs.rows import CountedFinding
 
 __all__ = ["findings_data", "read_findings"]
 

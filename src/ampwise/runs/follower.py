@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ampwise.runs.layout import FINDINGS, LAYERS, MANIFEST, STEPS
+from ampwise.runs.layout import FILES
 from ampwise.runs.reader import RankRecord, Run, with_ranks
 
 __all__ = ["RecordFollower"]
@@ -35,7 +35,7 @@ class RecordFollower:
     def written(self) -> float | None:
         """When rank 0 last wrote something, in seconds since 1970; None if there are no files."""
         times = []
-        for name in (MANIFEST, STEPS, LAYERS, FINDINGS):
+        for name in FILES:
             try:
                 times.append((self.folder / name).stat().st_mtime)
             except OSError:

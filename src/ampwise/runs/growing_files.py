@@ -32,8 +32,11 @@ class ReadLimits(NamedTuple):
 class GrowingLines(Generic[Read]):
     """Values read from the lines of a file that grows, and is sometimes replaced by a shorter one."""
 
-    def __init__(self, path: Path, read: Callable[[bytes], Read], limits: ReadLimits) -> None:
+    def __init__(
+        self, path: Path, read: Callable[[bytes], Read], limits: ReadLimits, *, optional: bool = False
+    ) -> None:
         self.path = path
+        self._optional = optional  # without the file there are no values, which is no problem
         self._read, self._limits = read, limits
         self._stamp: _Stamp | None = None
         self._problem = ""  # why nothing can be read
@@ -44,6 +47,8 @@ class GrowingLines(Generic[Read]):
         """Read what was added; return whether the values have changed."""
         if self._stamp is not None and self._stamp.holds_for(self.path):
             return False
+        if self._optional and self._identity == (0, 0) and not self._problem and not os.path.lexists(self.path):
+            return False
         before = self._state()
         self._stamp, self._problem = None, ""
         try:
@@ -52,7 +57,7 @@ class GrowingLines(Generic[Read]):
                 self._read_more(file)
         except FileNotFoundError:
             self._start_over()
-            self._problem = f"{self.path.name} is missing."
+            self._problem = "" if self._optional else f"{self.path.name} is missing."
         except (OSError, ValueError) as error:
             if self._stamp is None:  # it could not be opened
                 self._start_over()

@@ -20,8 +20,8 @@ from typing import Any
 from ampwise.finding.strict_json import refuse_many, refuse_surrogates
 from ampwise.numbers.census.algebra import Census
 from ampwise.numbers.formats import binade_of
-from ampwise.rules.evidence.rows import LayerSample, StepRow
 from ampwise.runs.bucket import NO_STATS, NumberStats, StepBucket
+from ampwise.runs.rows import LayerSample, StepRow
 
 __all__ = [
     "LINE_ERRORS",
@@ -93,7 +93,7 @@ def bucket_line(bucket: StepBucket) -> str:
 
 
 def read_bucket(line: bytes | str) -> StepBucket:
-    """Read the step or steps of a line; raise one of BROKEN if it is invalid."""
+    """Read the step or steps of a line; raise one of LINE_ERRORS if it is invalid."""
     return parse_bucket(read_object(line))
 
 
@@ -240,7 +240,7 @@ def _added_counts(lowest: int, counts: list[int], lowest2: int, counts2: list[in
 
 
 def read_layers(line: bytes | str) -> LayerSample:
-    """Read the layer sample of a line; raise one of BROKEN if it is invalid."""
+    """Read the layer sample of a line; raise one of LINE_ERRORS if it is invalid."""
     data = read_object(line)
     first, last = map(_whole, _list(data["s"]))
     return LayerSample(

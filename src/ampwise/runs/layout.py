@@ -9,6 +9,7 @@ from ampwise.errors import BadInput
 from ampwise.runs.files import TEMPORARY_SUFFIX, read_json
 
 __all__ = [
+    "EVENTS",
     "FILES",
     "FINDINGS",
     "FORMAT",
@@ -27,7 +28,8 @@ __all__ = [
 FORMAT = "ampwise-run"
 VERSION = 1
 MANIFEST, STEPS, LAYERS, FINDINGS = "manifest.json", "steps.jsonl", "layers.jsonl", "findings.json"
-FILES = (STEPS, LAYERS, FINDINGS, MANIFEST)  # the manifest last: it identifies the folder as a record
+EVENTS = "events.jsonl"  # exists only if there were events
+FILES = (STEPS, LAYERS, EVENTS, FINDINGS, MANIFEST)  # the manifest last: it identifies the folder as a record
 LARGEST_MANIFEST = 4_000_000  # bytes; a typical one has a few thousand
 
 
@@ -83,7 +85,7 @@ def prepare_folder(folder: Path, *, rank: int = 0, world_size: int = 1, force: b
     stale = [] if rank else _ranks_from(folder, world_size)
     if not force and (is_record(own) or stale):
         raise BadInput(_HOLDS_A_RECORD.format(own))
-    _clear(own, STEPS, LAYERS, FINDINGS)  # not the manifest, which tells the other ranks that this is a record
+    _clear(own, STEPS, LAYERS, EVENTS, FINDINGS)  # not the manifest, which tells the other ranks that this is a record
     for path in stale:
         _clear(path, *FILES)
         with contextlib.suppress(OSError):  # other files in it are kept

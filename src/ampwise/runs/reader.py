@@ -14,13 +14,14 @@ from typing import Any, ClassVar
 
 from ampwise.errors import BadInput
 from ampwise.numbers.census.algebra import Census
-from ampwise.rules.evidence.rows import CountedFinding, LayerSample
 from ampwise.runs.bucket import StepBucket
+from ampwise.runs.events import LoggedEvent, read_event
 from ampwise.runs.files import read_json
 from ampwise.runs.findings_json import read_findings
 from ampwise.runs.growing_files import GrowingLines, ReadLimits, ReplacedFile
 from ampwise.runs.json_lines import is_count, read_bucket, read_layers
 from ampwise.runs.layout import (
+    EVENTS,
     FINDINGS,
     FORMAT,
     LARGEST_MANIFEST,
@@ -30,12 +31,14 @@ from ampwise.runs.layout import (
     VERSION,
     rank_folders,
 )
+from ampwise.runs.rows import CountedFinding, LayerSample
 
 __all__ = ["RankRecord", "Run", "with_ranks"]
 
 # Several times the size that thinning.Limits allows.
 STEP_LIMITS = ReadLimits(bytes=100_000_000, line=10_000, lines=300_000)
 LAYER_LIMITS = ReadLimits(bytes=250_000_000, line=64_000_000, lines=10_000)
+EVENT_LIMITS = ReadLimits(bytes=100_000_000, line=1_000_000, lines=20_000)
 LARGEST_FINDINGS = 32_000_000  # bytes
 
 RunManifest = dict[str, Any]
@@ -53,6 +56,7 @@ class Run:
     steps: list[StepBucket] = field(default_factory=list)  # of all optimizers; a single step is a bucket of one
     layers: list[LayerSample] = field(default_factory=list)
     findings: list[CountedFinding] = field(default_factory=list)  # of this rank
+    events: list[LoggedEvent] = field(default_factory=list)  # in order; the first rank logs them for all
     ranks: dict[int, Run] = field(default_factory=dict)  # the other ranks
     trouble: list[str] = field(default_factory=list)
     findings_known: bool = True  # whether the findings of all ranks could be read completely
@@ -151,12 +155,14 @@ class RankRecord:
         self._steps = GrowingLines(folder / STEPS, read_bucket, STEP_LIMITS)
         self._layers = GrowingLines(folder / LAYERS, read_layers, LAYER_LIMITS)
         self._findings = ReplacedFile(folder / FINDINGS, partial(_read_findings, folder / FINDINGS))
+        self._events = GrowingLines(folder / EVENTS, read_event, EVENT_LIMITS, optional=True)
         wanted = [self._layers] if layers else []
         self._files: list[GrowingLines[Any] | ReplacedFile[Any]] = [
             self._manifest,
             self._steps,
             *wanted,
             self._findings,
+            self._events,
         ]
 
     def look(self) -> bool:
@@ -179,7 +185,14 @@ class RankRecord:
             steps=self._steps.values,
             layers=self._layers.values,
             findings=list(found),
-            trouble=[*manifest_trouble, *self._steps.trouble, *self._layers.trouble, *findings_trouble],
+            events=self._events.values,
+            trouble=[
+                *manifest_trouble,
+                *self._steps.trouble,
+                *self._layers.trouble,
+                *findings_trouble,
+                *self._events.trouble,
+            ],
             findings_known=not findings_trouble,
         )
 

@@ -17,11 +17,12 @@ from typing import Any
 from ampwise.errors import BadInput
 from ampwise.finding.strict_json import to_json_types
 from ampwise.finding.version import installed_version
-from ampwise.rules.evidence.rows import CountedFinding, LayerSample, StepRow
+from ampwise.runs.events import LoggedEvent, event_line
 from ampwise.runs.files import AppendOnlyFile, write_atomically
 from ampwise.runs.findings_json import findings_data
 from ampwise.runs.json_lines import layers_line, step_line
-from ampwise.runs.layout import FINDINGS, FORMAT, LAYERS, MANIFEST, STEPS, VERSION, prepare_folder
+from ampwise.runs.layout import EVENTS, FINDINGS, FORMAT, LAYERS, MANIFEST, STEPS, VERSION, prepare_folder
+from ampwise.runs.rows import CountedFinding, LayerSample, StepRow
 from ampwise.runs.thinning import RecordLimits, bucket_size, thin_layers, thin_steps
 
 __all__ = ["STATUSES", "RecordWriter", "exception_data"]
@@ -30,8 +31,9 @@ STATUSES = ("running", "finished", "failed", "interrupted")
 FEWEST_SAMPLES = 16  # kept however large they are
 MANIFEST_REST_S = 1.0  # between two writes of the manifest
 LONGEST_MESSAGE = 10_000  # characters of an exception's message
+MOST_EVENTS = 10_000  # further ones are left out
 
-RunEvent = StepRow | LayerSample | Sequence[CountedFinding]
+RunEvent = StepRow | LayerSample | LoggedEvent | Sequence[CountedFinding]
 
 
 class RecordWriter:
@@ -48,11 +50,11 @@ class RecordWriter:
         self._manifest_at, self._manifest_is_outdated = -MANIFEST_REST_S, True
         self._steps = AppendOnlyFile(folder / STEPS, buffer_bytes=limits.buffer_bytes)
         self._layers = AppendOnlyFile(folder / LAYERS, buffer_bytes=limits.buffer_bytes)
+        self._events: AppendOnlyFile | None = None
         self._step_count = 0
         self._thin_steps_at, self._thin_layers_at = limits.rows, limits.samples
         self._every = 1
-        self._found: list[CountedFinding] = []  # from the last call of findings()
-        self._added_findings: list[CountedFinding] = []
+        self._found: list[CountedFinding] = []
         self._listener: Callable[[RunEvent], None] | None = None
         self._before_end: Callable[[], None] | None = None
         self._lock = threading.RLock()  # a signal handler may interrupt a write on the same thread
@@ -84,7 +86,7 @@ class RecordWriter:
 
     def listen(self, listener: Callable[[RunEvent], None], before_end: Callable[[], None]) -> None:
         """Pass everything that is recorded to ``listener``, too. ``before_end`` is called when the run ends, while
-        findings can still be added. Errors that the two raise are added to ``trouble``."""
+        events can still be added. Errors that the two raise are added to ``trouble``."""
         self._listener, self._before_end = listener, before_end
 
     # --- recording -------------------------------------------------------------------------------------------------
@@ -104,9 +106,10 @@ class RecordWriter:
         self._safely(FINDINGS, self._set_findings, found)
         self._notify(self._found)
 
-    def add_finding(self, seen: CountedFinding) -> None:
-        """Add a finding to those of ``findings``; from any thread."""
-        self._safely(FINDINGS, self._add_finding, seen)
+    def event(self, event: LoggedEvent) -> None:
+        """Record an event; from any thread."""
+        self._safely(EVENTS, self._add_event, event)
+        self._notify(event)
 
     def fact(self, name: str, value: Any) -> None:
         """Set a fact about the whole run in the manifest."""
@@ -116,6 +119,8 @@ class RecordWriter:
         """Write everything that is buffered."""
         self._safely(STEPS, self._steps.flush)
         self._safely(LAYERS, self._layers.flush)
+        if self._events is not None:
+            self._safely(EVENTS, self._events.flush)
         self._safely(MANIFEST, self._write_manifest)
 
     def close(self, status: str, exit_code: int | None, error: BaseException | Mapping[str, str] | None = None) -> None:
@@ -127,6 +132,8 @@ class RecordWriter:
         self._end_listening()
         self._safely(STEPS, self._steps.close)
         self._safely(LAYERS, self._layers.close)
+        if self._events is not None:
+            self._safely(EVENTS, self._events.close)
         self._manifest |= {
             "status": status,
             "exit_code": exit_code,
@@ -206,16 +213,16 @@ class RecordWriter:
             self._thin_layers_at = max(self._limits.samples, self._layers.lines * 2)
 
     def _set_findings(self, found: Iterable[CountedFinding]) -> None:
-        self._found = list(found)
-        self._write_findings()
+        self._found = sorted(found, key=lambda seen: seen.finding.severity.rank)
+        write_atomically(self.folder / FINDINGS, [_json(findings_data(self._found))])
 
-    def _add_finding(self, seen: CountedFinding) -> None:
-        self._added_findings.append(seen)
-        self._write_findings()
-
-    def _write_findings(self) -> None:
-        every = sorted([*self._found, *self._added_findings], key=lambda seen: seen.finding.severity.rank)
-        write_atomically(self.folder / FINDINGS, [_json(findings_data(every))])
+    def _add_event(self, event: LoggedEvent) -> None:
+        if self._events is None:
+            self._events = AppendOnlyFile(self.folder / EVENTS, buffer_bytes=self._limits.buffer_bytes)
+        if self._events.lines >= MOST_EVENTS:
+            raise ValueError(f"more than {MOST_EVENTS:,} events")
+        self._events.add(event_line(event))
+        self._events.flush()  # the event may be the last thing that the process does
 
     def _set_fact(self, name: str, value: Any) -> None:
         facts = self._manifest["facts"]

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import os
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -18,8 +17,8 @@ from weakref import ref
 from torch import Tensor
 
 from ampwise.finding import Finding
-from ampwise.finding.terminal import say
-from ampwise.trace.capsule.saving import SHARED_CAPSULES, Capsules, checked_capsules
+from ampwise.finding.terminal import log_line
+from ampwise.trace.capsule.saving import MAX_CAPSULES, SHARED_CAPSULES, Capsules, checked_capsules
 from ampwise.trace.kept_batch import KeptBatch, iterator_read_by, original_batches
 from ampwise.trace.rank_group import RankGroup
 from ampwise.trace.refuse_collectives import collectives_refused
@@ -76,7 +75,11 @@ class BadStepExplainer(Callback):
     def __init__(self, capsules: Capsules | str | os.PathLike[str] | None = None) -> None:
         self.findings: list[Finding] = []
         self.last: list[Finding] = []  # about the step explained last
-        self.capsules = self._own_capsules = checked_capsules(capsules)
+        self.capsules = checked_capsules(capsules)
+        self._later_capsules: Capsules | None = None  # for bad steps that come in a row: see save_to
+        self._save_from = 1
+        self._to_save = 0  # steps replayed because they were to be saved there
+        self._streak = 0  # bad steps in a row that a lower loss scale would not have fixed
         self._draws = HostRandomUse()
         self._passes: list[KeptBatch] = []
         self._awaited: PendingStep | None = None
@@ -87,10 +90,12 @@ class BadStepExplainer(Callback):
         self._looked_into = False  # the current step is already explained
         self._mutates = False  # a loss function has changed its batch in place
 
-    def save_to(self, capsules: Capsules | None) -> None:
-        """Save bad steps here from now on; None: where ``Engine(capsules=...)`` said, which always wins."""
-        if self.capsules is None or capsules is None:
-            self.capsules = capsules or self._own_capsules
+    def save_to(self, capsules: Capsules | None, *, streak: int = 1) -> None:
+        """Save bad steps here, from the ``streak``-th in a row on; None: no longer. ``Engine(capsules=...)`` wins.
+
+        The explainer counts the streak itself: on a GPU, others learn of a bad step when the next is already explained.
+        """
+        self._later_capsules, self._save_from = capsules, streak
 
     # Hooks
 
@@ -121,7 +126,7 @@ class BadStepExplainer(Callback):
     def on_reset(self) -> None:
         """Forget the last step, whose weights no longer exist."""
         self._awaited, self._passes, self.last = None, [], []
-        self._failed = self._probed = 0  # later failures count from zero
+        self._failed = self._probed = self._streak = 0  # later failures count from zero
 
     def before_update(self, number: int, loss: Tensor | None) -> None:
         """Explain the previous step now if it was bad: its weights are still in place.
@@ -155,7 +160,9 @@ class BadStepExplainer(Callback):
         if not skipped:
             self._forgiven = 0
         # All ranks agree on a skip, but each has its own loss: they explain a step together or not at all.
-        if skipped or not (self._ranks.several or math.isfinite(step.loss)):
+        if not skipped and (self._ranks.several or math.isfinite(step.loss)):
+            self._streak = 0
+        else:
             scale = awaited.outcome.scale_before
             moved = () if skipped else ("Its gradients were finite, so the weights have changed by one step since.",)
             kept = awaited.passes, awaited.modes
@@ -173,7 +180,7 @@ class BadStepExplainer(Callback):
         except Exception as error:  # from ampwise, or from the script in the replay; training continues
             what = ": ".join(part for part in (type(error).__name__, str(error)) if part)
             if self._ranks.speaks:
-                say("ampwise: step {} could not be explained: its replay failed with {}", bad.number, what)
+                log_line("ampwise: step {} could not be explained: its replay failed with {}", bad.number, what)
 
     # Explaining a bad step
 
@@ -182,12 +189,16 @@ class BadStepExplainer(Callback):
         losses_were_finite = all(together.all_of(math.isfinite(bad.loss)))
         if not losses_were_finite:  # no loss scale would have fixed that
             self._undo_backoff_of(bad)
+        scaler = self._attached.scaler
+        settling = losses_were_finite and scaler.is_enabled() and bad.scale > scaler.min_scale
+        self._streak += not settling
+        is_to_save = not settling and self._later_capsules is not None and self._streak == self._save_from
         if not bad.passes:
             self._say_in_pieces(bad)
             return
         from ampwise.trace.diagnosis import diagnose, findings_about
 
-        if not self._is_looked_into(bad, losses_were_finite):
+        if not self._is_looked_into(bad, losses_were_finite, is_to_save):
             return
         if drawn := next(filter(None, together.all_of(iterator_read_by(bad.passes))), ""):
             self._say_drawn(bad, drawn)
@@ -199,24 +210,31 @@ class BadStepExplainer(Callback):
                 stack.enter_context(context)
             kept = self._guilty(bad, together)
             subject = self._subject(bad, kept)
-            incident = diagnose(subject, together)
-            if incident is None:
+            failure = diagnose(subject, together)
+            if failure is None:
                 return
-            if losses_were_finite and incident.kind not in LOWER_SCALES_MAY_HELP:
+            if losses_were_finite and failure.kind not in LOWER_SCALES_MAY_HELP:
                 self._undo_backoff_of(bad)
-            found = findings_about(incident)
+            found = findings_about(failure)
             # Saved by the rank where it arose, and reported by the first.
-            capsules = self.capsules or next(iter(SHARED_CAPSULES), None)
+            later = self._later_capsules if self._streak >= self._save_from else None
+            capsules = self.capsules or later or next(iter(SHARED_CAPSULES), None)
             path = None
-            if capsules is not None and incident.rank == together.rank:
+            if capsules is not None and failure.rank == together.rank:
                 path = capsules.save(subject, bad, kept, self._attached.policy.as_dict(), found)
             build = None if capsules is None else capsules.build
             found = _saved_at(next(filter(None, together.all_of(str(path or ""))), ""), build, found)
         if not together.several or together.rank == 0:
             self._tell(found, bad.number)
 
-    def _is_looked_into(self, bad: BadStepRecord, loss_was_fine: bool) -> bool:
-        """Limit replays, so that a run with many bad steps stays fast: only the 1st, 2nd, 4th, 8th … is replayed."""
+    def _is_looked_into(self, bad: BadStepRecord, loss_was_fine: bool, is_to_save: bool) -> bool:
+        """Limit replays, so that a run with many bad steps stays fast: only the 1st, 2nd, 4th, 8th … is replayed.
+
+        A step that is to be saved is, too: a replay is what finds the batch to save.
+        """
+        if is_to_save and self._to_save < MAX_CAPSULES:  # not the number saved, which differs between ranks
+            self._to_save += 1
+            return True
         if loss_was_fine and bad.scale > 1:  # may be an ordinary overflow
             self._probed += 1
             return self._probed <= PROBES + bad.number // STEPS_PER_PROBE
@@ -324,7 +342,7 @@ class BadStepExplainer(Callback):
         """Print once why a step with a bad loss is not explained."""
         if not self._said_why_not and not math.isfinite(bad.loss) and self._ranks.speaks:
             self._said_why_not = True
-            say("ampwise: the loss of step {} is {}. {}", bad.number, bad.loss, why)
+            log_line("ampwise: the loss of step {} is {}. {}", bad.number, bad.loss, why)
 
     def _tell(self, found: Sequence[Finding], step: int) -> None:
         known = {(finding.rule.code, finding.place.file, finding.place.line) for finding in self.findings}
@@ -335,9 +353,9 @@ class BadStepExplainer(Callback):
             for finding in found:
                 listener(finding, step)
         if new and not FINDING_LISTENERS:
-            from ampwise.report.printers import print_findings
+            from ampwise.report.printers import log_findings
 
-            print_findings(new, file=sys.stderr)
+            log_findings(new)
 
 
 def _saved_at(path: str, build: str | None, found: Sequence[Finding]) -> list[Finding]:

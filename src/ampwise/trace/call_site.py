@@ -9,7 +9,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from ampwise.rules.evidence.run_events import CallSite
+from ampwise.finding.call_site import CallSite
 
 __all__ = ["calling_site", "code_owner"]
 

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 
 from ampwise.finding import Finding
-from ampwise.rules import rules_in
-from ampwise.rules.evidence.failure import BadTensor, Failure, OptimizerFacts, Origin, RoundedLiteral
-from ampwise.rules.evidence.op_families import base_name, family_of, is_collective
+from ampwise.numbers.op_families import base_name, family_of, is_collective
+from ampwise.rules import run_checks
+from ampwise.trace.failure import BadTensor, Failure, OptimizerFacts, Origin, RoundedLiteral
 from ampwise.trace.fix_trials import try_remedies
 from ampwise.trace.op_inspection import OpInspection, inspect_op
 from ampwise.trace.optimizer_facts import optimizer_facts_of
@@ -38,7 +38,7 @@ def explain(subject: ReplayStep, together: RankGroup = SINGLE_RANK) -> list[Find
 
 
 def findings_about(failure: Failure) -> list[Finding]:
-    return [finding for module in rules_in("op") for finding in module.check(failure)]
+    return run_checks(failure)
 
 
 def diagnose(subject: ReplayStep, together: RankGroup = SINGLE_RANK) -> Failure | None:
@@ -194,7 +194,7 @@ class FailureDiagnosis:
             return failure.but(source=BadTensor(what="number", first_use=origin))
         is_later = origin is not None and origin.made != "nan" and self._nan_op is not self._op
         nan_origin = self.origin(self._nan_op, looks) if is_later and self._nan_op is not None else None
-        return failure.but(birth=origin, nan_birth=nan_origin)
+        return failure.but(origin=origin, nan_origin=nan_origin)
 
     def _remarks(self) -> tuple[str, ...]:
         was, now = self._replay.subject.loss, self._taped.ended.loss
@@ -325,5 +325,5 @@ def swallowed_infinities(replay: Replay, taped: RecordedReplay) -> Iterator[Fail
     inquiry, looks = FailureDiagnosis(replay, taped), inspect_ops(replay, made, backward=False)
     for op in made:
         yield _known(replay.subject, taped.ended.gradients).but(
-            symptom="value", birth=inquiry.origin(op, looks), swallowed=True, has_modules=tape.has_modules
+            symptom="value", origin=inquiry.origin(op, looks), swallowed=True, has_modules=tape.has_modules
         )

@@ -10,8 +10,10 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from ampwise.rules.evidence.failure import Failure, FixTrial
-from ampwise.rules.evidence.remedy import (
+from ampwise.finding.call_site import CallSite
+from ampwise.trace.failure import Failure, FixTrial
+from ampwise.trace.recorder import dtype_name
+from ampwise.trace.remedies import (
     LOSSES,
     Remedy,
     clamped_argument,
@@ -20,8 +22,6 @@ from ampwise.rules.evidence.remedy import (
     remedies_for,
     unmasked_rows,
 )
-from ampwise.rules.evidence.run_events import CallSite
-from ampwise.trace.recorder import dtype_name
 from ampwise.trace.replay import Replay, ReplaySettings
 from ampwise.trace.stack_lines import current_line
 
@@ -111,7 +111,7 @@ def _try_remedy(replay: Replay, failure: Failure, remedy: Remedy) -> FixTrial | 
 
 
 def _adjusted(failure: Failure, remedy: Remedy) -> RemedyMode:
-    origin = failure.birth
+    origin = failure.origin
     assert origin is not None
     name = origin.derivative_of or origin.name
     return RemedyMode({name, *PYTHON_NAMES.get(name, ())}, origin.site, remedy)

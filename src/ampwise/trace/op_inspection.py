@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from ampwise.numbers.census.measure import census
-from ampwise.rules.evidence.failure import TensorSummary
-from ampwise.rules.evidence.op_families import base_name, is_collective
+from ampwise.numbers.op_families import base_name, is_collective
+from ampwise.trace.failure import TensorSummary
 from ampwise.trace.recorder import dtype_name, tensors_in
 from ampwise.trace.value_ranges import local_shard, readable_values
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ampwise.rules.evidence.failure import OptimizerFacts
+from ampwise.trace.failure import OptimizerFacts
 from ampwise.trace.recorder import dtype_name
 from ampwise.trace.value_ranges import local_shard
 

@@ -14,7 +14,7 @@ from torch.autograd.function import BackwardCFunction
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ampwise.rules.evidence.op_families import base_name, is_collective
+from ampwise.numbers.op_families import base_name, is_collective
 from ampwise.trace.module_paths import ModulePaths
 from ampwise.trace.stack_lines import current_line, is_recomputed, site_of
 from ampwise.trace.tape import RecordedOp, RecordedStorage, Tape, TensorRead, TensorWrite

@@ -8,7 +8,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ampwise.rules.evidence.op_families import is_collective
+from ampwise.numbers.op_families import is_collective
 
 __all__ = ["CollectiveInReplay", "collectives_refused", "is_multi_rank"]
 

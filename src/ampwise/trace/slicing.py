@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from math import isinf
 
-from ampwise.rules.evidence.op_families import family_of, is_collective
+from ampwise.numbers.op_families import family_of, is_collective
 from ampwise.trace.tape import RecordedOp, Tape, TensorRead
 
 __all__ = ["BackwardSlice", "first_bad_op", "is_literal_infinity", "producer_of", "slice_back"]

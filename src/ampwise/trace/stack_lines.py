@@ -8,7 +8,7 @@ from functools import lru_cache
 from types import CodeType, FrameType
 from typing import NamedTuple, TypeVar
 
-from ampwise.rules.evidence.run_events import CallSite
+from ampwise.finding.call_site import CallSite
 from ampwise.trace.call_site import code_owner
 
 __all__ = ["StackLine", "current_line", "is_recomputed", "site_of", "stop_stack_search"]

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from ampwise.rules.evidence.run_events import CallSite
+from ampwise.finding.call_site import CallSite
 from ampwise.trace.value_ranges import ValueRanges
 
 __all__ = ["RecordedOp", "RecordedStorage", "Tape", "TensorRead", "TensorWrite"]

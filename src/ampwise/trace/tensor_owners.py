@@ -6,8 +6,8 @@ from math import inf
 
 from torch import Tensor
 
-from ampwise.rules.evidence.failure import BadTensor, Origin
-from ampwise.rules.evidence.op_families import family_of
+from ampwise.numbers.op_families import family_of
+from ampwise.trace.failure import BadTensor, Origin
 from ampwise.trace.op_inspection import values_of
 from ampwise.trace.recorder import storage_id
 from ampwise.trace.replay import ReplayStep

@@ -16,9 +16,8 @@ from torch.optim import Optimizer
 
 from ampwise.errors import BadInput
 from ampwise.finding import Finding
-from ampwise.finding.terminal import say
+from ampwise.finding.terminal import log_line
 from ampwise.numbers.census.device_census import DeviceCensus
-from ampwise.rules.evidence.float8_layers import Float8LayerStats
 from ampwise.runs.sinks.metrics import MetricsRow
 from ampwise.train.accumulator import Accumulator, Weight, weighted_loss
 from ampwise.train.arguments import (
@@ -39,6 +38,7 @@ from ampwise.train.clipping import GradClipping
 from ampwise.train.cuda_graphs import CudaGraphs
 from ampwise.train.device_scalars import device_scalar, start_host_copy, total_weight
 from ampwise.train.engine_state import VERSION, accumulator_state, check_engine_state, load_accumulator_state
+from ampwise.train.float8.layer_stats import Float8LayerStats
 from ampwise.train.float8.recipe import Fp8, fp8_from
 from ampwise.train.plugin_factory import make_plugin
 from ampwise.train.precision.contexts import PrecisionContexts
@@ -189,7 +189,7 @@ class Engine:
         if self.policy.base == "auto":
             self._ranks.require_same_precision(self.precision)
             if is_main_process():
-                say("ampwise: {}", self.why)
+                log_line("ampwise: {}", self.why)
 
     @property
     def precision(self) -> str:
@@ -607,10 +607,13 @@ class Engine:
         """The buffers as they were when the current step began, for callbacks that run a step again."""
         return self._statistics
 
-    def save_bad_steps(self, capsules: Any) -> None:
-        """Save bad steps in these ``Capsules`` from now on; None: nowhere. ``Engine(capsules=...)`` wins."""
+    def save_bad_steps(self, capsules: Any, *, streak: int = 1) -> None:
+        """Save bad steps in these ``Capsules``, from the ``streak``-th in a row on; None: nowhere.
+
+        ``Engine(capsules=...)`` wins.
+        """
         if self._explainer is not None:
-            self._explainer.save_to(capsules)
+            self._explainer.save_to(capsules, streak=streak)
 
     def census(self) -> DeviceCensus:
         """Census of the last step's gradients by parameter, unscaled and before clipping."""

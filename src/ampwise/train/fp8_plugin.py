@@ -14,13 +14,13 @@ from torch.nn import Linear, Module, ModuleList
 from ampwise.errors import BadInput, MissingDependency, PrecisionUnavailable
 from ampwise.finding import Finding
 from ampwise.numbers.emulation.eager_mode import run_eagerly
-from ampwise.rules.evidence.float8_layers import Float8LayerStats
 from ampwise.train.float8.backends import is_delayed, make_forward
 from ampwise.train.float8.chosen_layers import forget_choices, remember_choices
 from ampwise.train.float8.delayed_scaling import DelayedScales
 from ampwise.train.float8.kernel_check import refuse_wrong_kernels
 from ampwise.train.float8.layer_choice import LayerChoice, choose_layers
 from ampwise.train.float8.layer_forward import ShapeRecorder, install_forward, remove_forward
+from ampwise.train.float8.layer_stats import Float8LayerStats
 from ampwise.train.float8.operand_census import CountingForward, OperandCensuses, fp8_findings, report_layers
 from ampwise.train.float8.prepared_layers import (
     GATHERED_IN_FP8,
@@ -31,8 +31,9 @@ from ampwise.train.float8.prepared_layers import (
 )
 from ampwise.train.float8.recipe import MEASURED, OURS, Fp8, fp8_from
 from ampwise.train.float8.recipe_timing import LayerShapes, TimedRecipe, candidate_recipes, time_recipes
+from ampwise.train.precision.contexts import NO_CONTEXT
 from ampwise.train.precision.policy import Policy
-from ampwise.train.precision_plugin import NO_CONTEXT, PrecisionPlugin
+from ampwise.train.precision_plugin import PrecisionPlugin
 from ampwise.train.ranks import Ranks
 
 __all__ = ["Fp8Plugin"]

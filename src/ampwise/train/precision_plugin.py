@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import Any
 
 from torch.optim import Optimizer
 
 from ampwise.finding import Finding
+from ampwise.train.precision.contexts import NO_CONTEXT
 
 __all__ = ["PrecisionPlugin"]
-
-NO_CONTEXT: AbstractContextManager[Any] = nullcontext()
 
 
 class PrecisionPlugin:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -13,11 +13,10 @@ from torch.nn import Module, SyncBatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
 from ampwise.errors import BadInput
-from ampwise.finding.terminal import say
+from ampwise.finding.terminal import log_line
+from ampwise.train.precision.contexts import NO_CONTEXT
 
 __all__ = ["Ranks", "is_main_process", "rank"]
-
-NO_CONTEXT: AbstractContextManager[Any] = nullcontext()
 
 
 def rank() -> int:
@@ -154,7 +153,7 @@ class Ranks:
             and not any(hasattr(each, "placements") for each in parameters)
             and is_main_process()
         ):
-            say(
+            log_line(
                 "ampwise: {} ranks, but the model is neither wrapped in DDP nor sharded: each rank trains separately.",
                 dist.get_world_size(),
             )

@@ -15,8 +15,8 @@ from weakref import ref
 from torch import Tensor
 
 from ampwise.errors import BadInput
-from ampwise.finding import Finding
-from ampwise.rules.evidence.rows import StepRow
+from ampwise.runs.events import LoggedEvent
+from ampwise.runs.rows import StepRow
 from ampwise.runs.sinks import SinkRequest, SinkSyntax, requested_sinks
 from ampwise.runs.sinks.run_sinks import Sinks
 from ampwise.train.callback import Callback
@@ -57,10 +57,10 @@ def _free_name() -> Path:
     return next(name for name in names if name not in _NAMES and not any(name.parent.glob(f"{name.name}.*")))
 
 
-def _say(finding: Finding) -> None:
-    from ampwise.finding.terminal import say
+def _say(failure: LoggedEvent) -> None:
+    from ampwise.finding.terminal import log_line
 
-    say("ampwise: warning: {} {}: {}", finding.rule.code, finding.rule.name, finding.message)
+    log_line("ampwise: warning: {}", failure)
 
 
 class SinkReporter(Callback):

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from ampwise.finding import Finding, Severity
-from ampwise.rules.evidence.rows import CountedFinding
-from ampwise.rules.gradient import non_finite_gradients, non_finite_loss
+from ampwise.rules.amp6xx_gradients import non_finite_gradients, non_finite_loss
+from ampwise.runs.rows import CountedFinding
 
 __all__ = ["is_cause", "point_to_cause"]
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch.utils.data import dataloader
 
-from ampwise.rules.evidence.run_events import CallSite
+from ampwise.finding.call_site import CallSite
 from ampwise.trace.call_site import calling_site
 from ampwise.watch.patches import Patches
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Hashable, Iterator
 from typing import Any
 
 from ampwise.finding import Finding
-from ampwise.rules.dispatch import checks_for
-from ampwise.rules.evidence.rows import CountedFinding
+from ampwise.rules import run_checks
+from ampwise.runs.rows import CountedFinding
 
 __all__ = ["Findings"]
 
@@ -25,11 +25,11 @@ class Findings:
         ] = {}  # findings by source, of evidence that is judged again as it grows
         self.changed = False  # since the flag was last cleared
 
-    def judge(self, evidence: Any, step: int | None = None, *, category: str = "step") -> None:
-        """Judge evidence by the rules of a category; count evidence that is equal to earlier evidence."""
+    def judge(self, evidence: Any, step: int | None = None) -> None:
+        """Judge evidence by the rules; count evidence that is equal to earlier evidence."""
         keys = self._known.get(evidence)
         if keys is None:
-            added = [self.add(finding, step) for finding in self._judged(evidence, category)]
+            added = [self.add(finding, step) for finding in run_checks(evidence)]
             keys = tuple(key for key in added if key is not None)
             if len(self._known) < MOST * 10:
                 self._known[evidence] = keys
@@ -37,12 +37,12 @@ class Findings:
         for key in keys:
             self._count(self._seen[key], step)
 
-    def judge_whole(self, evidence: Any, category: str) -> None:
+    def judge_whole(self, evidence: Any) -> None:
         """Judge evidence that has grown since it was last judged: new findings replace the old ones."""
-        source = (category, type(evidence), getattr(evidence, "optimizer", None))
+        source = (type(evidence), getattr(evidence, "optimizer", None))
         before = self._by_source.get(source, {})
         now: dict[Hashable, CountedFinding] = {}
-        for finding in self._judged(evidence, category):
+        for finding in run_checks(evidence):
             shown = dict(finding.evidence)
             times = shown.pop("times", None)  # how often it happened, where the evidence counts by itself
             key = (*_key(finding), source)
@@ -78,10 +78,6 @@ class Findings:
         seen.count += 1
         seen.last_step = step if step is not None else seen.last_step
         self.changed = True
-
-    @staticmethod
-    def _judged(evidence: Any, category: str) -> Iterable[Finding]:
-        return (finding for check in checks_for(category).get(type(evidence), ()) for finding in check(evidence))
 
 
 def _sort_key(seen: CountedFinding) -> tuple[object, ...]:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from ampwise.check.source.script import SourceScript, UnreadableFile, decode_source, script_from_text
 from ampwise.finding import Finding
-from ampwise.rules.evidence.rows import CountedFinding
+from ampwise.runs.rows import CountedFinding
 
 __all__ = ["add_diffs"]
 

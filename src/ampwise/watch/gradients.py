@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ampwise.numbers.census.algebra import Census
-from ampwise.rules.evidence.rows import LayerSample, StepRow
+from ampwise.runs.rows import LayerSample, StepRow
 from ampwise.train.scaler.async_scalars import AsyncScalars
 from ampwise.train.scaler.grad_stats import GpuStats, GradStats, read_gradients
 from ampwise.train.scaler.gradients import collect_gradients, first_device, to_device

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
-from ampwise.rules.evidence.time_use import ProfiledMatmul
+from ampwise.watch.time_use import ProfiledMatmul
 
 __all__ = ["PRECISIONS", "OperatorCall", "is_matmul", "matmul_of"]
 

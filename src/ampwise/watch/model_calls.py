@@ -16,10 +16,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ampwise.rules.evidence.run_events import CallSite, ForwardCall
+from ampwise.finding.call_site import CallSite
 from ampwise.trace.value_ranges import bytes_of
 from ampwise.train.random_state import capture_random, host_differs
 from ampwise.watch.inspection import first_parameter, floats_in, tensors_in
+from ampwise.watch.run_events import ForwardCall
 
 __all__ = ["AutocastState", "ModelCall", "ModelCalls", "SkippedCall"]
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from ampwise.rules.evidence.gradient_health import GradientHealth
-from ampwise.rules.evidence.rows import CountedFinding
-from ampwise.rules.evidence.run_events import RunEvents
+from ampwise.runs.rows import CountedFinding
+from ampwise.watch.gradient_health import GradientHealth
+from ampwise.watch.run_events import RunEvents
 
 __all__ = ["list_passed_checks"]
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import NamedTuple
 
-from ampwise.rules.evidence.time_use import ProfiledMatmul
 from ampwise.watch.matmul_work import PRECISIONS, OperatorCall, is_matmul, matmul_of
+from ampwise.watch.time_use import ProfiledMatmul
 
 __all__ = ["KINDS", "OURS", "DeviceKernel", "HostOp", "Profile", "read"]
 

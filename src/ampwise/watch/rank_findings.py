@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from ampwise.errors import BadInput
-from ampwise.rules.evidence.run_events import RunEvents
 from ampwise.runs.files import read_json, write_atomically
 from ampwise.runs.findings_json import findings_data
 from ampwise.runs.layout import FINDINGS, LARGEST_MANIFEST, MANIFEST
 from ampwise.runs.reader import Run
 from ampwise.watch.advice import is_cause, point_to_cause
 from ampwise.watch.findings import Findings
+from ampwise.watch.run_events import RunEvents
 
 __all__ = ["FROM_ANOTHER_RANK", "add_findings_of_ranks"]
 
@@ -29,7 +29,7 @@ def add_findings_of_ranks(folder: Path) -> None:
     except BadInput:  # no process was started
         return
     together = Findings()
-    together.judge_whole(RunEvents(scales_by_rank=run.scales_by_rank()), "step")
+    together.judge_whole(RunEvents(scales_by_rank=run.scales_by_rank()))
     causes = [seen for part in _parts(run) for seen in part.findings if is_cause(seen.finding)]
     for part in _parts(run):
         added = list(together) if part is run else []

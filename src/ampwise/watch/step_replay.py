@@ -20,11 +20,11 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ampwise.finding import Finding
-from ampwise.rules.evidence.failure import BadTensor, Failure, Origin
-from ampwise.rules.evidence.run_events import CallSite
+from ampwise.finding.call_site import CallSite
 from ampwise.trace.call_arguments import named_tensors
 from ampwise.trace.call_site import code_owner
 from ampwise.trace.diagnosis import diagnose, findings_about
+from ampwise.trace.failure import BadTensor, Failure, Origin
 from ampwise.trace.python_state import attributes_restored, muted_output
 from ampwise.trace.refuse_collectives import CollectiveInReplay, collectives_refused, is_multi_rank
 from ampwise.trace.replay import Replay, ReplaySettings, ReplayStep, is_compiled, is_finite
@@ -106,29 +106,29 @@ def _explained(calls: Sequence[ModelCall], step: StepToReplay) -> StepReplayResu
     others = [call for call in calls if call not in reached]
     for some, backward in ((reached, False), (others, True)):
         again = CallReplay(some, step.scale or 1.0, backward=backward)
-        incident = _incident(again, step, backward=backward) if some else None
-        if incident is not None and _input_was_computed(incident, some):
-            return StepReplayResult([], _computed_input_sentence(incident, step))
-        if incident is not None:
-            return StepReplayResult(findings_about(incident), call=again.culprit)
+        failure = _failure(again, step, backward=backward) if some else None
+        if failure is not None and _input_was_computed(failure, some):
+            return StepReplayResult([], _computed_input_sentence(failure, step))
+        if failure is not None:
+            return StepReplayResult(findings_about(failure), call=again.culprit)
     if step.may_be_ordinary:
         return StepReplayResult([])
     return StepReplayResult([], _not_found_sentence(calls, reached, step), after_model=bool(reached) or step.bad_loss)
 
 
-def _input_was_computed(incident: Failure, calls: Sequence[ModelCall]) -> bool:
+def _input_was_computed(failure: Failure, calls: Sequence[ModelCall]) -> bool:
     """Whether the bad value was in an input that the script computed between its models."""
-    source = incident.source
+    source = failure.source
     if source is None or source.what != "batch":
         return False
     tensor = _batch(calls)[source.name]
     return any(call.was_computed(tensor) for call in calls)
 
 
-def _computed_input_sentence(incident: Failure, step: StepToReplay) -> str:
-    assert incident.source is not None
+def _computed_input_sentence(failure: Failure, step: StepToReplay) -> str:
+    assert failure.source is not None
     return (
-        f"Step {step.number} was replayed: the model's input `{incident.source.name}`, which the script has computed, "
+        f"Step {step.number} was replayed: the model's input `{failure.source.name}`, which the script has computed, "
         "is not finite; the code that computes it is outside of the models and cannot be replayed."
     )
 
@@ -170,7 +170,7 @@ def _compiled_remark(calls: Sequence[ModelCall]) -> str:
 # One replay
 
 
-def _incident(again: CallReplay, step: StepToReplay, *, backward: bool) -> Failure | None:
+def _failure(again: CallReplay, step: StepToReplay, *, backward: bool) -> Failure | None:
     """Replay the calls. Return None if they are finite, or would be without the loss scale."""
     calls, scale = again.calls, again.scale
     subject = ReplayStep(
@@ -189,12 +189,12 @@ def _incident(again: CallReplay, step: StepToReplay, *, backward: bool) -> Failu
     with Replay(subject) as replay:
         if replay.plain(ReplaySettings(scale=scale)).finite:
             return None
-    incident = diagnose(subject)
-    if incident is None or incident.not_reproduced:
+    failure = diagnose(subject)
+    if failure is None or failure.not_reproduced:
         return None
-    if not backward and any(trial.finite for trial in incident.trials):
-        incident = incident.but(remarks=(*incident.remarks, MEAN))
-    return _placed(_of_step(incident, step), (again.culprit or calls[0]).site)
+    if not backward and any(trial.finite for trial in failure.trials):
+        failure = failure.but(remarks=(*failure.remarks, MEAN))
+    return _placed(_of_step(failure, step), (again.culprit or calls[0]).site)
 
 
 def _remarks(calls: Sequence[ModelCall], *, backward: bool) -> tuple[str, ...]:
@@ -333,33 +333,33 @@ def _unwrap_compiled(models: Sequence[nn.Module]) -> None:
             module._modules[name] = None if part is None else _eager(part)
 
 
-def _of_step(incident: Failure, step: StepToReplay) -> Failure:
+def _of_step(failure: Failure, step: StepToReplay) -> Failure:
     """Adapt the symptom: the replay returned the model's output, while the run saw the step's loss."""
-    symptom = incident.symptom
+    symptom = failure.symptom
     if symptom == "loss" and not step.bad_loss:
         symptom = "result"
     if is_multi_rank():
         ranks = torch.distributed.get_world_size()
-        incident = incident.but(rank=torch.distributed.get_rank(), ranks=ranks)
-    return incident.but(symptom=symptom, loss=step.loss)
+        failure = failure.but(rank=torch.distributed.get_rank(), ranks=ranks)
+    return failure.but(symptom=symptom, loss=step.loss)
 
 
-def _placed(incident: Failure, called_at: CallSite) -> Failure:
+def _placed(failure: Failure, called_at: CallSite) -> Failure:
     """Place operations of library modules at the script's line that called the model."""
-    source = incident.source
-    return incident.but(
-        birth=_birth_at(incident.birth, called_at),
-        nan_birth=_birth_at(incident.nan_birth, called_at),
+    source = failure.source
+    return failure.but(
+        origin=_origin_at(failure.origin, called_at),
+        nan_origin=_origin_at(failure.nan_origin, called_at),
         source=None if source is None else _source_at(source, called_at),
     )
 
 
 def _source_at(source: BadTensor, called_at: CallSite) -> BadTensor:
-    return replace(source, first_use=_birth_at(source.first_use, called_at))
+    return replace(source, first_use=_origin_at(source.first_use, called_at))
 
 
-def _birth_at(birth: Origin | None, called_at: CallSite) -> Origin | None:
-    if birth is None or (birth.site.file and code_owner(birth.site.file) == "own"):
-        return birth
-    through = "" if not birth.site.file else f"{'/'.join(birth.site.file.split('/')[-2:])}:{birth.site.line}"
-    return replace(birth, site=replace(called_at, through=through))
+def _origin_at(origin: Origin | None, called_at: CallSite) -> Origin | None:
+    if origin is None or (origin.site.file and code_owner(origin.site.file) == "own"):
+        return origin
+    through = "" if not origin.site.file else f"{'/'.join(origin.site.file.split('/')[-2:])}:{origin.site.line}"
+    return replace(origin, site=replace(called_at, through=through))

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ampwise.rules.evidence.run_events import CallSite
+from ampwise.finding.call_site import CallSite
 from ampwise.trace.call_site import calling_site
 from ampwise.watch.patches import Patches
 

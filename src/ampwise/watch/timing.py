@@ -10,13 +10,13 @@ from typing import Any, TypeVar
 
 import torch
 
-from ampwise.rules.evidence.run_events import CallSite
-from ampwise.rules.evidence.time_use import TimeUse
+from ampwise.finding.call_site import CallSite
 from ampwise.watch.data_loading import DataLoading
 from ampwise.watch.patches import Patches
 from ampwise.watch.profile import OURS, Profile
 from ampwise.watch.profiler import Profiler, profile_of
 from ampwise.watch.sync_counter import SyncCounter
+from ampwise.watch.time_use import TimeUse
 
 __all__ = ["RunTiming"]
 

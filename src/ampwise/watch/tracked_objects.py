@@ -9,7 +9,8 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
-from ampwise.rules.evidence.run_events import Backward, CallSite, ScalerCreated
+from ampwise.finding.call_site import CallSite
+from ampwise.watch.run_events import Backward, ScalerCreated
 
 __all__ = ["BackwardPass", "TrackedOptimizer", "TrackedScaler", "TrackedScheduler", "WeakStates"]
 

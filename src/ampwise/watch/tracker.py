@@ -1,7 +1,7 @@
 """Track a training script call by call: scaling, unscaling, clipping, steps, and their order.
 
-Nothing here changes the script's objects or syncs with a device. Each call is reported as an ``Event`` of
-``ampwise.rules.evidence.run_events``, with the state at the time of the call.
+Nothing here changes the script's objects or syncs with a device. Each call is reported as a ``RunEvent`` of
+``ampwise.watch.run_events``, with the state at the time of the call.
 """
 
 from __future__ import annotations
@@ -19,21 +19,6 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ampwise.rules.evidence.run_events import (
-    Backward,
-    CheckpointSaved,
-    Clip,
-    ForwardCall,
-    GradNormRead,
-    OptimizerStep,
-    RunEvent,
-    RunEvents,
-    ScalerCreated,
-    ScalerStep,
-    ScalerUpdate,
-    SchedulerStep,
-    Unscale,
-)
 from ampwise.trace.call_site import calling_site
 from ampwise.train.low_bit.safe_updates import keeps_small_updates
 from ampwise.watch.followed_thread import FollowedThread
@@ -53,6 +38,21 @@ from ampwise.watch.inspection import (
     unwrapped,
 )
 from ampwise.watch.loss_graph import leaves_of, read_losses
+from ampwise.watch.run_events import (
+    Backward,
+    CheckpointSaved,
+    Clip,
+    ForwardCall,
+    GradNormRead,
+    OptimizerStep,
+    RunEvent,
+    RunEvents,
+    ScalerCreated,
+    ScalerStep,
+    ScalerUpdate,
+    SchedulerStep,
+    Unscale,
+)
 from ampwise.watch.tracked_objects import BackwardPass, TrackedOptimizer, TrackedScaler, TrackedScheduler, WeakStates
 
 __all__ = ["CallTracker"]

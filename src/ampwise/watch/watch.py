@@ -22,11 +22,9 @@ from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ampwise.finding import Finding
-from ampwise.rules.evidence.gradient_health import BadStep, GradientHealth
-from ampwise.rules.evidence.rows import CountedFinding, StepRow
-from ampwise.rules.evidence.run_events import CallSite, OptimizerStep, RunEvent, ScalerStep, ScriptFailed
-from ampwise.rules.evidence.scaler_settings import suggested_settings
-from ampwise.rules.evidence.time_use import TimeUse
+from ampwise.finding.call_site import CallSite
+from ampwise.runs.events import LoggedEvent
+from ampwise.runs.rows import CountedFinding, StepRow
 from ampwise.runs.writer import RecordWriter, exception_data
 from ampwise.watch.activations import ActivationRanges, Activations
 from ampwise.watch.advice import is_cause, point_to_cause
@@ -37,6 +35,7 @@ from ampwise.watch.entry_points import EntryPoints
 from ampwise.watch.findings import Findings
 from ampwise.watch.fix_diffs import add_diffs
 from ampwise.watch.forks import notify_of_forks
+from ampwise.watch.gradient_health import BadStep, GradientHealth
 from ampwise.watch.gradients import GradientReader, StepNumbers
 from ampwise.watch.inspection import is_on_cpu, precisions_of, stage_of, unwrapped
 from ampwise.watch.memory import OptimizerMemory
@@ -44,9 +43,12 @@ from ampwise.watch.model_calls import ModelCalls, SkippedCall
 from ampwise.watch.models import Models, names_of, outermost_running_module
 from ampwise.watch.passed_checks import list_passed_checks
 from ampwise.watch.patches import Patches
+from ampwise.watch.run_events import OptimizerStep, RunEvent, ScalerStep, ScriptFailed
+from ampwise.watch.scaler_settings import suggested_settings
 from ampwise.watch.step_outcomes import is_ours, outcome_of
 from ampwise.watch.step_replay import StepToReplay
 from ampwise.watch.step_skipper import StepSkipper
+from ampwise.watch.time_use import TimeUse
 from ampwise.watch.timing import RunTiming
 from ampwise.watch.tracked_objects import TrackedOptimizer
 from ampwise.watch.tracker import CallTracker
@@ -84,6 +86,7 @@ class Watch:
         weights: bool = True,
     ) -> None:
         self.findings = Findings()
+        self.events: list[LoggedEvent] = []  # of guards
         self.healths: dict[int, GradientHealth] = {}
         self.failures: list[str] = []  # errors of ampwise, which never reach the script
         self.steps = 0
@@ -102,7 +105,9 @@ class Watch:
         self._bad_steps = BadStepReplays(
             self._calls, self._tracker.follows, self.failed, capsules=capsules, weights=weights
         )
-        self._engines = EngineListener(self.explained, self._tracker.follows.paused, capsules, weights=weights)
+        self._engines = EngineListener(
+            self.explained, self._log, self._tracker.follows.paused, capsules, weights=weights
+        )
         self._searched: MutableMapping[nn.Module, int] = WeakIdKeyDictionary()
         self._stepped_by: dict[int, Any] = {}  # scaler or None, by optimizer whose gradients are ready
         self._ran: set[tuple[int, int]] = set()  # (optimizer, step) that may have changed weights
@@ -402,7 +407,7 @@ class Watch:
         if self.steps >= self._judge_at:
             self._judge_at = int(self.steps * JUDGED_AGAIN) + 1
             for health in self.healths.values():
-                self.findings.judge_whole(health, "gradient")
+                self.findings.judge_whole(health)
         self._write_findings()
         self._write_early_facts()
 
@@ -520,6 +525,11 @@ class Watch:
         """Add a finding about a bad step, from a replay by the watch or by an engine."""
         self.findings.add(finding, step)
 
+    def _log(self, event: LoggedEvent) -> None:
+        self.events.append(event)
+        if self._record is not None:
+            self._record.event(event)
+
     def _health_of(self, optimizer: Any, state: TrackedOptimizer, scaler: Any | None) -> GradientHealth:
         health = self.healths.get(state.index)
         if health is None:
@@ -528,8 +538,7 @@ class Watch:
         half = next((each for each in ("fp16", "bf16") if each in ran_in or kept == (each,)), None)
         health.precision = half or health.precision
         if scaler is not None and scaler._enabled and health.growth_interval is None:
-            health.growth_interval, health.init_scale = scaler._growth_interval, scaler._init_scale
-            health.growth_factor, health.backoff_factor = scaler._growth_factor, scaler._backoff_factor
+            health.growth_interval, health.backoff_factor = scaler._growth_interval, scaler._backoff_factor
         return health
 
     def _names_of(self, optimizer: Any, state: TrackedOptimizer) -> list[str]:
@@ -557,11 +566,11 @@ class Watch:
     def _judge_all(self) -> None:
         events = self._tracker.finish()
         events.bf16_emulated_on = _bf16_emulated_on(events.forwards)
-        self.findings.judge_whole(events, "step")
+        self.findings.judge_whole(events)
         for health in self.healths.values():
-            self.findings.judge_whole(health, "gradient")
+            self.findings.judge_whole(health)
         if self.time_use is not None:
-            self.findings.judge_whole(self.time_use, "time")
+            self.findings.judge_whole(self.time_use)
 
     def _write_findings(self) -> None:
         now = time.monotonic()

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ampwise.rules.evidence.rows import CountedFinding
 from ampwise.runs.sinks import SinkRequest, requested_sinks
 from ampwise.runs.writer import RecordWriter
 from ampwise.watch.forks import notify_of_forks
@@ -68,7 +67,7 @@ class WatchedRun:
     def _begin_sending(self, sinks: Sequence[SinkRequest]) -> None:
         from ampwise.runs.sinks.run_sinks import Sinks
 
-        together = Sinks(sinks, lambda finding: self.record.add_finding(CountedFinding(finding=finding)))
+        together = Sinks(sinks, self.record.event)
         self.record.listen(together.send, before_end=together.close)
 
     def run(self) -> ScriptExit:

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ampwise.rules.evidence.gradient_health import UpdateCounts
 from ampwise.train.low_bit.safe_updates import keeps_small_updates
 from ampwise.train.scaler.async_scalars import AsyncScalars
+from ampwise.watch.gradient_health import UpdateCounts
 from ampwise.watch.inspection import parameters_of
 
 __all__ = ["WeightComparison", "copy_weights"]

@@ -8,6 +8,7 @@ import pytest
 from ampwise.check.source.accumulation import accumulation_windows
 from ampwise.check.source.loss_normalisation import LossNormalisation
 from ampwise.check.source.project import Project
+from ampwise.check.source.steps import BACKWARDS
 
 LOOP = """
     def train(model, optimizer, scaler, loader, loss_fn, n, flag):
@@ -75,7 +76,9 @@ def test_other_conditions_on_the_step_are_no_window(test, count, reset):
 )
 def test_a_loss_that_may_be_divided_is_left_alone(divide, loss):
     (window,) = windows(divide, loss)
-    assert all(LossNormalisation(window).may_be(event) for path in window.paths for event in window.backwards(path))
+    assert all(
+        LossNormalisation(window).may_be(event) for path in window.paths for event in window.events_on(path, *BACKWARDS)
+    )
 
 
 @pytest.mark.parametrize(
@@ -83,4 +86,6 @@ def test_a_loss_that_may_be_divided_is_left_alone(divide, loss):
 )
 def test_a_loss_that_is_not_divided_is_seen(divide, loss):
     (window,) = windows(divide, loss)
-    assert not any(LossNormalisation(window).may_be(event) for path in window.paths for event in window.backwards(path))
+    assert not any(
+        LossNormalisation(window).may_be(event) for path in window.paths for event in window.events_on(path, *BACKWARDS)
+    )

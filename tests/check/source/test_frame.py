@@ -301,7 +301,7 @@ def test_a_role_by_what_made_the_object(line, role):
         ("adaptation", None),
     ],
 )
-def test_a_role_by_name_where_nothing_else_tells(name, role):
+def test_a_role_by_name_where_nothing_else_says(name, role):
     code = code_of(f"def main(o, scaler):\n    ask({name})\n    scaler.step(o)\n")
     ((context, node),) = asked(code)
     assert context.frame.role(node) == role

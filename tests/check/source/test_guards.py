@@ -56,12 +56,12 @@ def test_equal_and_not_equal_are_one_question():
     assert known("a == 'norm'")[0] != known("a == 'value'")[0]
 
 
-def test_and_tells_both_where_it_holds_and_only_itself_where_it_fails():
+def test_and_says_both_where_it_holds_and_only_itself_where_it_fails():
     whole = "some(a and b)"
     assert known("a and b") == ({("some(a)", True), ("some(b)", True), (whole, True)}, {(whole, False)})
 
 
-def test_or_tells_both_where_it_fails_and_only_itself_where_it_holds():
+def test_or_says_both_where_it_fails_and_only_itself_where_it_holds():
     whole = "some(a or b)"
     assert known("a or b") == ({(whole, True)}, {("some(a)", False), ("some(b)", False), (whole, False)})
 

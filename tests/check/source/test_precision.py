@@ -57,7 +57,7 @@ def test_a_constructor_is_read(expression, device, dtype, enabled):
     assert not found.optional
 
 
-def test_a_dtype_that_is_a_parameter_cannot_be_told():
+def test_a_dtype_that_is_a_parameter_cannot_be_reported():
     found = autocast("ask(torch.autocast('cuda', dtype=dtype))")
     assert found.dtypes is None
     assert not found.is_surely("float16")

@@ -4,7 +4,7 @@ import json
 
 from ampwise.check.source.project import Project
 from ampwise.rules import find_rule
-from ampwise.rules.source import clip_scaled_grads
+from ampwise.rules.amp1xx_order import clip_scaled_grads
 
 BACKWARD = "from helper import limit\ndef step(model, opt, scaler, loss):\n    scaler.scale(loss).backward()\n"
 REST = "    scaler.step(opt)\n    scaler.update()\n"
@@ -12,7 +12,7 @@ HELPER = "from torch.nn.utils import clip_grad_norm_\ndef limit(model):\n    cli
 
 
 def message(project, path):
-    [finding] = [found for found in clip_scaled_grads.check(project.code(path)) if found.place.file == path]
+    [finding] = [found for found in clip_scaled_grads.check_source(project.code(path)) if found.place.file == path]
     assert finding.rule is find_rule("AMP101")
     return finding.message
 

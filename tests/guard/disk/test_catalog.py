@@ -75,7 +75,7 @@ def test_the_laws_of_pruning(tmp_path_factory, states, keep):
 
 
 @given(states=st.lists(st.sampled_from(STATES), max_size=6))
-def test_newest_first_and_troubles_told(tmp_path_factory, states):
+def test_newest_first_and_troubles_reported(tmp_path_factory, states):
     home = tmp_path_factory.mktemp("checkpoints")
     for number, state in enumerate(states, 1):
         make(home, number, state)

@@ -57,7 +57,7 @@ def no_flock(monkeypatch):
     monkeypatch.setattr(lock, "SETTLED_AFTER_S", 0.01)
 
 
-def test_a_second_run_is_refused_and_told_by_whom(tmp_path, holder):
+def test_a_second_run_is_refused_and_reported_by_whom(tmp_path, holder):
     process = holder()
     with pytest.raises(BadInput, match=f"is in use by process {process.pid} on .* since 20.*stop that run first"):
         DirectoryLock(tmp_path).acquire()

@@ -104,7 +104,7 @@ def test_a_flipped_bit_is_found_by_one_of_them(of_three, of, kind, writer):
 
 
 @pytest.mark.parametrize("of", [1, 2, 4])
-def test_a_file_that_is_gone_is_told_by_the_first_whoever_was_to_prove_it(of_three, of):
+def test_a_file_that_is_gone_is_reported_by_the_first_whoever_was_to_prove_it(of_three, of):
     path = of_three.path / "plain-00002.json"
     data = path.read_bytes()
     path.unlink()

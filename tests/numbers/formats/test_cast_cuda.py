@@ -140,8 +140,9 @@ def test_a_cuda_graph_draws_anew_each_time():
 def test_what_is_traced_or_mapped_over_takes_the_reference():
     values = torch.randn(4, 64, device="cuda")
     assert module.kernels_for(values, FORMATS["e4m3fn"]) is not None
-    mapped = torch.func.vmap(lambda row: cast(row, "e4m3"))(values)
-    assert torch.equal(mapped, cast(values, "e4m3"))
+    if torch.__version__ >= "2.12":  # before, there was no batching rule for view(dtype)
+        mapped = torch.func.vmap(lambda row: cast(row, "e4m3"))(values)
+        assert torch.equal(mapped, cast(values, "e4m3"))
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     with FakeTensorMode() as mode:

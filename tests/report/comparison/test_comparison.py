@@ -15,9 +15,9 @@ from ampwise.finding.strict_json import dumps
 from ampwise.numbers.census.algebra import Census
 from ampwise.report.comparison.comparison import Comparison
 from ampwise.report.comparison.numbers import TOO_FEW, UNCLEAR, ComparedNumber
-from ampwise.rules.evidence.rows import CountedFinding, LayerSample, StepRow
 from ampwise.runs.bucket import StepBucket, merge_buckets
 from ampwise.runs.reader import Run
+from ampwise.runs.rows import CountedFinding, LayerSample, StepRow
 
 from ..conftest import CLIP
 
@@ -72,7 +72,7 @@ def test_a_line_that_moved_is_the_same_finding(compare, found):
     assert statuses(compared) == [("still", 431)]
 
 
-def test_a_mended_line_is_gone_and_another_is_new(compare, found):
+def test_a_fixed_line_is_gone_and_another_is_new(compare, found):
     compared = compare([found(31, "clip(generator)")], [found(431, "clip(critic)")])
     assert statuses(compared) == [("gone", 31), ("new", 431)]
 
@@ -159,7 +159,7 @@ PLACES = st.lists(st.tuples(st.integers(1, 40), st.sampled_from([None, "a()", "b
 
 
 @given(olds=PLACES, news=PLACES)
-def test_every_finding_is_told_once(olds, news):
+def test_every_finding_is_reported_once(olds, news):
     one, other = a_run("a", [a_finding(*spot) for spot in olds]), a_run("b", [a_finding(*spot) for spot in news])
     compared = Comparison.of(one, other)
     before, after = one.merged_findings(), other.merged_findings()
@@ -330,7 +330,7 @@ def test_what_is_not_known_is_none_and_never_judged(compare):
 
 def test_bf16_has_no_share_lost_in_fp16(compare):
     lost = numbers(compare([], [], {}, {"facts": {"precision": "bf16"}}))["worst_lost"]
-    assert lost.before == pytest.approx(0.238, abs=0.001)
+    assert lost.before == pytest.approx(0.273, abs=0.001)
     assert lost.after is None
 
 
@@ -417,7 +417,7 @@ def test_what_is_better_one_way_is_worse_the_other(better, one, other, chance):
 # --- set-up, layers, verdict ---------------------------------------------------------------------------------------
 
 
-def test_only_what_differs_is_told(compare):
+def test_only_what_differs_is_reported(compare):
     assert compare([], []).setup == ()
     command = ["python", "ampwise", "run", "-o", "runs/a", "train.py", "--lr", "1e-3"]
     compared = compare(

@@ -11,7 +11,7 @@ from ampwise.numbers.census.algebra import Census
 from ampwise.report.comparison.comparison import Comparison
 from ampwise.report.comparison.comparison_text import comparison_text, how_often
 from ampwise.report.notebook import run_html
-from ampwise.rules.evidence.rows import CountedFinding
+from ampwise.runs.rows import CountedFinding
 
 HOSTILE = "<script>alert(1)</script>\x1b[2J\u202egpj.exe\n'\"[red]\udc80"
 
@@ -46,8 +46,8 @@ Numbers
   losses not finite                1        1  same
   skipped steps, whole run         2        2  same
   skip rate                     2.0%     2.0%  same
-  lost in FP16, worst layer    23.8%        –
-  lost in FP16, all layers     18.1%        –
+  lost in FP16, worst layer    27.3%        –
+  lost in FP16, all layers     20.9%        –
   matmuls in half precision    87.3%    95.0%  +7.7 points, better
   device syncs per step            1        –
 """

@@ -19,7 +19,7 @@ import time
 from ampwise.finding import Place
 from ampwise.numbers.census.algebra import Census
 from ampwise.rules import find_rule
-from ampwise.rules.evidence.rows import CountedFinding, LayerSample, StepRow
+from ampwise.runs.rows import CountedFinding, LayerSample, StepRow
 from ampwise.runs.writer import RecordWriter
 
 # Out of FP16 at a scale of 65536: nothing is below 2**-40, and what was there is among the zeros.

@@ -13,9 +13,10 @@ from rich.cells import cell_len
 from ampwise.finding import Severity
 from ampwise.report.live.frame import TerminalSize, draw_curves, draw_frame
 from ampwise.report.live.run_state import format_duration, one_line, state_of
-from ampwise.rules.evidence.rows import LayerSample
 from ampwise.runs.bucket import StepBucket
+from ampwise.runs.events import LoggedEvent
 from ampwise.runs.reader import Run
+from ampwise.runs.rows import LayerSample
 
 from .live_toys import FADING, HEALTHY, clipped, layers, step
 
@@ -84,6 +85,22 @@ def test_a_long_list_is_cut_and_counted():
     assert "more" not in everything
 
 
+def test_of_each_kind_of_event_the_last_is_shown_after_the_findings():
+    events = [
+        LoggedEvent(name="step-skipped", level="info", message=f"skipped {step}", step=step) for step in range(100)
+    ]
+    events.append(LoggedEvent(name="rolled-back", level="warning", message="went\nback \x1b", step=101))
+    run = replace(run_of(findings=[clipped("a finding")]), events=events)
+    text = text_of(run)
+    assert (
+        text.index("a finding")
+        < text.index("rolled-back step 101  went back \\x1b")
+        < text.index("step-skipped step 99")
+    )
+    assert text.count("step-skipped") == 1
+    assert "  findings 1  events 101" in one_line(state_of(run))
+
+
 def test_findings_come_before_layers_in_a_low_terminal():
     text = text_of(run_of(findings=[clipped()], samples=[layers(120)]), width=40, height=9)
     assert "error[AMP101] train.py:31 ×120" in text
@@ -97,7 +114,7 @@ def test_the_worst_comes_first():
     assert text.index("error[AMP101]") < text.index("info[AMP999]")
 
 
-def test_layers_that_lose_nothing_are_told_in_a_line():
+def test_layers_that_lose_nothing_are_reported_in_a_line():
     fine = LayerSample(first=1, last=1, scale=65536.0, layers={"stem": HEALTHY, "head": HEALTHY})
     assert "none of 2 layers loses gradients in FP16" in text_of(run_of(samples=[fine]))
     in_bf16 = text_of(run_of(samples=[fine], facts={"precision": "bf16"}))
@@ -162,7 +179,7 @@ def test_a_killed_run_stops_at_its_last_step(monkeypatch):
     assert "step 120 · killed after 12 s" in text
 
 
-def test_a_run_that_writes_nothing_is_told():
+def test_a_run_that_writes_nothing_is_reported():
     run = run_of()
     assert "nothing written" not in text_of(run, written=CREATED, clock=CREATED + 50)
     assert "· nothing written for 5 min" in text_of(run, written=CREATED, clock=CREATED + 300)
@@ -193,7 +210,7 @@ def test_a_frame_of_a_long_run_is_cheap():
     assert took < 60, f"{took:.2f} s"  # half a second on a quiet machine
 
 
-def test_trouble_is_told_in_one_harmless_line():
+def test_trouble_is_reported_in_one_harmless_line():
     run = replace(run_of(), trouble=["steps.jsonl:\n3 of \x1b[2J9 lines cannot be read.", "a second", "a third"])
     told = r"steps.jsonl: 3 of \x1b[2J9 lines cannot be read. (and 2 more)"
     assert text_of(run).splitlines()[2] == told

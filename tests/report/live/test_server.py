@@ -331,7 +331,7 @@ def test_a_slow_reader_with_the_token_may_take_its_time(server, monkeypatch):
     assert read > 5_000_000
 
 
-def test_a_page_that_cannot_be_made_is_told_and_tried_again(server, writer, made, impatient):
+def test_a_page_that_cannot_be_made_is_reported_and_tried_again(server, writer, made, impatient):
     def broken(run):
         raise KeyError(HOSTILE)
 
@@ -477,7 +477,7 @@ def test_it_rests_nine_times_as_long_as_making_took(writer, made, clock, monkeyp
     assert present.made("update")[0] == present.version  # and at last it has all
 
 
-def test_a_failure_beside_is_told_and_mended(slow_server, writer, monkeypatch, capfd):
+def test_a_failure_beside_is_reported_and_fixed(slow_server, writer, monkeypatch, capfd):
     monkeypatch.setattr(server_module, "PAUSE_FACTOR", 0.0)
     assert ask(slow_server, "update")[0] == 200
     makers = slow_server.present._renderers
@@ -530,7 +530,7 @@ def test_a_port_that_is_taken(writer, made, server):
 # --- the command ---------------------------------------------------------------------------------------------------
 
 
-def test_the_verb_serves_until_ctrl_c(tmp_path):
+def test_the_command_serves_until_ctrl_c(tmp_path):
     with growing(tmp_path / "run", steps=3) as writer:
         process = subprocess.Popen(
             [sys.executable, "-m", "ampwise", "watch", str(tmp_path / "run"), "--serve", "--interval", "0.2"],

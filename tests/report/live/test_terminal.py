@@ -270,7 +270,7 @@ def test_a_run_that_was_killed(tmp_path, capsys):
     code = f"""
 import os, signal
 from ampwise.runs.writer import RecordWriter
-from ampwise.rules.evidence.rows import StepRow
+from ampwise.runs.rows import StepRow
 writer = RecordWriter.create({str(tmp_path / "run")!r}, script="train.py")
 for step in range(1, 11):
     writer.step(StepRow(step=step, loss=1.0, seconds=step * 30))
@@ -468,7 +468,7 @@ def test_what_will_never_be_a_record(tmp_path, capsys, words):
 
 
 @pytest.mark.parametrize("words", [[], ["--once"], ["--serve"]], ids=["watch", "once", "serve"])
-def test_what_it_is_instead_is_told(tmp_path, capsys, words):
+def test_what_it_is_instead_is_reported(tmp_path, capsys, words):
     (tmp_path / "logs").mkdir()
     (tmp_path / "logs" / "events.out.tfevents.1.host").write_text("")
     with growing(tmp_path / "run"):

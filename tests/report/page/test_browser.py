@@ -7,13 +7,13 @@ import re
 import pytest
 
 from ampwise.numbers.census.algebra import Census
+from ampwise.numbers.census.underflow import underflow
 from ampwise.numbers.formats import find_scalar_format
 from ampwise.report.formatting import format_percent
 from ampwise.report.layers import layers_of
 from ampwise.report.page import comparison_page, page
-from ampwise.rules.evidence.rows import StepRow
-from ampwise.rules.evidence.underflow import underflow
 from ampwise.runs.bucket import StepBucket
+from ampwise.runs.rows import StepRow
 
 from ...night import NIGHTLY, by_night
 from .conftest import Ears
@@ -76,7 +76,7 @@ def test_light_and_dark_differ_and_change_while_one_looks(make_run, shown):
     assert view.evaluate(ground) != light[0]
 
 
-def test_the_slider_tells_what_python_tells(make_run, make_sample, shown):
+def test_the_slider_says_what_python_says(make_run, make_sample, shown):
     censuses = {f"layer{seed}": spread(seed) for seed in range(8)}
     for limit in (65520.0, 464.0, 61440.0):  # where FP16, E4M3 and E5M2 begin to overflow, or just do not
         top = math.frexp(limit)[1] - 1
@@ -275,7 +275,7 @@ def test_a_curve_goes_on_where_nothing_was_measured_and_breaks_where_it_was_not_
     assert not drawn_in_the_middle(view, "loss")
 
 
-def test_the_heat_map_tells_the_share_that_the_rules_see(make_run, shown):
+def test_the_heat_map_says_the_share_that_the_rules_see(make_run, shown):
     run = make_run()
     view = shown(page(run))
     sample = run.layers[0]

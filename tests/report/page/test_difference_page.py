@@ -4,9 +4,9 @@ import math
 
 import pytest
 
-from ampwise.rules.evidence.difference import ErrorLocation, ModuleRow, ParameterRow, SideFacts, StepDifference
-from ampwise.rules.evidence.tensor_difference import ComparedTensor, TensorDifference
 from ampwise.tune.diff.result import Difference
+from ampwise.tune.diff.step_difference import ErrorLocation, ModuleRow, ParameterRow, SideFacts, StepDifference
+from ampwise.tune.diff.tensor_difference import ComparedTensor, TensorDifference
 
 from ...night import by_night
 

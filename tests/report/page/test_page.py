@@ -16,9 +16,10 @@ from ampwise.finding import Place
 from ampwise.finding.terminal import printable
 from ampwise.numbers.census.algebra import Census
 from ampwise.report.page import GENERATOR_MARK, comparison_page, page, update
-from ampwise.rules.evidence.rows import CountedFinding, StepRow
 from ampwise.runs.bucket import StepBucket
+from ampwise.runs.events import LoggedEvent
 from ampwise.runs.reader import Run
+from ampwise.runs.rows import CountedFinding, StepRow
 
 from ...night import NIGHTLY
 
@@ -118,6 +119,19 @@ FACTS = {
     ],
     "activations": {"backbone": {"dtype": "float16", "largest": 32752.0}},
 }
+
+
+def test_events_are_in_the_page_and_in_its_updates(make_run):
+    rolled = LoggedEvent(
+        name="rolled-back", level="warning", message="went <b>back</b>", step=1200, advice="Look at it."
+    )
+    run = make_run(events=[rolled])
+    for text in (page(run), update(run)["parts"]["events"]):
+        assert "rolled-back" in text
+        assert "1,200" in text
+        assert "went &lt;b&gt;back&lt;/b&gt;" in text
+        assert "Look at it." in text
+    assert update(make_run())["parts"]["events"].strip() == ""
 
 
 def test_all_is_there(make_run):
@@ -387,7 +401,7 @@ def test_the_command_is_as_one_types_it(make_run, command, told):
     assert told in page(make_run(manifest={"command": command}))
 
 
-def test_places_are_told_from_where_the_script_ran(make_run, rules):
+def test_places_are_distinguished_from_where_the_script_ran(make_run, rules):
     inside, outside = (
         CountedFinding(finding=rules["clip"].at(Place(file=file, line=3), "m"))
         for file in ("/home/a/b/train.py", "/usr/x.py")

@@ -8,9 +8,9 @@ import pytest
 
 from ampwise.report.page import GENERATOR_MARK
 from ampwise.report.page.page_file import check_page_path
-from ampwise.report.page.precisions_page import precisions_page
-from ampwise.rules.dispatch import run_checks
-from ampwise.rules.evidence.speed import (
+from ampwise.rules import run_checks
+from ampwise.tune.compare.page import precisions_page
+from ampwise.tune.compare.speeds import (
     GpuClocks,
     LayerTime,
     LossCheck,
@@ -89,7 +89,7 @@ def speeds():
 
 
 def made(speeds):
-    return precisions_page(speeds, run_checks(speeds, "speed"))
+    return precisions_page(speeds, run_checks(speeds))
 
 
 class Tags(HTMLParser):

@@ -141,7 +141,7 @@ def test_text_for_people_cannot_drive_the_terminal(given_findings: list[Finding]
 
 @quick
 @given(lists)
-def test_full_tells_every_finding(given_findings: list[Finding]):
+def test_full_says_every_finding(given_findings: list[Finding]):
     heads = [
         line for line in full.render(given_findings).split("\n") if line.startswith(("error[", "warning[", "info["))
     ]

@@ -27,7 +27,7 @@ def findings(finding):
     ]
 
 
-def test_the_most_frequent_first_with_what_fix_mends(findings):
+def test_the_most_frequent_first_with_what_fix_fixes(findings):
     assert render_statistics(findings, "concise") == (
         "10  AMP205  [*] all-mended\n"
         " 2  AMP101  [-] some-mended\n"
@@ -37,7 +37,7 @@ def test_the_most_frequent_first_with_what_fix_mends(findings):
     )
 
 
-def test_no_marks_where_nothing_can_be_mended(finding):
+def test_no_marks_where_nothing_can_be_fixed(finding):
     assert render_statistics([finding()], "full") == "1  AMP101  clip-scaled-grads\nFound 1 finding (1 error).\n"
 
 

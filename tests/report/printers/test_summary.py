@@ -43,6 +43,6 @@ def test_summary(finding, severities, text):
         ([False], "1 fixable with `--fix --unsafe-fixes`."),
     ],
 )
-def test_the_summary_says_what_can_be_mended(finding, safe, last):
+def test_the_summary_says_what_can_be_fixed(finding, safe, last):
     findings = [finding(file="a.py", line=1, edits=[Edit(1, 1, 1, 1, "x")], safe=one) for one in safe]
     assert summary([*findings, finding()]).split("\n")[1:] == [last]

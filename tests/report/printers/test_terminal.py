@@ -196,7 +196,7 @@ class Broken(io.StringIO):
         raise BrokenPipeError
 
 
-def test_what_cannot_be_written_is_told_from_other_errors():
+def test_what_cannot_be_written_is_distinguished_from_other_errors():
     for act in (lambda: write("x", Full()), lambda: flush(Full())):
         with pytest.raises(OutputError, match=r"^cannot write the output: No space left on device$"):
             act()
@@ -231,7 +231,7 @@ def test_our_own_signs_where_the_stream_has_none(encoding, shown):
     assert stream.buffer.getvalue().decode(encoding) == shown
 
 
-def test_what_is_not_ours_stays_to_be_told_apart():
+def test_what_is_not_ours_stays_to_be_distinguished():
     assert encodable("größe 日\udcff", "ascii") == r"gr\xf6\xdfe \u65e5\udcff"
 
 

@@ -16,7 +16,7 @@ WRITES = {
     "pprint": {},
     "pprint.pprint": {},
     "rich.print": {},
-    "input": {"tune/advise/questions.py": "our own questions"},
+    "input": {"cli/advise.py": "our own questions"},
     "os.write": {"watch/profiler.py": "what others wrote to stderr meanwhile, as they did"},
     "traceback.print_exception": {"watch/script.py": "an exception of the script's, as Python prints it"},
     "traceback.print_exc": {},

@@ -5,7 +5,7 @@ import threading
 from contextlib import contextmanager
 from pathlib import Path
 
-from ampwise.rules.evidence.rows import StepRow
+from ampwise.runs.rows import StepRow
 from ampwise.runs.sinks import SinkRequest
 from ampwise.runs.sinks.metrics import MetricsRow
 from ampwise.runs.sinks.run_sinks import Sinks

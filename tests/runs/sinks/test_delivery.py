@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from ampwise.rules.evidence.rows import LayerSample, StepRow
+from ampwise.runs.rows import LayerSample, StepRow
 from ampwise.runs.sinks import delivery, requested_sinks
 from ampwise.runs.sinks.delivery import BATCH, MOST_SAMPLES
 from ampwise.runs.sinks.metrics import TimedEvent
@@ -27,9 +27,9 @@ def send(sinks, number):
 
 
 def said(found):
-    (finding,) = found
-    assert (finding.rule.code, finding.rule.name) == ("AMP801", "sink-failed")
-    return finding.message
+    (event,) = found
+    assert (event.name, event.level) == ("sink-failed", "warning")
+    return event.message
 
 
 def test_every_row_arrives_in_order():
@@ -146,7 +146,7 @@ def test_a_full_queue_drops_the_oldest_and_says_so_at_the_end(monkeypatch):
     assert said(found) == "the sink `toy` is slower than the training: 40 rows were dropped, 11 rows sent"
 
 
-def test_of_several_troubles_the_first_is_told(monkeypatch):
+def test_of_several_troubles_the_first_is_reported(monkeypatch):
     monkeypatch.setattr(delivery, "MOST_WAITING", 10)
     toy = Toy(held=True, fails="close")
     sinks, found = all_sinks(toy.opening)
@@ -210,7 +210,7 @@ import sys, time
 from pathlib import Path
 from ampwise.runs.sinks import requested_sinks
 from ampwise.runs.sinks.run_sinks import Sinks
-from ampwise.rules.evidence.rows import StepRow
+from ampwise.runs.rows import StepRow
 
 def hang(row):
     time.sleep(600)
@@ -263,7 +263,7 @@ def test_a_function_that_fails_has_got_what_it_got():
     sinks.close(60)
     assert len(rows) == 7
     assert "failed after 7 rows and was dropped: OSError: full" in said(found)
-    assert (found[0].evidence["sent"], found[0].evidence["lost"]) == (7, 13)
+    assert (found[0].fields["sent"], found[0].fields["lost"]) == (7, 13)
 
 
 def test_of_rows_in_hand_nobody_knows():
@@ -276,7 +276,7 @@ def test_of_rows_in_hand_nobody_knows():
     toy.may_go.set()
     sinks.close(60)
     assert said(found).startswith("the sink `toy` failed after at least 1 row and was dropped")
-    assert (found[0].evidence["sent"], found[0].evidence["lost"]) == (1, 20)
+    assert (found[0].fields["sent"], found[0].fields["lost"]) == (1, 20)
 
 
 def sample(step):
@@ -384,7 +384,7 @@ FORKING = """
 import os, sys, time
 from contextlib import contextmanager
 from pathlib import Path
-from ampwise.rules.evidence.rows import StepRow
+from ampwise.runs.rows import StepRow
 from ampwise.runs.sinks import SinkRequest
 from ampwise.runs.sinks.sink_context import SinkContext
 from ampwise.runs.sinks.run_sinks import Sinks

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from ampwise.finding.strict_json import dumps
-from ampwise.rules.evidence.rows import StepRow
+from ampwise.runs.rows import StepRow
 from ampwise.runs.sinks import requested_sinks
 from ampwise.runs.sinks.sink_context import SinkContext
 
@@ -26,7 +26,7 @@ SENT = {"ampwise/loss": LOSSES, "ampwise/skipped": [0.0] * len(LOSSES), "ampwise
 BEFORE = """
 import json, math, sys
 from pathlib import Path
-from ampwise.rules.evidence.rows import StepRow
+from ampwise.runs.rows import StepRow
 from ampwise.runs.sinks import requested_sinks
 from ampwise.runs.sinks.run_sinks import Sinks
 from ampwise.finding.strict_json import dumps

@@ -9,15 +9,18 @@ from hypothesis import strategies as st
 
 from ampwise.finding import Place
 from ampwise.numbers.census.algebra import Census
+from ampwise.numbers.census.underflow import underflow
 from ampwise.rules import find_rule
-from ampwise.rules.evidence.rows import SKIP_RATE_STEPS, CountedFinding, LayerSample, StepRow
-from ampwise.rules.evidence.underflow import underflow
+from ampwise.runs.events import LoggedEvent
+from ampwise.runs.rows import SKIP_RATE_STEPS, CountedFinding, LayerSample, StepRow
 from ampwise.runs.sinks.metrics import METRICS, PREFIX, STEP, MetricRows, SkipCounter, TimedEvent
 
 FACTS = {"loss": "loss", "loss_scale": "scale", "grad_norm": "norm", "lr": "lr"}
 numbers = st.none() | st.floats()
 # Under a scale of 2**8, FP16's smallest number is 2**-32: the counts fall off towards it, among many zeros.
-FALLING = Census(binades={-32: 400, -31: 800, -30: 1600, -29: 1600}, zeros=100_000, amax=2**-28.5, amin=2**-32)
+FALLING = Census(
+    binades={-33: 400, -32: 400, -31: 800, -30: 1600, -29: 1600}, zeros=100_000, amax=2**-28.5, amin=2**-32
+)
 CLEAN = Census(binades={-4: 1000}, amax=2**-3.5, amin=2**-4)
 
 
@@ -93,15 +96,25 @@ def test_findings_are_counted_by_severity_when_their_number_changes():
     metrics = MetricRows()
     row_of(metrics, StepRow(step=12))
     row_of(metrics, StepRow(optimizer=1, step=99))
-    row = row_of(metrics, found("AMP101", "AMP103", "AMP801"))
+    row = row_of(metrics, found("AMP101", "AMP103", "AMP810"))
     assert row.step == 12  # of the first optimizer
     assert dict(row.metrics) == {
         "ampwise/findings/errors": 2.0,
         "ampwise/findings/warnings": 1.0,
         "ampwise/findings/info": 0.0,
     }
-    assert row_of(metrics, found("AMP101", "AMP103", "AMP801")) is None
+    assert row_of(metrics, found("AMP101", "AMP103", "AMP810")) is None
     assert row_of(metrics, []).metrics["ampwise/findings/errors"] == 0.0
+
+
+def test_events_are_counted_by_level():
+    metrics = MetricRows()
+    row_of(metrics, StepRow(step=12))
+    for level, expected in (("warning", (0.0, 1.0, 0.0)), ("info", (0.0, 1.0, 1.0)), ("warning", (0.0, 2.0, 1.0))):
+        row = row_of(metrics, LoggedEvent(name="rolled-back", level=level, message="rolled back"))
+        assert row.step == 12
+        names = ("ampwise/events/errors", "ampwise/events/warnings", "ampwise/events/info")
+        assert dict(row.metrics) == dict(zip(names, expected, strict=True))
 
 
 def test_numbers_are_floats():

@@ -13,8 +13,9 @@ import pytest
 
 from ampwise.finding import Place
 from ampwise.rules import find_rule
-from ampwise.rules.evidence.rows import CountedFinding, LayerSample, StepRow
+from ampwise.runs.events import LoggedEvent
 from ampwise.runs.reader import Run
+from ampwise.runs.rows import CountedFinding, LayerSample, StepRow
 from ampwise.runs.writer import RecordWriter
 from ampwise.watch.script import ScriptToRun
 from ampwise.watch.watched_run import RunOptions, WatchedRun
@@ -103,7 +104,7 @@ def test_the_numbers_of_the_record_and_a_script_that_notices_nothing(script, wat
     errors = sum(seen.finding.severity == "error" for seen in run.findings)
     assert errors
     assert rows[-1]["ampwise/findings/errors"] == errors
-    assert codes(run).count("AMP801") == 0
+    assert run.events == []
 
 
 HANGING = """
@@ -132,7 +133,7 @@ def plugin(tmp_path):
     return folder
 
 
-def test_sinks_that_fail_and_hang_are_findings_of_the_run_and_nothing_else(script, plugin, watched, tmp_path):
+def test_sinks_that_fail_and_hang_are_events_of_the_run_and_nothing_else(script, plugin, watched, tmp_path):
     path = os.pathsep.join([str(ROOT / "src"), str(plugin)])
     sinks = ("--sink", "broken", "--sink", "slow", "--sink", "jsonl:m.jsonl")
     done = watched("-o", "first", *sinks, script, PYTHONPATH=path)
@@ -140,7 +141,7 @@ def test_sinks_that_fail_and_hang_are_findings_of_the_run_and_nothing_else(scrip
     assert done.stderr.count("sink-failed: the sink `broken` could not be opened: OSError: no room") == 1
     assert done.stderr.count("sink-failed: the sink `slow` was still busy when the run ended") == 1
     run = Run.read(tmp_path / "first")
-    assert codes(run).count("AMP801") == 2
+    assert [event.name for event in run.events] == ["sink-failed"] * 2
     assert codes(run)[:2] == ["AMP901", "AMP101"]  # errors come first, and of these the cause
     assert (run.manifest["status"], run.manifest["exit_code"]) == ("finished", 3)
     assert len([row for row in lines(tmp_path / "m.jsonl") if "ampwise/skipped" in row]) == 12
@@ -150,7 +151,7 @@ def test_who_wants_to_hear_nothing_hears_of_a_sink_that_failed(script, plugin, w
     path = os.pathsep.join([str(ROOT / "src"), str(plugin)])
     done = watched("-q", "-o", "first", "--sink", "broken", script, PYTHONPATH=path)
     assert (done.returncode, done.stdout) == (3, PRINTED)
-    said = "ampwise: warning: AMP801 sink-failed: the sink `broken` could not be opened: OSError: no room\n"
+    said = "ampwise: warning: sink-failed: the sink `broken` could not be opened: OSError: no room\n"
     assert done.stderr == said
 
 
@@ -218,7 +219,7 @@ def test_a_script_with_wandb_of_its_own_under_the_watch(watched, tmp_path):
     assert done.stderr.count("ValueError: the end") == 1
     assert len(list((tmp_path / "wandb").glob("offline-run-*"))) == 1
     run = Run.read(tmp_path / "first")
-    assert (run.manifest["status"], codes(run).count("AMP801")) == ("failed", 0)
+    assert (run.manifest["status"], run.events) == ("failed", [])
 
 
 @pytest.mark.nightly
@@ -247,11 +248,11 @@ def a_record(tmp_path):
     return RecordWriter.create(tmp_path / "run")
 
 
-def finding(code="AMP801"):
+def finding(code):
     return CountedFinding(finding=find_rule(code).at(Place(), f"an example of {code}"))
 
 
-def test_who_listens_is_told_all_of_it_and_asked_last(tmp_path):
+def test_who_listens_is_reported_all_of_it_and_asked_last(tmp_path):
     record, told = a_record(tmp_path), []
     record.listen(told.append, before_end=lambda: told.append("end"))
     step, sample = StepRow(step=1), LayerSample(first=1, last=1, layers={})
@@ -283,14 +284,15 @@ def test_a_listener_that_raises_troubles_the_record_with_one_sentence(tmp_path):
     ]
 
 
-def test_a_finding_from_elsewhere_stays_beside_those_that_are_told_again(tmp_path):
-    record = a_record(tmp_path)
-    record.add_finding(finding())
-    assert codes(Run.read(tmp_path / "run")) == ["AMP801"]
-    record.findings([finding("AMP101")])
-    record.listen(lambda told: None, before_end=lambda: record.add_finding(finding("AMP609")))
+def test_events_are_kept_in_order_and_may_come_at_the_very_end(tmp_path):
+    record, told = a_record(tmp_path), []
+    first, last = (LoggedEvent(name=name, level="warning", message=name) for name in ("rolled-back", "sink-failed"))
+    record.listen(told.append, before_end=lambda: record.event(last))
+    record.event(first)
+    assert Run.read(tmp_path / "run").events == told == [first]
     record.close("finished", 0)
-    assert codes(Run.read(tmp_path / "run")) == ["AMP101", "AMP801", "AMP609"]
+    run = Run.read(tmp_path / "run")
+    assert (run.events, run.trouble) == ([first, last], [])
 
 
 def test_only_the_first_rank_sends(tmp_path, monkeypatch):

@@ -5,9 +5,9 @@ import torch
 from torch import nn
 
 import ampwise
-from ampwise.check.rule_entry import matching_rules
 from ampwise.check.source.project import Project
-from ampwise.rules import list_entries
+from ampwise.check.source_rules import matching_rules
+from ampwise.rules import source_rules
 from ampwise.watch.watch import Watch
 
 SCRIPT = """
@@ -32,8 +32,8 @@ KEPT = SCRIPT.format(
 
 def codes_in(text):
     code = Project(["train.py"], {"train.py": text}).code("train.py")
-    possible = matching_rules(text.encode(), list_entries("source"))
-    return {finding.rule.code for rule in possible for finding in rule.module.check(code)}
+    possible = matching_rules(text.encode(), source_rules())
+    return {finding.rule.code for rule in possible for finding in rule.check_source(code)}
 
 
 def test_the_linter_warns_of_plain_bf16_weights_and_not_of_bf16_pure():

@@ -240,7 +240,7 @@ def test_a_plain_optimizer_in_a_graph_is_refused_in_words():
     torch.cuda.synchronize()
 
 
-def test_collapse_is_told_at_the_next_update_and_weights_are_safe():
+def test_collapse_is_reported_at_the_next_update_and_weights_are_safe():
     model, optimizer = training()
     scaler = ampwise.GradScaler("cuda", init_scale=2.0, min_scale=1.0)
     weights = copy.deepcopy(model.state_dict())

@@ -158,7 +158,7 @@ def test_an_empty_group_is_no_obstacle():
     assert scaler.applied_steps == 1
 
 
-def test_what_was_known_of_one_step_is_not_told_of_the_next():
+def test_what_was_known_of_one_step_is_not_reported_of_the_next():
     parameter = weight(gradient=[math.nan, 1.0])
     optimizer, scaler = torch.optim.SGD([parameter], lr=1.0), ampwise.GradScaler("cpu", enabled=False)
     scaler.step(optimizer)

@@ -161,7 +161,7 @@ def test_without_gradients_there_is_nothing_to_read():
     assert found.totals(HOME).tolist() == found.totals(HOME, ()).tolist() == [0.0, 0.0, 0.0]
 
 
-def test_ordinary_gradients_are_told_from_others():
+def test_ordinary_gradients_are_distinguished_from_others():
     assert collect_gradients(holding(rand(3), rand(2, 2, dtype=torch.bfloat16), None)).ordinary
     for name in ("transposed", "gaps", "float64", "sparse", "complex"):
         assert not collect_gradients(holding(rand(3), GRADIENTS[name]())).ordinary, name

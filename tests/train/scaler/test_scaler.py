@@ -452,7 +452,7 @@ def test_parameters_without_a_gradient_are_left_out():
     assert {name: each.count for name, each in scaler.census().items()} == {"0.0": 1, "0.2": 2}
 
 
-def test_several_optimizers_are_told_apart_by_their_number():
+def test_several_optimizers_are_distinguished_by_their_number():
     scaler = started()
     weights, optimizers = zip(held(1.0), held(2.0, 3.0), strict=True)
     for optimizer in optimizers:
@@ -463,7 +463,7 @@ def test_several_optimizers_are_told_apart_by_their_number():
     assert list(scaler.census(model)) == ["first", "1:0.0"]
 
 
-def test_two_optimizers_with_the_same_names_are_told_apart():
+def test_two_optimizers_with_the_same_names_are_distinguished():
     scaler = started()
     optimizers = [SGD([("weight", weight_with(*grad))], lr=1.0) for grad in ([1.0], [2.0, 3.0])]
     for optimizer in optimizers:
@@ -565,7 +565,7 @@ def test_after_a_collapse_a_new_scale_may_be_set():
     assert scaler.get_scale() == 1024.0
 
 
-def test_a_collapse_is_told_where_there_is_no_census_too(monkeypatch):
+def test_a_collapse_is_reported_where_there_is_no_census_too(monkeypatch):
     monkeypatch.setattr(reading, "_way", lambda value: reading._Norms)
     collapse(started(min_scale=SCALE), held(INF)[1])
 

@@ -216,7 +216,7 @@ def test_unscale_finds_one_bad_element_anywhere(scaler_type, device, value):
         assert [found.item() for found in scaler._found_inf_per_device(optimizer).values()] == [1.0], place
 
 
-def test_the_private_unscaler_takes_fp16_when_told_to(scaler_type, device):
+def test_the_private_unscaler_takes_fp16_when_reported_to(scaler_type, device):
     for place in range(-1, 10):
         grads = storm(device, [torch.float32, torch.float16])
         if place >= 0:
@@ -254,6 +254,7 @@ def test_unscale_divides_sparse_gradients(scaler_type, device, dtype, rows):
     assert torch.equal(weight.grad.to_dense(), expected)
 
 
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")
 @pytest.mark.parametrize("value", WILD)
 def test_a_bad_element_in_a_sparse_gradient_skips_the_step(scaler_type, device, value):
     weight = torch.zeros(2, 3, device=device)

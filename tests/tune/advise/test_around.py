@@ -5,11 +5,10 @@ from __future__ import annotations
 import pytest
 
 from ampwise.hardware import Cpu
-from ampwise.rules.evidence.choice.advice import advises_against
-from ampwise.rules.evidence.choice.choice import PrecisionChoice
-from ampwise.rules.evidence.choice.target import target_for_cpu
+from ampwise.hardware.target import target_for_cpu
 from ampwise.tune.advise import advise
-from ampwise.tune.advise.deciding import decide
+from ampwise.tune.advise.choice import PrecisionChoice
+from ampwise.tune.advise.decide import decide
 
 
 @pytest.mark.parametrize(
@@ -94,7 +93,7 @@ def test_no_comes_before_careful_and_the_device_before_all():
         symptom="memory",
         ideas=("clip-after-backward", "just-works", "odd-sizes"),
     )
-    answers = [advises_against(finding) for finding in advice.findings]
+    answers = [finding.evidence["answer"] == "no" for finding in advice.findings]
     assert answers == sorted(answers, reverse=True)
     assert [finding.rule.code for finding in advice.findings[:3]] == ["AMP702", "AMP101", "AMP714"]
     assert answers.count(False) == 3  # sizes, memory, and what does not fit

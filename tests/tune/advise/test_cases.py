@@ -10,8 +10,9 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from ampwise.rules.evidence.choice.ideas import IDEAS, SYMPTOMS
 from ampwise.tune.advise import advise
+from ampwise.tune.advise.claims import IDEAS
+from ampwise.tune.advise.symptoms import SYMPTOMS
 
 V100, T4, RTX2080, P100 = "v100-sxm2-16", "t4", "rtx2080ti", "p100-sxm2"
 A100, RTX3090, RTX4090, H100, H200 = "a100-sxm-80", "rtx3090", "rtx4090", "h100-sxm", "h200"

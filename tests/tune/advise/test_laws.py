@@ -15,13 +15,8 @@ from ampwise.cli import build_parser
 from ampwise.errors import BadInput, UnknownName
 from ampwise.finding.strict_json import dumps, loads
 from ampwise.hardware import Cpu, CudaDevice, Fp32Switches, Machine, TorchInfo, gpu_named, gpus
-from ampwise.rules import rules_in
-from ampwise.rules.evidence.choice.advice import advises_against, refused_precision
-from ampwise.rules.evidence.choice.choice import WANTED, PrecisionChoice, parse_scaling
-from ampwise.rules.evidence.choice.gain import MEASURED, expected_gain
-from ampwise.rules.evidence.choice.ideas import IDEAS, SYMPTOMS
-from ampwise.rules.evidence.choice.model import KINDS, ModelFacts, parse_count
-from ampwise.rules.evidence.choice.target import (
+from ampwise.hardware.catalog import COMMON_FORMATS
+from ampwise.hardware.target import (
     Target,
     target_for_capability,
     target_for_cpu,
@@ -29,8 +24,13 @@ from ampwise.rules.evidence.choice.target import (
     target_for_machine,
     unknown_target,
 )
+from ampwise.rules import all_rules
 from ampwise.tune.advise import advise
-from ampwise.tune.advise.deciding import decide
+from ampwise.tune.advise.choice import MEASURED, PrecisionChoice, parse_scaling
+from ampwise.tune.advise.claims import IDEAS
+from ampwise.tune.advise.decide import decide
+from ampwise.tune.advise.model import KINDS, ModelFacts, parse_count
+from ampwise.tune.advise.symptoms import SYMPTOMS
 
 BASES = {"read here", "measured by you", "measured on one H200", "derived", "datasheet", "rule"}
 PRECISIONS = {"fp32", "tf32", "fp16", "bf16", "fp8", "auto"}
@@ -53,7 +53,7 @@ choices = st.builds(
         parameters=st.none() | st.integers(1, 10**12),
         kind=st.none() | st.sampled_from(list(KINDS)),
     ),
-    want=st.none() | st.sampled_from(WANTED),
+    want=st.none() | st.sampled_from(COMMON_FORMATS),
     scaling=st.none() | st.sampled_from(["none", "dynamic", "manual", "manual:8"]).map(parse_scaling),
     ideas=st.lists(st.sampled_from(list(IDEAS)), max_size=3, unique=True).map(tuple),
     symptom=st.none() | st.sampled_from(list(SYMPTOMS)),
@@ -80,9 +80,9 @@ def test_what_is_wanted_is_given_or_refused(choice):
     if choice.want is not None and advice.precision != choice.want:
         assert advice.refused
         exact = any(finding.rule.code == "AMP718" for finding in advice.findings)
-        assert exact or choice.want in {refused_precision(finding) for finding in advice.findings}
+        assert exact or choice.want in {finding.evidence.get("refuses") for finding in advice.findings}
     if choice.want is not None and advice.precision == choice.want:
-        assert choice.want not in {refused_precision(finding) for finding in advice.findings}
+        assert choice.want not in {finding.evidence.get("refuses") for finding in advice.findings}
 
 
 def recommended(advice):
@@ -106,7 +106,7 @@ def names_for_use(precision):
 def test_what_is_refused_is_not_recommended(choice):
     """The answer does not contradict itself: what gets a no is nowhere in what to do instead."""
     advice = decide(choice)
-    for precision in filter(None, map(refused_precision, advice.findings)):
+    for precision in (finding.evidence["refuses"] for finding in advice.findings if "refuses" in finding.evidence):
         pattern = names_for_use(precision)
         assert not [text for text in recommended(advice) if pattern.search(text)]
 
@@ -138,7 +138,7 @@ def test_it_is_json(choice):
     data = loads(dumps(advice.as_dict()))
     assert data == json.loads(json.dumps(data, allow_nan=False))
     assert data["precision"] == advice.precision
-    assert data["refused"] == advice.refused == any(map(advises_against, advice.findings))
+    assert data["refused"] == advice.refused == any(finding.evidence["answer"] == "no" for finding in advice.findings)
 
 
 @given(choices)
@@ -154,7 +154,7 @@ def test_a_speed_up_lies_below_its_ceiling(choice):
 def all_advice():
     asked = [PrecisionChoice(target=target, ideas=(idea,)) for target in TARGETS for idea in IDEAS]
     asked += [PrecisionChoice(target=target, symptom=symptom) for target in TARGETS for symptom in SYMPTOMS]
-    asked += [PrecisionChoice(target=target, want=want) for target in TARGETS for want in WANTED]
+    asked += [PrecisionChoice(target=target, want=want) for target in TARGETS for want in COMMON_FORMATS]
     asked += [PrecisionChoice(target=TARGETS[0], model=ModelFacts(parameters=7 * 10**9), ideas=("halves-memory",))]
     return [decide(choice) for choice in asked]
 
@@ -164,7 +164,7 @@ def test_every_command_is_one():
     advised = all_advice()
     commands = {finding.evidence["to_know"]["command"] for advice in advised for finding in advice.findings}
     commands |= {step.command for advice in advised for step in advice.triage if step.command}
-    shown = [f"{rule.RULE.bad}\n{rule.RULE.good}" for rule in rules_in("choice")]
+    shown = [f"{rule.bad}\n{rule.good}" for rule in all_rules() if "AMP705" <= rule.code < "AMP800"]
     commands |= {line[2:].partition("#")[0] for text in shown for line in text.splitlines() if line.startswith("$ ")}
     for command in (part for each in commands for part in each.split(", then ")):
         first, *words = shlex.split(command)
@@ -179,7 +179,9 @@ def test_larger_models_are_not_expected_to_gain_less(gpu):
     target = target_for_gpu(gpu)
     half = target.half
     gains = [
-        expected_gain(target, ModelFacts(parameters=size), half) for size in (10**6, 3 * 10**7, 10**8, 10**10) if half
+        PrecisionChoice(target=target, model=ModelFacts(parameters=size)).gain(half)
+        for size in (10**6, 3 * 10**7, 10**8, 10**10)
+        if half
     ]
     known = [gain for gain in gains if gain is not None]
     assert [gain.low for gain in known] == sorted(gain.low for gain in known)
@@ -189,7 +191,7 @@ def test_larger_models_are_not_expected_to_gain_less(gpu):
 @pytest.mark.parametrize("precision", ["tf32", "fp16", "bf16"])
 def test_what_was_measured_lies_within_what_is_expected(precision):
     model = ModelFacts(parameters=124_000_000, kind="transformer")
-    gain = expected_gain(target_for_gpu(gpu_named("h200")), model, precision)
+    gain = PrecisionChoice(target=target_for_gpu(gpu_named("h200")), model=model).gain(precision)
     assert gain.low <= MEASURED[precision] / MEASURED["fp32"] <= gain.high
 
 

@@ -7,8 +7,8 @@ import shlex
 from pathlib import Path
 
 from ampwise.cli import build_parser, main
-from ampwise.rules.evidence.choice.gain import SHARES
 from ampwise.tune.advise import advise
+from ampwise.tune.advise.choice import SHARES
 
 PAGE = (Path(__file__).parents[3] / "docs" / "advise.md").read_text(encoding="utf-8")
 

@@ -9,11 +9,11 @@ from torch import nn
 import ampwise
 from ampwise.errors import BadInput
 from ampwise.hardware import Cpu
-from ampwise.rules.evidence.choice.choice import PrecisionChoice
-from ampwise.rules.evidence.choice.target import target_for_cpu
+from ampwise.hardware.target import target_for_cpu
 from ampwise.tune.advise import advise
-from ampwise.tune.advise.deciding import decide
-from ampwise.tune.advise.reading import read_module
+from ampwise.tune.advise.choice import PrecisionChoice
+from ampwise.tune.advise.decide import decide
+from ampwise.tune.advise.read_model import read_module
 
 
 class RMSNorm(nn.Module):

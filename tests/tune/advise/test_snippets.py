@@ -12,11 +12,11 @@ from torch import nn
 
 from ampwise.cli import main
 from ampwise.hardware import Cpu, gpus
-from ampwise.rules.evidence.choice.choice import PrecisionChoice
-from ampwise.rules.evidence.choice.model import ModelFacts, ModelPart
-from ampwise.rules.evidence.choice.target import target_for_cpu, unknown_target
+from ampwise.hardware.target import target_for_cpu, unknown_target
 from ampwise.tune.advise import advise
-from ampwise.tune.advise.deciding import decide
+from ampwise.tune.advise.choice import PrecisionChoice
+from ampwise.tune.advise.decide import decide
+from ampwise.tune.advise.model import ModelFacts, ModelPart
 
 XEON = target_for_cpu(Cpu(model="a Xeon", features=("amx_bf16",)))
 ROUTED = ModelFacts(

@@ -7,10 +7,10 @@ from torch import nn
 
 from ampwise.errors import BadInput, PrecisionUnavailable, UnknownName
 from ampwise.hardware import gpu_named
-from ampwise.rules.evidence.matmuls import MatmulSize, StepMatmul
 from ampwise.tune.align import align as module
 from ampwise.tune.align import timing as measuring
 from ampwise.tune.align.align import align
+from ampwise.tune.align.matmuls import MatmulSize, StepMatmul
 from ampwise.tune.align.pad import pad_
 
 from . import subjects
@@ -370,7 +370,7 @@ def test_rows_of_a_linear_layer_may_be_anything_however_its_gradients_lie():
     assert "rows" in {each.role for each in layer.off}
 
 
-def test_a_loss_without_a_graph_is_told():
+def test_a_loss_without_a_graph_is_reported():
     def make():
         model = torch.nn.Linear(64, 8)
         return model, torch.randn(4, 64), lambda x: model(x).detach().mean()

@@ -208,7 +208,7 @@ def test_a_tied_embedding_that_is_not_among_those_named():
     }
 
 
-def test_what_is_padded_is_told():
+def test_what_is_padded_is_reported():
     report = pad_(LanguageModel(50257, 256))
     assert str(report).splitlines() == [
         "3 weights padded, 13,568 zeros added",

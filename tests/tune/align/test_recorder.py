@@ -9,10 +9,10 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
-from ampwise.rules.evidence.matmuls import StepMatmuls
 from ampwise.tune.align import matmul_shapes as shapes
 from ampwise.tune.align.matmul_recorder import MatmulRecorder
 from ampwise.tune.align.matmul_shapes import shape_reader
+from ampwise.tune.align.matmuls import StepMatmuls
 from ampwise.tune.align.pad import pad_
 
 from .models import Block, CodeTied, LanguageModel, mlp

@@ -6,9 +6,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ampwise.rules.evidence.speed import LossCheck, PrecisionRow, SpeedComparison, TimeSplit, TimeSpread
 from ampwise.tune.compare.contender import Contender, make_contenders
 from ampwise.tune.compare.plan import PlannedRow
+from ampwise.tune.compare.speeds import LossCheck, PrecisionRow, SpeedComparison, TimeSplit, TimeSpread
 from ampwise.tune.train_case import make_factory
 from ampwise.tune.training_step import make_optimizer
 

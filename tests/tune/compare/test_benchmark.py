@@ -7,8 +7,8 @@ import pytest
 from benchmarks import compare, harness, subjects
 from benchmarks.gpt import GPT_ONE_LAYER
 
-from ampwise.rules.evidence.speed import PrecisionRow
 from ampwise.tune.compare import measurement as measuring
+from ampwise.tune.compare.speeds import PrecisionRow
 
 pytestmark = pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")  # a CPU without BF16
 

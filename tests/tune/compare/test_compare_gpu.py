@@ -48,7 +48,7 @@ def test_every_row_is_measured_and_computes_the_same(result):
     assert result.speeds.noise is not None
 
 
-def test_kernels_are_told_apart(result):
+def test_kernels_are_distinguished(result):
     fp32 = result.rows[0]
     assert {"matrix", "attention", "elementwise", "optimizer"} <= set(fp32.split.seconds)
     assert fp32.split.seconds.get("other", 0.0) < 0.1 * sum(fp32.split.seconds.values())

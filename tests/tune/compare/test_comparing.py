@@ -244,7 +244,7 @@ def test_what_is_not_finite_does_not_train_the_weights_of_the_others(loss_of, pr
     assert models[0].weight.isfinite().all()
 
 
-def test_one_that_spoils_the_weights_in_its_steps_is_out_and_they_are_put_back():
+def test_one_that_corrupts_the_weights_in_its_steps_is_out_and_they_are_put_back():
     make, models = spoilt_by(lambda y: y.square().mean() * (torch.nan if calls.append(1) or len(calls) > 1 else 1))
     calls = []  # the loss is asked for once; then there are steps
     result = compared(make)
@@ -442,7 +442,7 @@ def test_fp32_has_to_have_a_loss(factor, said):
         compared(make)
 
 
-def test_weights_that_fp32_itself_spoils_are_refused():
+def test_weights_that_fp32_itself_corrupts_are_refused():
     def make():
         model = nn.Linear(8, 8)
         optimizer = torch.optim.SGD(model.parameters(), lr=1e30)

@@ -50,7 +50,7 @@ def test_what_the_failed_step_held_is_let_go_of():
     assert held[0]() is None
 
 
-def test_another_failure_is_told_with_its_line():
+def test_another_failure_is_reported_with_its_line():
     lineup = lineup_of(fails_in_half, "fp32", "bf16")
     fp32, bf16 = lineup
     assert lineup.attempt(fp32, fp32) is not None

@@ -6,7 +6,6 @@ from torch import nn
 
 from ampwise.errors import BadInput, PrecisionUnavailable, UnknownName
 from ampwise.hardware import Cpu, CudaDevice, find_gpu
-from ampwise.rules.evidence.time_use import ProfiledMatmul
 from ampwise.train.float8.layer_forward import has_fp8_forward
 from ampwise.train.precision.precision import cpu_precisions, gpu_precisions
 from ampwise.tune.compare import float8, gpu_clocks
@@ -18,6 +17,7 @@ from ampwise.tune.compare.intensity import intensity_of
 from ampwise.tune.compare.layer_times import layer_times
 from ampwise.tune.compare.peak_memory import measure_peak
 from ampwise.tune.compare.plan import checked_names, make_plan
+from ampwise.watch.time_use import ProfiledMatmul
 
 from .compare_toys import contender, fielded, mlp
 
@@ -137,7 +137,7 @@ def test_fp8_layers_are_taken_off_after_a_failure():
     assert not narrow(model)
 
 
-def test_a_model_without_fp8_layers_is_told_so():
+def test_a_model_without_fp8_layers_is_reported_so():
     with pytest.raises(
         BadInput, match="no linear layer of this model can run in FP8: 0: first layer: it reads the data"
     ):

@@ -66,7 +66,7 @@ def test_kernels_are_of_the_kind_of_the_operator_that_launched_them():
     assert found.share("optimizer", "casts") == pytest.approx(16 / 28)
 
 
-def test_kernels_of_nobody_are_told_by_their_names():
+def test_kernels_of_nobody_are_reported_by_their_names():
     names = {
         "sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize128x128x64": "matrix",
         "void cutlass::Kernel2<cutlass_80_tensorop_s1688gemm>": "matrix",

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ampwise.rules.evidence.speed import LossCheck, PrecisionRow, StepMemory, TimeSpread, quantile
-from ampwise.rules.evidence.speed_text import columns_of, problems, ratio_text, speed_headline, split_of
-from ampwise.rules.evidence.speed_verdict import DEFINITELY, OPTIONAL, USE, SpeedVerdict, verdict_of
+from ampwise.rules.amp5xx_speed.verdict import DEFINITELY, OPTIONAL, USE, SpeedVerdict, ratio_text, verdict_of
+from ampwise.tune.compare.speed_text import columns_of, problems, speed_headline, split_of
+from ampwise.tune.compare.speeds import LossCheck, PrecisionRow, StepMemory, TimeSpread, quantile
 
 from .compare_toys import row, speeds, split
 

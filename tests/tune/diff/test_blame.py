@@ -21,7 +21,7 @@ def is_narrow():
 
 # By run: a, a again, b forward; a, b, a again forward and backward.
 @pytest.mark.parametrize("factors", [(1, 1.5, 1.1, 1, 3, 1.3), (1, 1.5, 9, 1, 3, 9), (1, 9, 1, 1, 1.2, 5)])
-def test_a_function_that_is_not_repeatable_is_told_before_all_else(factors):
+def test_a_function_that_is_not_repeatable_is_reported_before_all_else(factors):
     torch.manual_seed(0)
     model, numbers = nn.Linear(8, 1), iter(factors)
     result = diff(lambda x: (model(x) * next(numbers)).square().mean(), torch.randn(4, 8))
@@ -255,7 +255,7 @@ def test_what_piles_up_is_not_called_explained():
 # Kernels
 
 
-def test_products_inside_a_kernel_are_told():
+def test_products_inside_a_kernel_are_reported():
     model = nn.Sequential(nn.LSTM(8, 8, batch_first=True))
     result = diff(lambda x: model(x)[0].square().mean(), torch.randn(2, 3, 8), b="e4m3", floor=False)
     emulated = result.rows[0].error > 1e-3

@@ -224,7 +224,7 @@ def test_a_difference_that_is_large_enough_is_explained():
     assert diff(loss_of(Opposed(apart=0.3)), torch.randn(12, 16), floor=False).first is None
 
 
-def test_what_mends_it_is_seen_to():
+def test_what_fixes_it_is_seen_to():
     torch.manual_seed(0)
     model, batch = Inside(), torch.randn(12, 16)
     broken = diff(loss_of(model), batch, floor=False)

@@ -90,7 +90,7 @@ def test_tiny_and_huge_values_do_not_leave_the_range():
     assert measured(huge, 1.5 * huge).relative == pytest.approx(0.5)
 
 
-def test_what_is_not_finite_is_counted_and_told():
+def test_what_is_not_finite_is_counted_and_reported():
     a = torch.tensor([1.0, 2.0, 3.0, -math.inf])
     masked = measured(a, a + torch.tensor([0.0, 0.0, 0.3, 0.0]))
     assert (masked.bad_a, masked.bad_b) == (1, 1)

@@ -94,8 +94,8 @@ def test_without_a_gpu_it_says_how_large_one_has_to_be(monkeypatch):
     monkeypatch.setattr("ampwise.tune.memory.estimate.local_memory", lambda: None)
     answer = memory(make, precisions=["fp32"])
     assert (answer.gpu, answer.largest_batch, answer.at("fp32").fits) == (None, None, None)
-    assert answer.at("fp32").smallest.total == 11 * 2**30
-    assert [line.cells for line in lines(answer, 8)][-1] == ("11 GiB",)
+    assert answer.at("fp32").smallest.total == 10 * 2**30
+    assert [line.cells for line in lines(answer, 8)][-1] == ("10 GiB",)
     assert not [*verdicts(answer)]
 
 
@@ -184,7 +184,7 @@ def that_asks_while_made(batch=2):
     ("function", "operation"),
     [(with_item, r"\.item\(\)"), (with_nonzero, "nonzero"), (that_asks_while_made, r"\.item\(\)")],
 )
-def test_code_that_asks_for_values_is_told_where(function, operation):
+def test_code_that_asks_for_values_is_reported_where(function, operation):
     with pytest.raises(BadInput) as caught:
         memory(function, precisions=["fp32"])
     said = rf"{function.__name__}: the step reads the values of a tensor \({operation}\) \(test_estimate\.py:\d+\), "
@@ -258,7 +258,7 @@ def test_what_is_said_of_fp8_is_what_was_measured():
     assert [min(shares), max(shares)] == pytest.approx([8, 22], abs=1), "NOT_COUNTED in tune/memory/estimate.py"
 
 
-def test_a_step_that_fails_is_told_in_a_line():
+def test_a_step_that_fails_is_reported_in_a_line():
     def broken(batch=2):
         model = nn.Linear(8, 8)
         return model, torch.zeros(batch, 9), lambda x: model(x).sum()
@@ -267,7 +267,7 @@ def test_a_step_that_fails_is_told_in_a_line():
         memory(broken)
 
 
-def test_what_is_done_is_told():
+def test_what_is_done_is_reported():
     told = []
     memory(make, precisions=["fp32", "tf32", "bf16"], largest=False, progress=told.append)
     assert told == ["fp32", "bf16"]  # TF32 is FP32 in memory

@@ -105,7 +105,7 @@ def test_tied_weights_count_once():
         assert tracker.log().levels()[-1] == 64 * 64 * FLOAT
 
 
-def test_autocasts_copies_of_weights_are_told_from_those_of_inputs():
+def test_autocasts_copies_of_weights_are_distinguished_from_those_of_inputs():
     with without_memory():
         layer, x = nn.Linear(128, 512, bias=False), torch.zeros(ROWS, 128)
         with AllocationTracker() as tracker, torch.autocast("cpu", torch.bfloat16):

@@ -30,7 +30,7 @@ def test_times_are_those_of_a_datasheet():
     assert (gain.gpu, gain.kept_bytes, gain.kept_bytes_fp32, gain.why_no_time) == ("h200", 10, 40, None)
 
 
-def test_without_matrix_units_there_is_no_time_but_a_reason():
+def test_without_tensor_cores_there_is_no_time_but_a_reason():
     gain = estimate_gain(UNITS, [E4M3, BF16], CHOICES, gpu_named("a100-sxm-80"), None)
     assert gain.faster_than_fp32 is None
     assert gain.why_no_time == f"{gpu_named('a100-sxm-80').name} has no tensor cores for e4m3"

@@ -9,9 +9,9 @@ from torch import nn
 
 from ampwise.errors import BadInput, UnknownName
 from ampwise.train.engine import Engine
-from ampwise.tune.search.found import Found
 from ampwise.tune.search.fp32_error import ErrorTally, Fp32Reference, ParameterGroups
 from ampwise.tune.search.passes import PassResult, PassRunner, SearchBatch
+from ampwise.tune.search.result import SearchResult
 from ampwise.tune.search.search import search
 
 from .models import net
@@ -132,7 +132,7 @@ def test_an_engine_trains_inside(mixed):
 def test_a_file_holds_all_of_it(mixed, tmp_path):
     _, _, found = mixed
     found.save(tmp_path / "policy.json")
-    again = Found.load(tmp_path / "policy.json")
+    again = SearchResult.load(tmp_path / "policy.json")
     assert again == found
     assert str(again) == str(found)
     assert list(tmp_path.iterdir()) == [tmp_path / "policy.json"]
@@ -152,16 +152,16 @@ def test_another_file_is_refused(tmp_path, text, said):
     path = tmp_path / "policy.json"
     path.write_text(text)
     with pytest.raises(BadInput, match=said):
-        Found.load(path)
-    with pytest.raises(BadInput, match=r"Found.load\(.*nothing.json"):
-        Found.load(tmp_path / "nothing.json")
+        SearchResult.load(path)
+    with pytest.raises(BadInput, match=r"SearchResult.load\(.*nothing.json"):
+        SearchResult.load(tmp_path / "nothing.json")
 
 
 def test_formats_that_it_does_not_name_are_refused(mixed, tmp_path):
     _, _, found = mixed
     data = found.as_dict()
     with pytest.raises(BadInput, match="its modules have formats that its list of formats lacks"):
-        Found.from_dict(data | {"modules": data["modules"] | {"body.0": "e5m2"}})
+        SearchResult.from_dict(data | {"modules": data["modules"] | {"body.0": "e5m2"}})
 
 
 def test_a_file_that_was_tampered_with_is_refused(mixed, tmp_path):
@@ -169,7 +169,7 @@ def test_a_file_that_was_tampered_with_is_refused(mixed, tmp_path):
     for change in ({"narrow": 5}, {"modules": None}, {"gain": []}, {"ranking": [{}]}, {"verified": {}}):
         (tmp_path / "policy.json").write_text(json.dumps(found.as_dict() | change))
         with pytest.raises(BadInput, match="not a file of ampwise search"):
-            Found.load(tmp_path / "policy.json")
+            SearchResult.load(tmp_path / "policy.json")
 
 
 def test_it_cannot_be_put_on_another_model(mixed):
@@ -182,7 +182,7 @@ def test_it_cannot_be_put_on_another_model(mixed):
 
 def test_a_place_that_cannot_be_written_to(mixed, tmp_path):
     _, _, found = mixed
-    with pytest.raises(BadInput, match=r"Found.save\(.*No such file"):
+    with pytest.raises(BadInput, match=r"SearchResult.save\(.*No such file"):
         found.save(tmp_path / "nowhere" / "policy.json")
 
 
@@ -198,7 +198,7 @@ def test_as_text_and_html_nothing_of_the_users_is_markup(mixed):
     assert "<script>" not in page
     assert "<img>" not in page
     assert "&lt;script&gt;" in page
-    assert repr(found).startswith("<Found for <img>")
+    assert repr(found).startswith("<SearchResult for <img>")
 
 
 def test_the_gain_says_what_it_rests_on(mixed):

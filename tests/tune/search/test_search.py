@@ -113,7 +113,7 @@ def test_only_some_modules_are_searched_and_the_others_stay():
     assert "4 modules were not searched, and stay in FP32" in found.notes
 
 
-def test_the_model_may_be_what_the_function_calls_is_a_method_of_or_is_told():
+def test_the_model_may_be_what_the_function_calls_is_a_method_of_or_is_reported():
     model = nn.Linear(4, 1)
     batches = [(torch.randn(8, 4),), (torch.randn(8, 4),)]
     by_call = search(lambda x: model(x).square().mean(), batches, tolerance=0.9)
@@ -316,7 +316,7 @@ def test_arguments_that_make_no_sense(arguments, error, said):
         search(given.pop("fn"), given.pop("batches"), **given)
 
 
-def test_a_function_that_fails_is_told_with_where():
+def test_a_function_that_fails_is_reported_with_where():
     model = nn.Linear(4, 1)
     for options in ({}, {"model": model}):
         with pytest.raises(
@@ -332,7 +332,7 @@ def test_a_loss_that_is_not_finite_in_fp32():
         search(lambda x: model(x).sum() / 0.0, [torch.randn(2, 4)])
 
 
-def test_what_fails_in_fp32_is_told_before_anything_is_tried_and_on_which_batch():
+def test_what_fails_in_fp32_is_reported_before_anything_is_tried_and_on_which_batch():
     model, told = nn.Linear(4, 1), []
     good = [torch.randn(2, 4) for _ in range(3)]
     for bad, said in [

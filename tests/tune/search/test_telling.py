@@ -57,7 +57,7 @@ def test_the_time_left_is_by_what_the_passes_took():
     assert [(one.done, one.expected) for one in seen] == [(0, 10), (5, 10), (30, 31)]
 
 
-def test_a_search_tells_each_trial():
+def test_a_search_says_each_trial():
     seen = []
     _, function, batches = deep(4, batches=2)
     found = search(function, batches, tolerance=0.9, progress=seen.append)

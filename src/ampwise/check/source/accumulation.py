@@ -17,7 +17,19 @@ from ampwise.check.source.lazy_pattern import LazyPattern
 from ampwise.check.source.names import dotted_text
 from ampwise.check.source.steps import BACKWARDS, STEPS, Region
 
-__all__ = ["AccumulationWindow", "accumulation_windows", "is_fixed_name", "mentions_accumulation"]
+TYPE_CHECKING = False  # as in typing, which takes milliseconds to import
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from ampwise.check.source.project import SourceFile
+
+__all__ = [
+    "AccumulationWindow",
+    "accumulation_windows",
+    "events_of_each_micro_batch",
+    "mentions_accumulation",
+    "names_one_optimizer",
+]
 
 ACCUMULATES = LazyPattern(r"accum|micro|grad_?acc|virtual_?b", re.IGNORECASE)
 
@@ -33,17 +45,9 @@ class AccumulationWindow:
         self.loop = loop  # the inner loop over them; None: the region's own loop, with a test for the last
         self.paths = [] if paths is None else paths  # paths through a micro-batch that is not the last
 
-    def visits(self, *kinds: str) -> Iterator[tuple[SourceEvent, ExecutionPath]]:
-        """Yield each event of these kinds that every micro-batch has, once, with a path that it is on."""
-        seen: set[SourceEvent] = set()
-        for path in self.paths:
-            for event in path.events:
-                if event.kind in kinds and event not in seen and self._belongs(event):
-                    seen.add(event)
-                    yield event, path
-
-    def backwards(self, path: ExecutionPath) -> list[SourceEvent]:
-        return [event for event in path.events if event.kind in BACKWARDS and self._belongs(event)]
+    def events_on(self, path: ExecutionPath, *kinds: str) -> list[SourceEvent]:
+        """Return the events of these kinds that every micro-batch on a path has."""
+        return [event for event in path.events if event.kind in kinds and self._belongs(event)]
 
     def _belongs(self, event: SourceEvent) -> bool:
         return self.loop is None or self.loop in event.context.loops
@@ -81,17 +85,31 @@ def accumulation_windows(region: Region) -> list[AccumulationWindow]:
     return [*_tested(region), *_looped(region)]
 
 
+def events_of_each_micro_batch(
+    code: SourceFile, kind: str, applies: Callable[[SourceEvent, AccumulationWindow], bool]
+) -> Iterator[SourceEvent]:
+    """Yield the events of a kind that happen on every micro-batch, once, if ``applies`` holds in one of the windows."""
+    for region in code.regions:
+        found: set[SourceEvent] = set()
+        for window in accumulation_windows(region):
+            for event in dict.fromkeys(event for path in window.paths for event in window.events_on(path, kind)):
+                if event not in found and applies(event, window):
+                    found.add(event)
+                    yield event
+
+
 def mentions_accumulation(node: ast.AST | None) -> bool:
     """Whether the source of a node mentions accumulation or micro-batches."""
     return node is not None and bool(ACCUMULATES.search(ast.unparse(node)))
 
 
-def is_fixed_name(node: ast.expr, event: SourceEvent) -> bool:
-    """Whether a name always refers to the same object: not a loop variable, not assigned twice, no subscript."""
-    if not isinstance(node, ast.Name | ast.Attribute):
+def names_one_optimizer(event: SourceEvent) -> bool:
+    """Whether the first argument always names the same optimizer; in ``for opt in optimizers`` it changes."""
+    node = event.node.args[0] if isinstance(event.node, ast.Call) and event.node.args else None
+    while isinstance(node, ast.Attribute):
+        node = node.value
+    if not isinstance(node, ast.Name):
         return False
-    if isinstance(node, ast.Attribute):
-        return is_fixed_name(node.value, event) if isinstance(node.value, ast.Name | ast.Attribute) else False
     for function in event.frame.function.chain():
         if function.holds(node.id):
             bindings = function.bindings.get(node.id, [])
@@ -173,7 +191,7 @@ def _counters(loop: ast.AST) -> set[str | None]:
 
 
 def _looped(region: Region) -> Iterator[AccumulationWindow]:
-    loops = {loop: None for event in region.events if event.kind in BACKWARDS for loop in _inner_loops(event, region)}
+    loops = {loop: None for event in region.events if event.kind in BACKWARDS for loop in region.inner_loops(event)}
     stepping = {loop for event in region.events if event.kind in STEPS for loop in event.context.loops}
     for loop in loops:
         if loop in stepping or not _iterates_micro_batches(loop):
@@ -182,11 +200,6 @@ def _looped(region: Region) -> Iterator[AccumulationWindow]:
         paths = [path for path in region.paths if any(loop in event.context.loops for event in path.events)]
         if paths and not (size and _is_literal(size, 1)):
             yield AccumulationWindow(region, size, loop, paths)
-
-
-def _inner_loops(event: SourceEvent, region: Region) -> tuple[Loop, ...]:
-    loops = event.context.loops
-    return loops[loops.index(region.loop) + 1 :] if region.loop in loops else loops
 
 
 def _iterates_micro_batches(loop: Loop) -> bool:

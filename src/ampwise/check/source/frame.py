@@ -196,6 +196,11 @@ class Frame:
             self._values[node] = found if len(found) <= MOST_VALUES else [PossibleValue(None, self)]
         return self._values[node]
 
+    def makers(self, node: ast.expr) -> set[str | None]:
+        """Return the full names of the functions whose results ``node`` may hold; None for anything else."""
+        made = ((value.node, value.frame) for value in self.values(node))
+        return {frame.qualified(call.func) if isinstance(call, ast.Call) else None for call, frame in made}
+
     def _find_values(self, node: ast.expr) -> list[PossibleValue]:
         if isinstance(node, ast.IfExp):
             return [*self.values(node.body), *self.values(node.orelse)]

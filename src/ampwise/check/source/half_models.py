@@ -17,7 +17,14 @@ from ampwise.check.source.torch_names import BF16, FP16, FP32, OPTIMIZER
 from ampwise.check.source.walk import MOST_FOLLOWED, CodeSite, CodeTrace, WorkBudget, trace_function
 from ampwise.finding import Place
 
-__all__ = ["HalfModel", "TrainedHalfModel", "half_models", "only_named_main", "trained_half_models"]
+__all__ = [
+    "HalfModel",
+    "TrainedHalfModel",
+    "half_models",
+    "half_optimizers",
+    "only_named_main",
+    "trained_half_models",
+]
 
 # Methods that return the module.
 CHAINED = frozenset(
@@ -71,6 +78,11 @@ class TrainedHalfModel:
         self.frame = frame  # where the optimizer is made
         self.optimizer_key = optimizer_key
 
+    @property
+    def place(self) -> Place:
+        """Place where the optimizer is made."""
+        return self.frame.outline.script.place(self.optimizer)
+
 
 class _Cast:
     __slots__ = ("dtype", "node", "site")
@@ -116,6 +128,15 @@ def trained_half_models(code: SourceFile) -> list[TrainedHalfModel]:
                         found.setdefault((id(call), key), pair)
     orders = [_Order(one) for one in code.traces] if found else []
     return [pair for pair in found.values() if _before_training(pair.model, orders)]
+
+
+def half_optimizers(code: SourceFile, dtype: str) -> list[TrainedHalfModel]:
+    """Return the optimizers of models trained in this dtype, each with the first of its models."""
+    found: dict[ast.Call, TrainedHalfModel] = {}
+    for pair in trained_half_models(code):
+        if pair.model.dtype == dtype:
+            found.setdefault(pair.optimizer, pair)
+    return list(found.values())
 
 
 def _sites(code: SourceFile) -> list[CodeSite]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterable
 
-__all__ = ["Imports", "dotted_text"]
+__all__ = ["Imports", "dotted_text", "method_called"]
 
 # Star imports whose names are known; those of other modules are not.
 STARS = {
@@ -76,6 +76,11 @@ def dotted_text(node: ast.expr) -> str | None:
     if not isinstance(node, ast.Name):
         return None
     return ".".join([node.id, *reversed(parts)])
+
+
+def method_called(node: ast.AST | None) -> str:
+    """Return ``step`` for the call ``scaler.step(optimizer)``; an empty string if it is not a call of a method."""
+    return node.func.attr if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) else ""
 
 
 def _absolute(node: ast.ImportFrom, package: str) -> str:

@@ -14,7 +14,7 @@ from ampwise.check.source.outline import ClassOutline, FunctionOutline
 from ampwise.check.source.torch_names import AUTOCASTS, BF16, DTYPES, FP16
 from ampwise.finding import Place
 
-__all__ = ["AutocastContext", "argument_of", "autocast_of", "dtypes_of", "literal_bool"]
+__all__ = ["AutocastContext", "argument_of", "autocast_of", "dtypes_of", "literal_bool", "literal_number"]
 
 # A context manager with such a name is taken for autocast if we cannot see what it does.
 AUTOCAST_NAME = LazyPattern(r"autocast|(^|_)amp_?(ctx|context|cast)|mixed_?precision|precision_?(ctx|context)", re.I)
@@ -97,6 +97,12 @@ def literal_bool(node: ast.expr | None) -> bool | None:
     A name that holds a literal does not count, since such a constant is meant to be changed.
     """
     return node.value if isinstance(node, ast.Constant) and isinstance(node.value, bool) else None
+
+
+def literal_number(node: ast.expr | None) -> float | None:
+    """Return the value of a literal number; None for any other expression."""
+    value = node.value if isinstance(node, ast.Constant) else None
+    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
 
 
 def argument_of(call: ast.Call, name: str, position: int | None = None) -> ast.expr | None:

@@ -1,4 +1,4 @@
-"""The checked files, read on demand (``Project``), and the analysis of each (``Code``)."""
+"""The checked files, read on demand (``Project``), and the analysis of each (``SourceFile``)."""
 # ruff: noqa: PTH120 (pathlib takes longer to import than a check)
 
 from __future__ import annotations
@@ -299,6 +299,12 @@ class SourceFile:
         """All nodes of the file."""
         return [node for nodes in self._nodes_by_type.values() for node in nodes]
 
+    @property
+    def assignments(self) -> list[tuple[ast.expr, ast.expr | None]]:
+        """Each target of each assignment in the file with its value; None for a bare annotation."""
+        plain = [(target, node.value) for node in self.nodes(ast.Assign) for target in node.targets]
+        return [*plain, *((node.target, node.value) for node in self.nodes(ast.AnnAssign))]
+
     def function_at(self, node: ast.stmt | ast.expr) -> FunctionOutline:
         """Return the innermost function that contains a node."""
         index = bisect.bisect_right(self._functions_by_line, node.lineno, key=_first_line)
@@ -372,6 +378,11 @@ class SourceFile:
         for region in found:
             region.given_up = self.given_up
         return found
+
+    @property
+    def visible_regions(self) -> list[Region]:
+        """Training steps without a part in a framework, or in a function that we cannot follow."""
+        return [region for region in self.regions if not region.hidden]
 
     @property
     def limits_met(self) -> list[str]:

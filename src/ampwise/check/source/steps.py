@@ -18,7 +18,7 @@ from ampwise.check.source.precision import AutocastContext
 from ampwise.check.source.walk import CodeTrace, WorkBudget, events_in
 from ampwise.finding import Place
 
-__all__ = ["STEPS", "Moment", "Region", "regions_of"]
+__all__ = ["STEPS", "Moment", "Region", "regions_of", "surely_scaled"]
 
 BACKWARDS = (EventKind.BACKWARD, EventKind.SCALED_BACKWARD)
 MOST_ON_PATHS = 50_000  # events on the paths of one file, each counted on every path
@@ -59,6 +59,11 @@ class Moment:
     def earlier(self, *kinds: str) -> Iterator[SourceEvent]:
         """Yield the earlier events of these kinds on this path, the latest first."""
         return self.path.before(self.index, kinds)
+
+    @property
+    def backward(self) -> SourceEvent:
+        """First backward whose scaled gradients are not yet applied."""
+        return next(iter(self.scaled.values()))
 
     @property
     def surely_scaled(self) -> bool:
@@ -121,6 +126,9 @@ class Region:
         asked = [item for item in self.moments.items() if item[0].kind in kinds]
         yield from sorted(asked, key=lambda item: (item[0].line, item[0].node.col_offset))
 
+    def events_of(self, *kinds: str) -> list[SourceEvent]:
+        return [event for event in self.events if event.kind in kinds]
+
     def has(self, *kinds: str) -> bool:
         return not self.kinds.isdisjoint(kinds)
 
@@ -154,6 +162,11 @@ class Region:
         """Return the guards of an event that are inside the region."""
         return event.context.guards[self._guards_outside :]
 
+    def inner_loops(self, event: SourceEvent) -> tuple[Loop, ...]:
+        """Return the loops around an event that are inside the region."""
+        loops = event.context.loops
+        return loops[loops.index(self.loop) + 1 :] if self.loop in loops else loops
+
     @functools.cached_property
     def _guards_outside(self) -> int:
         """Number of leading guards that all events share: those around the loop."""
@@ -165,6 +178,12 @@ class Region:
             differ = next((index for index, (mine, other) in pairs if mine != other), len(event.context.guards))
             shared = shared[:differ]
         return len(shared)
+
+
+def surely_scaled(moments: list[Moment]) -> list[Moment]:
+    """Return the moments between a scaled backward and its step; none if something may have unscaled at one of them."""
+    scaled = [moment for moment in moments if moment.scaled and not moment.stepped]
+    return scaled if all(moment.surely_scaled for moment in scaled) else []
 
 
 def regions_of(trace: CodeTrace, budget: WorkBudget | None = None) -> list[Region]:

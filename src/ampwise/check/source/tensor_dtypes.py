@@ -94,8 +94,7 @@ class TensorDtypes:
                     frame = site.context.frame
                     self.returns.setdefault((id(frame.caller), id(frame.function)), []).append(site)
             for site in trace.calls:
-                assert isinstance(site.node, ast.Call)
-                given = [*site.node.args, *(word.value for word in site.node.keywords)]
+                given = [*site.call.args, *(word.value for word in site.call.keywords)]
                 self._note(given, site.context)
 
     def _note(self, nodes: Iterable[ast.expr], context: EventContext) -> None:

@@ -67,6 +67,12 @@ class CodeSite:
         self.node = node
         self.context = context
 
+    @property
+    def call(self) -> ast.Call:
+        """The node of a site that is known to be a call."""
+        assert isinstance(self.node, ast.Call)
+        return self.node
+
 
 class CodeTrace:
     """Events, calls and statements of one function and of the functions it calls."""

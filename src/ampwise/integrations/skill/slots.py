@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 
 from ampwise.hardware.catalog import COMMON_FORMATS
 from ampwise.numbers.formats import FORMATS, short_number
-from ampwise.rules import built_in
+from ampwise.rules import built_in_rules
 from ampwise.tune.advise.advice import LossScale
 
 __all__ = ["slots"]
@@ -44,7 +44,7 @@ def _commands(names: Iterable[str]) -> Iterator[tuple[str, str]]:
 
 
 def _rules() -> Iterator[tuple[str, str]]:
-    return ((entry.rule.name.replace("-", "_"), entry.rule.code) for entry in built_in())
+    return ((rule.name.replace("-", "_"), rule.code) for rule in built_in_rules())
 
 
 def _scale() -> Iterator[tuple[str, str]]:

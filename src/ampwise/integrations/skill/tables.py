@@ -6,27 +6,19 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from ampwise.finding import Finding, Rule, Severity
 from ampwise.hardware import gpus
+from ampwise.hardware.target import Target, target_for_gpu, unknown_target
 from ampwise.numbers.formats import BLOCK_FORMATS, FORMATS, short_number
-from ampwise.rules import built_in
-from ampwise.rules.dispatch import run_checks
-from ampwise.rules.evidence.choice.choice import PrecisionChoice
-from ampwise.rules.evidence.choice.ideas import IDEAS, SYMPTOMS
-from ampwise.rules.evidence.choice.target import Target, target_for_gpu, unknown_target
-from ampwise.tune.advise.deciding import decide
+from ampwise.rules import built_in_rules, found_by
+from ampwise.tune.advise.choice import PrecisionChoice
+from ampwise.tune.advise.claims import IDEAS, objections
+from ampwise.tune.advise.decide import decide
+from ampwise.tune.advise.symptoms import SYMPTOMS
 
-__all__ = ["PROVED_BY", "SECTIONS", "commands_table"]
+__all__ = ["FIND_PITFALLS", "SECTIONS", "commands_table"]
 
-# The command that shows that a rule is broken, by the rule's category. Rules of the other categories are part of an
-# answer: about a measurement, a difference, an alignment or a guarded run, or to an excuse (see below).
-PROVED_BY = {
-    "source": "check",
-    "step": "run",
-    "gradient": "run",
-    "float8": "run",
-    "time": "run",
-    "hardware": "gpu",
-    "op": "replay",
-}
+# The commands that find pitfalls. Rules of other commands are part of an answer: about a measurement, a difference, an
+# alignment or a guarded run, or to an excuse (see below).
+FIND_PITFALLS = ("ampwise check", "ampwise run", "ampwise gpu", "ampwise replay")
 TRAINED_IN = ("fp32", "tf32", "bf16", "fp16", "e5m2", "e4m3fn")
 ANYWHERE = unknown_target("any")
 
@@ -88,14 +80,13 @@ def _with_engine() -> str:
 def _pitfalls() -> str:
     """Return the rules about correctness or speed, under the command that finds them."""
     by_command: dict[str, list[Rule]] = {}
-    for entry in built_in():
-        command, rule = PROVED_BY.get(entry.category), entry.rule
+    for rule in built_in_rules():
+        command = next((command for command in found_by(rule) if command in FIND_PITFALLS), None)
         if command and rule.severity is not Severity.INFO and rule.on_by_default:
             by_command.setdefault(command, []).append(rule)
     parts = []
     for command, rules in by_command.items():
-        once = {rule.code: rule for rule in rules}
-        parts.append(f"### Found by `ampwise {command}`\n\n{_items(map(_pitfall, once.values()))}")
+        parts.append(f"### Found by `{command}`\n\n{_items(map(_pitfall, rules))}")
     return "\n\n".join(parts)
 
 
@@ -134,7 +125,7 @@ def _answers(idea: str) -> Sequence[Finding]:
     """Return the answers for any device or, if there are none, for a device that has FP16 and no BF16."""
     old = next(gpu for gpu in gpus() if gpu.has_tensor_cores("fp16") and gpu.has_tensor_cores("bf16") is False)
     targets: tuple[Target, ...] = (ANYWHERE, target_for_gpu(old))
-    found = (run_checks(PrecisionChoice(target=target, ideas=(idea,)), "choice") for target in targets)
+    found = (objections(PrecisionChoice(target=target, ideas=(idea,))) for target in targets)
     return next((each for each in found if each), ())
 
 

@@ -40,7 +40,7 @@ user's code; the others only read, and write only what `--fix`, `-o` or `--out` 
 ## How to decide
 
 - The device first: {run_gpu}. A format without tensor cores gains nothing, whoever recommends it
-  ({bf16_without_matrix_units}, {format_without_matrix_units}). What torch reports as supported may be emulated.
+  ({bf16_without_tensor_cores}, {format_without_tensor_cores}). What torch reports as supported may be emulated.
 - Then the model: {run_advise} with `--params` and `--arch`, and {run_memory}. Autocast shrinks only saved activations;
   weights, gradients and the optimizer's state stay as they are ({memory_wont_halve}).
 - Then the numbers. {fp16} has {fp16_bits} significant bits and ends at {fp16_max}; values at or below {fp16_zero} round

@@ -16,8 +16,8 @@ from ampwise.report.verdict import UNKNOWN, ending, steps_of
 
 if TYPE_CHECKING:
     from ampwise.report.layers import LayerGradients
-    from ampwise.rules.evidence.rows import CountedFinding
     from ampwise.runs.reader import Run
+    from ampwise.runs.rows import CountedFinding
 
 __all__ = ["VERSION", "Comparison"]
 

@@ -12,8 +12,8 @@ from ampwise.report.source_lines import recorded_lines
 from ampwise.report.verdict import steps_of, worst_first
 
 if TYPE_CHECKING:
-    from ampwise.rules.evidence.rows import CountedFinding
     from ampwise.runs.reader import Run
+    from ampwise.runs.rows import CountedFinding
 
 __all__ = ["STATUSES", "ComparedFinding", "compared_findings", "plain_name"]
 

@@ -70,14 +70,14 @@ NUMBERS = {
         "lost in FP16, worst layer",
         "share",
         "lower",
-        "estimated share of gradients flushed to zero",
+        "share of gradients flushed to zero, at least",
         absolute_noise=0.005,
     ),
     "lost": NumberInfo(
         "lost in FP16, all layers",
         "share",
         "lower",
-        "estimated share of all gradients flushed to zero",
+        "share of all gradients flushed to zero, at least",
         absolute_noise=0.005,
     ),
     "seconds_per_step": NumberInfo(

@@ -23,9 +23,10 @@ if TYPE_CHECKING:
     from ampwise.report.layers import LayerGradients
     from ampwise.report.live.run_state import RunState
     from ampwise.report.live.sparkline import CurveAxis
-    from ampwise.rules.evidence.rows import CountedFinding
     from ampwise.runs.bucket import StepBucket
+    from ampwise.runs.events import LoggedEvent
     from ampwise.runs.reader import Run
+    from ampwise.runs.rows import CountedFinding
 
 __all__ = ["TerminalSize", "draw_curves", "draw_frame"]
 
@@ -73,11 +74,11 @@ class TerminalSize:
 
 
 def draw_frame(run: Run, now: RunState, paper: TerminalSize) -> list[Text]:
-    """Draw the verdict, the metrics, the findings, and the layers that lose most; what does not fit is counted."""
+    """Draw the verdict, metrics, findings, events, and the layers that lose most; what does not fit is counted."""
     trouble = [paper.line(format_trouble(now.trouble), "warning")] if now.trouble else []
     head = [*_verdict(run, paper), paper.line(_status_line(now), "bold"), *trouble]
     pictures = draw_curves(now, paper)
-    found = [_finding(seen, paper) for seen in now.findings]
+    found = [*(_finding(seen, paper) for seen in now.findings), *(_event(each, paper) for each in _last_of_each(now))]
     layers = _layers(run, paper)
     blank = [paper.line("")] if paper.height >= AIRY else []
     available = paper.height - len(head) - len(pictures) - len(blank) * sum(map(bool, (pictures, found, layers)))
@@ -85,7 +86,7 @@ def draw_frame(run: Run, now: RunState, paper: TerminalSize) -> list[Text]:
     blocks = [
         head,
         pictures,
-        _shortened(found, available - for_layers, "findings", paper),
+        _shortened(found, available - for_layers, "findings and events" if now.events else "findings", paper),
         _shortened(layers, for_layers, "layers", paper)
         if for_layers >= min(2, len(layers))
         else [],  # no heading alone
@@ -190,6 +191,17 @@ def _finding(seen: CountedFinding, paper: TerminalSize) -> Text:
     )
 
 
+def _last_of_each(now: RunState) -> list[LoggedEvent]:
+    """Return the last event of each kind, newest first."""
+    last = {event.name: event for event in now.events}
+    return sorted(last.values(), key=lambda event: event.step or 0, reverse=True)
+
+
+def _event(event: LoggedEvent, paper: TerminalSize) -> Text:
+    at = "" if event.step is None else f" step {event.step:,}"
+    return paper.joined((event.name, event.level), (at, "bold"), (f"  {' '.join(event.message.split())}", ""))
+
+
 def _layers(run: Run, paper: TerminalSize) -> list[Text]:
     """Draw the layers that lost gradients or had inf or NaN in the last samples."""
     found = layers_of(replace(run, layers=run.layers[-RECENT_SAMPLES:]))
@@ -197,7 +209,7 @@ def _layers(run: Run, paper: TerminalSize) -> list[Text]:
     if not odd:
         measured = found and found[0].lost is not None
         return [paper.line(f"none of {len(found):,} layers loses gradients in FP16", "dim")] if measured else []
-    heading = "lost in FP16, estimated, by layer" if found[0].lost is not None else "layers to look at"
+    heading = "lost in FP16 by layer, at least" if found[0].lost is not None else "layers to look at"
     return [paper.line(heading, "dim"), *[_layer(layer, paper) for layer in odd]]
 
 

@@ -14,9 +14,10 @@ from ampwise.report.run_facts import optimizer_names
 from ampwise.report.verdict import worst_first
 
 if TYPE_CHECKING:
-    from ampwise.rules.evidence.rows import CountedFinding
     from ampwise.runs.bucket import NumberStats, StepBucket
+    from ampwise.runs.events import LoggedEvent
     from ampwise.runs.reader import Run
+    from ampwise.runs.rows import CountedFinding
 
 __all__ = ["RunState", "format_duration", "format_number", "format_trouble", "one_line", "state_of"]
 
@@ -34,6 +35,7 @@ class RunState:
     line: Sequence[StepBucket]  # steps of the optimizer, in order
     owner: str
     findings: Sequence[CountedFinding]  # worst first
+    events: Sequence[LoggedEvent] = ()
     trouble: Sequence[str] = ()  # what could not be read of the record
 
     @property
@@ -81,6 +83,7 @@ def state_of(run: Run, *, written: float | None = None, clock: float | None = No
         line=line,
         owner=owner,
         findings=worst_first(run.merged_findings()),
+        events=run.events,
         trouble=run.trouble,
     )
 
@@ -93,6 +96,7 @@ def one_line(now: RunState) -> str:
         *[f"{metric} {format_number(value)}" for metric, value in numbers if value is not None],
         f"skipped {now.skipped:,}",
         f"findings {len(now.findings):,}",
+        *([f"events {len(now.events):,}"] if now.events else []),
         *([f"nothing written for {format_duration(now.quiet_s)}"] if now.quiet_s is not None else []),
         *([now.status] if now.status != "running" else []),
         *([f"trouble: {format_trouble(now.trouble)}"] if now.trouble else []),

@@ -13,7 +13,7 @@ from ampwise.report.curves import METRICS, by_optimizer, skip_rates, spread_of, 
 from ampwise.report.heat_maps import heat_maps
 from ampwise.report.layers import LayerGradients
 from ampwise.report.run_facts import optimizer_names
-from ampwise.rules.evidence.rows import SKIP_RATE_STEPS
+from ampwise.runs.rows import SKIP_RATE_STEPS
 
 if TYPE_CHECKING:
     from ampwise.runs.bucket import StepBucket

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from ampwise.finding import Place, Rule
 from ampwise.report.activations import ABOUT, HEADINGS, MOST_MODULES, activations_of
 from ampwise.report.dtype_flow import count_output_dtypes, dtype_flow_of
+from ampwise.report.event_log import latest_events
 from ampwise.report.formatting import evidence_line, format_short, format_time
 from ampwise.report.headline_numbers import headline_numbers_of
 from ampwise.report.layers import describe_layers, layers_headings, layers_title
@@ -23,12 +24,13 @@ from ampwise.report.verdict import occurrence, opening, run_mood, verdict, worst
 
 if TYPE_CHECKING:
     from ampwise.report.layers import LayerGradients
-    from ampwise.rules.evidence.rows import CountedFinding
     from ampwise.runs.reader import Run
+    from ampwise.runs.rows import CountedFinding
 
 __all__ = ["FindingCard", "finding_card", "rules_of", "run_view"]
 
 MOST_FINDINGS = 300
+MOST_EVENTS = 300
 MOST_MODULES_RUN = 1000
 MORE_CONTEXT = 8  # lines around a finding in the folded part
 LONGEST_LINE = 400  # characters
@@ -56,6 +58,7 @@ def run_view(run: Run, layers: Sequence[LayerGradients]) -> dict[str, Any]:
     """Return the variables of page.html."""
     findings = worst_first(run.merged_findings())
     cards = [finding_card(one, run, f"finding-{number}") for number, one in enumerate(findings, 1)]
+    events, earlier_events = latest_events(run, MOST_EVENTS)
     flow = dtype_flow_of(run)
     modules = activations_of(run)
     return {
@@ -67,6 +70,8 @@ def run_view(run: Run, layers: Sequence[LayerGradients]) -> dict[str, Any]:
         "numbers": headline_numbers_of(run),
         "cards": cards[:MOST_FINDINGS],
         "cards_left": len(cards) - MOST_FINDINGS,
+        "events": events,
+        "events_left": earlier_events,
         "settings": [(f"{one.name}={format_short(one.value)}", one.reason) for one in settings(run)],
         "layers": _layers(layers),
         "modules": {"rows": [one.cells for one in modules[:MOST_MODULES]], "headings": HEADINGS, "about": ABOUT},

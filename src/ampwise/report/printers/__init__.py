@@ -8,6 +8,7 @@ should not load a terminal library.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
 import sys
@@ -38,10 +39,24 @@ if TYPE_CHECKING:
         ) -> str: ...
 
 
-__all__ = ["add_output_arguments", "known_output_format", "output_format", "output_formats", "print_findings"]
+__all__ = [
+    "add_output_arguments",
+    "known_output_format",
+    "log_findings",
+    "output_format",
+    "output_formats",
+    "print_findings",
+]
 
 VARIABLE = "AMPWISE_OUTPUT_FORMAT"
 DEFAULT = "full"
+
+
+def log_findings(findings: Sequence[Finding]) -> None:
+    """Print findings to stderr from within a user's training: a stream that cannot be written does not stop it."""
+    if sys.stderr is not None:  # the shell closed it
+        with contextlib.suppress(OSError, ValueError):
+            print_findings(findings, file=sys.stderr)
 
 
 def print_findings(

@@ -13,8 +13,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from ampwise.rules.evidence.rows import LayerSample, StepRow
-from ampwise.rules.evidence.sink_failure import SinkFailure, SinkPhase
+from ampwise.runs.rows import LayerSample, StepRow
+from ampwise.runs.sinks.failure import SinkFailure, SinkPhase
 from ampwise.runs.sinks.metrics import MetricRows, TimedEvent
 
 if TYPE_CHECKING:

@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import reduce
-from operator import add, attrgetter
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 from ampwise.finding import Severity
-from ampwise.rules.evidence.rows import SKIP_RATE_STEPS, CountedFinding, LayerSample, StepRow
-from ampwise.rules.evidence.underflow import underflow
+from ampwise.numbers.census.underflow import NO_UNDERFLOW, underflow
+from ampwise.runs.events import Level, LoggedEvent
+from ampwise.runs.rows import SKIP_RATE_STEPS, CountedFinding, LayerSample, StepRow
 
 __all__ = ["METRICS", "PREFIX", "STEP", "Metric", "MetricRows", "MetricsRow", "SinkEvent", "SkipCounter", "TimedEvent"]
 
 PREFIX = "ampwise/"
 STEP = PREFIX + "step"  # the step axis in sinks whose own step counter belongs to the script
 
-SinkEvent = StepRow | LayerSample | Sequence[CountedFinding]  # something that happened in a run
+SinkEvent = StepRow | LayerSample | LoggedEvent | Sequence[CountedFinding]  # something that happened in a run
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +71,10 @@ class _Findings(list[Severity]):
     """Severities of all findings so far."""
 
 
+class _Events(Counter[str]):
+    """Number of events so far, by level."""
+
+
 def _lost_share(sample: LayerSample) -> float | None:
     """Return the share of gradient values lost to FP16 underflow; None without a loss scale, as then FP16 may not be
     in use."""
@@ -78,11 +82,15 @@ def _lost_share(sample: LayerSample) -> float | None:
         return None
     every = [underflow(census, sample.scale) for census in sample.layers.values()]
     seen = [each for each in every if each.values]
-    return reduce(add, seen).lost_share if seen else None
+    return sum(seen, start=NO_UNDERFLOW).lost_share if seen else None
 
 
 def _count(severity: Severity) -> Callable[[_Findings], float]:
     return lambda findings: float(findings.count(severity))
+
+
+def _logged(level: Level) -> Callable[[_Events], float]:
+    return lambda events: float(events[level])
 
 
 METRICS = (
@@ -98,10 +106,21 @@ METRICS = (
         SkipRate,
         float,
     ),
-    Metric("underflow_share", "gradient values that FP16 turned to zero, estimated", "share", LayerSample, _lost_share),
+    Metric(
+        "underflow_share",
+        "gradient values that FP16 set to zero, at least",
+        "share",
+        LayerSample,
+        _lost_share,
+    ),
     Metric("findings/errors", "findings so far that are errors", "count", _Findings, _count(Severity.ERROR)),
     Metric("findings/warnings", "findings so far that are warnings", "count", _Findings, _count(Severity.WARNING)),
     Metric("findings/info", "findings so far that are advice", "count", _Findings, _count(Severity.INFO)),
+    Metric("events/errors", "events so far that are errors, such as a lost rank", "count", _Events, _logged("error")),
+    Metric(
+        "events/warnings", "events so far that are warnings, such as a rollback", "count", _Events, _logged("warning")
+    ),
+    Metric("events/info", "events so far that need no action", "count", _Events, _logged("info")),
 )
 
 
@@ -110,6 +129,7 @@ class MetricRows:
 
     def __init__(self) -> None:
         self._found: _Findings | None = None
+        self._events = _Events()
         self._step = 0  # of the first optimizer
 
     def row(self, fact: TimedEvent) -> MetricsRow | None:
@@ -120,6 +140,9 @@ class MetricRows:
             return _row(at, event.step, event.optimizer, event, skip_rate)
         if isinstance(event, LayerSample):
             return _row(at, event.last, event.optimizer, event)
+        if isinstance(event, LoggedEvent):
+            self._events[event.level] += 1
+            return _row(at, self._step, 0, self._events)
         found = _Findings(seen.finding.severity for seen in event)
         if found == self._found:
             return None

@@ -6,11 +6,10 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from ampwise.finding import Finding
-from ampwise.rules.evidence.rows import StepRow
-from ampwise.rules.evidence.sink_failure import SinkFailure
-from ampwise.rules.run.sink_failed import check
+from ampwise.runs.events import LoggedEvent
+from ampwise.runs.rows import StepRow
 from ampwise.runs.sinks.delivery import SinkThread
+from ampwise.runs.sinks.failure import SinkFailure
 from ampwise.runs.sinks.metrics import SkipCounter, TimedEvent
 from ampwise.runs.sinks.wait_limits import WaitLimits, wait_limits
 
@@ -24,16 +23,16 @@ __all__ = ["Sinks"]
 class Sinks:
     """Sends each event of a run to all sinks, without waiting and without raising.
 
-    found: called with a finding for each sink that fails, once, from any thread. at_exit: see ``Delivery``.
+    failed: called with an event for each sink that fails, once, from any thread. at_exit: see ``Delivery``.
     """
 
     def __init__(
         self,
         openings: Sequence[SinkRequest],
-        found: Callable[[Finding], None],
+        failed: Callable[[LoggedEvent], None],
         at_exit: Callable[[], None] | None = None,
     ) -> None:
-        self._found = found
+        self._report = failed
         self._deliveries = [SinkThread(opening, self._failed, at_exit) for opening in openings]
         self._skips = SkipCounter()
         self._patience = wait_limits()
@@ -68,6 +67,5 @@ class Sinks:
             for delivery in self._deliveries:
                 delivery.wait(began, WaitLimits(0.0, 0.0))
 
-    def _failed(self, trouble: SinkFailure) -> None:
-        for finding in check(trouble):
-            self._found(finding)
+    def _failed(self, failure: SinkFailure) -> None:
+        self._report(failure.logged())

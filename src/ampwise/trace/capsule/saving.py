@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from ampwise.trace.bad_steps import BadStepRecord
     from ampwise.trace.kept_batch import KeptBatch
 
-__all__ = ["SHARED_CAPSULES", "Capsules", "checked_capsules"]
+__all__ = ["MAX_CAPSULES", "SHARED_CAPSULES", "Capsules", "checked_capsules"]
 
 MAX_CAPSULES = 4  # per run: further bad steps usually have the same cause
 

@@ -18,9 +18,9 @@ from torch import Tensor
 from ampwise.errors import AmpwiseError, BadInput
 from ampwise.finding.strict_json import dumps, refuse_many
 from ampwise.finding.version import installed_version
-from ampwise.rules.evidence.rows import CountedFinding
 from ampwise.runs.files import write_atomically
 from ampwise.runs.findings_json import findings_data
+from ampwise.runs.rows import CountedFinding
 from ampwise.runs.tensor_files import refuse_unwritable, size_on_disk, write_tensors
 from ampwise.trace.capsule.build_arguments import checked_arguments
 from ampwise.trace.capsule.contents import CapsuleContents

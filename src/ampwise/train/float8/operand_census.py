@@ -12,16 +12,14 @@ from torch import Tensor, nn
 from ampwise.finding import Finding
 from ampwise.numbers.census.algebra import Census
 from ampwise.numbers.census.measure import census
-from ampwise.rules import rules_in
-from ampwise.rules.evidence.float8_layers import Float8LayerStats, Float8OperandStats
+from ampwise.rules import run_checks
 from ampwise.train.float8.delayed_scaling import OPERANDS, DelayedScales
 from ampwise.train.float8.fp8_cast import E4M3, E5M2, TOPS, scales_of
 from ampwise.train.float8.layer_forward import Fp8Forward
+from ampwise.train.float8.layer_stats import Float8LayerStats, Float8OperandStats
 from ampwise.train.float8.recipe import Fp8
 
 __all__ = ["CountingForward", "OperandCensuses", "fp8_findings", "report_layers"]
-
-CATEGORY = "float8"
 
 # Which parts of an operand have a scale of their own, in each matmul that it is part of.
 WHOLE, ROWS, COLUMNS = "whole", "rows", "columns"
@@ -92,7 +90,7 @@ def report_layers(
 
 def fp8_findings(layers: Float8LayerStats) -> list[Finding]:
     """Return the findings of the FP8 rules about these layers."""
-    return [finding for module in rules_in(CATEGORY) for finding in module.check(layers)]
+    return run_checks(layers)
 
 
 def _counted(scales: DelayedScales) -> Iterator[tuple[tuple[str, str], tuple[float, list[float], list[float], int]]]:

@@ -11,7 +11,7 @@ import torch
 from ampwise.train.precision.precision import TrainPrecision
 from ampwise.train.precision.tf32 import tf32_setting
 
-__all__ = ["PrecisionContexts"]
+__all__ = ["NO_CONTEXT", "PrecisionContexts"]
 
 NO_CONTEXT: AbstractContextManager[Any] = nullcontext()
 

@@ -1,10 +1,6 @@
-"""Which precision, and why: hardware first, then the model, then what goes wrong, then measurement.
+"""Which precision, and why. ``claims`` and ``symptoms`` are the tables of what people say and see; ``decide`` answers.
 
 Nothing here needs torch but to look at a model or at this machine.
 """
 
-from __future__ import annotations
-
-from ampwise.tune.advise.asking import advise
-
-__all__ = ["advise"]
+from ampwise.tune.advise.advise import advise as advise

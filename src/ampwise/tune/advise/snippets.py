@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable
 
-from ampwise.rules.evidence.choice.choice import PrecisionChoice
 from ampwise.tune.advise.advice import KeptPart
-from ampwise.tune.advise.around import switches
-from ampwise.tune.advise.keeping import patterns_of
+from ampwise.tune.advise.choice import PrecisionChoice
 
-__all__ = ["by_hand", "with_engine"]
+__all__ = ["snippets"]
 
 DTYPES = {"fp16": "torch.float16", "bf16": "torch.bfloat16", "fp8": "torch.bfloat16", "auto": "dtype"}
-IN_ENGINE = {"fp8": "bf16"}  # converted layers run in FP8 by themselves, all else in BF16
 CLIP = "torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)"
 
 NATIVE_BF16 = """\
@@ -49,76 +46,41 @@ for x, y in engine.batches(loader):
     engine.step(lambda x, y: criterion(model(x), y), x.to(device), y.to(device))"""
 
 
-def by_hand(choice: PrecisionChoice, precision: str, kept: Sequence[KeptPart]) -> str:
-    """A loop with torch.amp; ``model``, ``optimizer``, ``criterion`` and ``loader`` are the user's."""
-    return "\n".join(_by_hand(choice, precision, patterns_of(tuple(kept)))) + "\n"
+def snippets(
+    choice: PrecisionChoice, precision: str, kept: Iterable[KeptPart], switches: Iterable[str]
+) -> tuple[str, str]:
+    """Return the loop with torch.amp, and with ampwise.Engine.
 
+    ``model``, ``optimizer``, ``criterion`` and ``loader`` are the user's.
+    """
+    kind, fp8 = choice.target.kind, precision == "fp8"
+    device = f'device = "{kind}"' if kind else 'device = "cuda" if torch.cuda.is_available() else "cpu"'
+    imports = ["from torchao.float8 import convert_to_float8_training"] if fp8 else []
+    engine_precision = "bf16" if fp8 else precision  # converted layers run in FP8 by themselves
+    names = ", ".join(json.dumps(pattern) for part in kept for pattern in part.patterns)
+    policy = f'ampwise.Policy("{engine_precision}").keep("fp32", {names})' if names else ""
+    converted = [*(["", "", IN_FP8] if fp8 else []), *switches]
 
-def with_engine(choice: PrecisionChoice, precision: str, kept: Sequence[KeptPart]) -> str:
-    """Return the loop with ampwise.Engine."""
-    name = IN_ENGINE.get(precision, precision)
-    policy = _policy(name, patterns_of(tuple(kept)))
-    lines = [_device(choice), *_fp8(precision), *_switches(choice, precision)]
-    lines += [f"policy = {policy}"] if policy else []
-    given = "policy" if policy else f'"{name}"'
-    lines.append(f"engine = ampwise.Engine(model.to(device), optimizer, {given}, clip_norm=1.0)")
-    lines += ENGINE_LOOP.splitlines()
-    needs_torch = ["import torch", ""] if any("torch." in line for line in lines) else []
-    return "\n".join([*needs_torch, "import ampwise", *_fp8_import(precision), "", *lines]) + "\n"
-
-
-def _by_hand(choice: PrecisionChoice, precision: str, patterns: tuple[str, ...]) -> Iterator[str]:
-    policy = _policy(IN_ENGINE.get(precision, precision), patterns)
-    yield "import torch"
-    yield from ("", "import ampwise") if policy else ()
-    yield from _fp8_import(precision)
-    yield ""
-    yield _device(choice)
-    yield "model.to(device)"
-    yield from _fp8(precision)
-    yield from _switches(choice, precision)
-    yield from (f"{policy}.apply(model)",) if policy else ()
-    yield from _before_the_loop(choice, precision)
-    yield ""
-    yield "for x, y in loader:"
-    yield "    x, y = x.to(device), y.to(device)"
-    if precision in DTYPES:
-        yield f"    with torch.autocast(device, dtype={DTYPES[precision]}):"
-        yield "        loss = criterion(model(x), y)"
-    else:
-        yield "    loss = criterion(model(x), y)"
-    yield from (SCALED if precision in ("fp16", "auto") else UNSCALED).splitlines()
-
-
-def _before_the_loop(choice: PrecisionChoice, precision: str) -> Iterator[str]:
+    lines = ["import torch", *(["", "import ampwise"] if policy else []), *imports, "", device, "model.to(device)"]
+    lines += [*converted, *([f"{policy}.apply(model)"] if policy else [])]
     if precision == "auto":
-        yield from CHOSEN.splitlines()
+        lines.append(CHOSEN)
     elif precision == "fp16":
-        yield "scaler = torch.amp.GradScaler(device)  # starts at 65536, adjusts itself"
-    elif precision in ("bf16", "fp8") and choice.target.kind != "cpu":
-        yield from NATIVE_BF16.splitlines()
+        lines.append("scaler = torch.amp.GradScaler(device)  # starts at 65536, adjusts itself")
+    elif precision in ("bf16", "fp8") and kind != "cpu":
+        lines.append(NATIVE_BF16)
+    lines += ["", "for x, y in loader:", "    x, y = x.to(device), y.to(device)"]
+    if precision in DTYPES:
+        lines.append(
+            f"    with torch.autocast(device, dtype={DTYPES[precision]}):\n        loss = criterion(model(x), y)"
+        )
+    else:
+        lines.append("    loss = criterion(model(x), y)")
+    lines.append(SCALED if precision in ("fp16", "auto") else UNSCALED)
 
-
-def _device(choice: PrecisionChoice) -> str:
-    kind = choice.target.kind
-    if kind is None:
-        return 'device = "cuda" if torch.cuda.is_available() else "cpu"'
-    return f'device = "{kind}"'
-
-
-def _switches(choice: PrecisionChoice, precision: str) -> tuple[str, ...]:
-    return switches(choice, precision).lines
-
-
-def _fp8_import(precision: str) -> tuple[str, ...]:
-    return ("from torchao.float8 import convert_to_float8_training",) if precision == "fp8" else ()
-
-
-def _fp8(precision: str) -> tuple[str, ...]:
-    return ("", "", *IN_FP8.splitlines()) if precision == "fp8" else ()
-
-
-def _policy(precision: str, patterns: tuple[str, ...]) -> str:
-    """A policy that keeps these in FP32; empty where there are none."""
-    names = ", ".join(json.dumps(pattern) for pattern in patterns)
-    return f'ampwise.Policy("{precision}").keep("fp32", {names})' if patterns else ""
+    given = "policy" if policy else f'"{engine_precision}"'
+    engine = [device, *converted, *([f"policy = {policy}"] if policy else [])]
+    engine += [f"engine = ampwise.Engine(model.to(device), optimizer, {given}, clip_norm=1.0)", ENGINE_LOOP]
+    needs_torch = ["import torch", ""] if any("torch." in line for line in engine) else []
+    with_engine = [*needs_torch, "import ampwise", *imports, "", *engine]
+    return "\n".join(lines) + "\n", "\n".join(with_engine) + "\n"

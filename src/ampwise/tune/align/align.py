@@ -14,13 +14,13 @@ from torch._subclasses import fake_tensor
 from ampwise.errors import AmpwiseError, BadInput, PrecisionUnavailable
 from ampwise.hardware.catalog import Gpu, find_gpu, gpu_named
 from ampwise.numbers.emulation.eager_mode import run_eagerly
-from ampwise.rules.dispatch import run_checks
-from ampwise.rules.evidence.alignment import multiple_for
-from ampwise.rules.evidence.matmuls import StepMatmuls
+from ampwise.rules import run_checks
 from ampwise.trace.user_code import describe_error
 from ampwise.train.precision.contexts import PrecisionContexts
 from ampwise.train.precision.precision import PRECISIONS, choose_precision
+from ampwise.tune.align.alignment import multiple_for
 from ampwise.tune.align.matmul_recorder import MatmulRecorder
+from ampwise.tune.align.matmuls import StepMatmuls
 from ampwise.tune.align.padding_plan import PaddingRequest
 from ampwise.tune.align.padding_planner import plan_padding
 from ampwise.tune.align.result import Alignment
@@ -233,7 +233,7 @@ def _judged(recording: _Recording, target: Gpu | None, device: str | None) -> Al
     forward_only = () if any(each.backward for each in products.products) else (FORWARD_ONLY,)
     return Alignment(
         products=products if target is None or products.gpu else replace(products, gpu=target.name),
-        findings=tuple(run_checks(products, "model")),
+        findings=tuple(run_checks(products)),
         padding=padding,
         basis=_basis(products, target, device),
         head=heads[0] if len(heads) == 1 else None,

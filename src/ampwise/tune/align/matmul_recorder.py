@@ -18,10 +18,10 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ampwise.rules.evidence.matmuls import MatmulSize, StepMatmul
 from ampwise.trace.recorder import dtype_name
 from ampwise.train.precision.policy import named_modules
 from ampwise.tune.align.matmul_shapes import MatmulShape, shape_reader
+from ampwise.tune.align.matmuls import MatmulSize, StepMatmul
 
 __all__ = ["MatmulRecorder", "RecordedCall"]
 

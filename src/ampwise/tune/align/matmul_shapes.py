@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ampwise.rules.evidence.alignment import common_stride
+from ampwise.tune.align.alignment import common_stride
 
 __all__ = ["CHANNELS", "MatmulShape", "shape_reader"]
 

@@ -9,7 +9,7 @@ from torch import nn
 
 from ampwise.errors import BadInput
 from ampwise.finding.terminal import printable
-from ampwise.rules.evidence.alignment import better_size, multiple_for
+from ampwise.tune.align.alignment import better_size, multiple_for
 from ampwise.tune.align.layers import KEPT, MASKED, SLICED
 
 __all__ = ["PaddedWeight", "Padding", "PaddingRequest", "UnpaddedLayer"]

@@ -9,8 +9,8 @@ from typing import Any
 
 from ampwise.finding import Finding
 from ampwise.finding.terminal import printable
-from ampwise.rules.evidence.alignment import multiple_for
-from ampwise.rules.evidence.matmuls import ROWS, LayerMatmuls, MisalignedSize, StepMatmuls, tile_remarks
+from ampwise.tune.align.alignment import multiple_for
+from ampwise.tune.align.matmuls import ROWS, LayerMatmuls, MisalignedSize, StepMatmuls, tile_remarks
 from ampwise.tune.align.padding_plan import PaddedWeight, Padding
 
 __all__ = ["HEADINGS", "Alignment"]

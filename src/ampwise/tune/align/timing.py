@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ampwise.rules.evidence.matmuls import MatmulSize, PaddingTiming, StepMatmul, StepMatmuls
 from ampwise.tune.align.matmul_recorder import RecordedCall
+from ampwise.tune.align.matmuls import MatmulSize, PaddingTiming, StepMatmul, StepMatmuls
 from ampwise.tune.compare.clocks import Clock
 
 __all__ = ["median_ms", "time_products"]

@@ -15,16 +15,16 @@ from torch.nn.modules.conv import _ConvNd
 from ampwise.errors import BadInput
 from ampwise.hardware.cpu import BF16_FEATURES, describe_cpu
 from ampwise.hardware.torch_info import read_device, read_fp32_switches
-from ampwise.rules.evidence.speed import BASE, SpeedComparison
-from ampwise.rules.evidence.speed_command import compare_command
 from ampwise.trace.capsule.capsule_replay import device_named
 from ampwise.train.precision.precision import precisions_of
 from ampwise.train.random_state import capture_random, restore_random
 from ampwise.tune.compare.clocks import Clock, clock_for
+from ampwise.tune.compare.command import compare_command
 from ampwise.tune.compare.contender import make_contenders
 from ampwise.tune.compare.measurement import Measurement, MeasureSettings, Progress
 from ampwise.tune.compare.plan import checked_names, make_plan
 from ampwise.tune.compare.result import PrecisionComparison
+from ampwise.tune.compare.speeds import BASE, SpeedComparison
 from ampwise.tune.train_case import CaseFactory, TrainCase, load_factory, make_factory
 from ampwise.tune.training_step import make_optimizer
 

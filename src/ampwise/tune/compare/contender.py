@@ -10,13 +10,13 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ampwise.errors import BadInput
-from ampwise.rules.evidence.speed import BASE, PrecisionRow
-from ampwise.rules.evidence.time_use import HALVES
 from ampwise.train.precision.policy import Policy
 from ampwise.tune.compare.float8 import FP8, OTHER_LAYERS, Float8Layers
 from ampwise.tune.compare.plan import PlannedRow
+from ampwise.tune.compare.speeds import BASE, PrecisionRow
 from ampwise.tune.train_case import TrainCase
 from ampwise.tune.training_step import TrainingStep
+from ampwise.watch.time_use import HALVES
 
 __all__ = ["AGAIN", "Contender", "make_contenders", "parse_keep"]
 

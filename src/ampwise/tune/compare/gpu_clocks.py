@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ampwise.rules.evidence.speed import GpuClocks
+from ampwise.tune.compare.speeds import GpuClocks
 
 __all__ = ["ClockWatch"]
 

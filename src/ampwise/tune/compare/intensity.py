@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
-from ampwise.rules.evidence.time_use import ProfiledMatmul
 from ampwise.watch.matmul_work import BYTES
+from ampwise.watch.time_use import ProfiledMatmul
 
 __all__ = ["intensity_of"]
 

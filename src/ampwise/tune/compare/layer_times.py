@@ -8,10 +8,10 @@ from typing import NamedTuple
 
 from torch import nn
 
-from ampwise.rules.evidence.speed import BASE, LayerTime
 from ampwise.train.precision.policy import named_modules
 from ampwise.train.precision.policy_table import ANY
 from ampwise.tune.compare.profile_summary import OUTSIDE
+from ampwise.tune.compare.speeds import BASE, LayerTime
 
 __all__ = ["layer_times"]
 

@@ -10,11 +10,11 @@ from torch import Tensor
 
 from ampwise.numbers.formats import find_format
 from ampwise.numbers.formats.format import Format
-from ampwise.rules.evidence.speed import LossCheck
 from ampwise.train.random_state import capture_random, restore_random
 from ampwise.tune.compare.clocks import Clock
 from ampwise.tune.compare.contender import Contender
 from ampwise.tune.compare.snapshot import StateSnapshot, are_finite
+from ampwise.tune.compare.speeds import LossCheck
 from ampwise.tune.train_case import TrainCase
 
 __all__ = ["LossChecker", "TimedLoss", "tolerance"]

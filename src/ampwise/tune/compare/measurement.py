@@ -11,9 +11,7 @@ import torch
 
 from ampwise.errors import BadInput
 from ampwise.hardware.catalog import Gpu, find_gpu
-from ampwise.rules.evidence.speed import BASE, GpuClocks, LayerTime, LossCheck, PrecisionRow, StepMemory, TimeSpread
-from ampwise.rules.evidence.speed_verdict import is_noisy
-from ampwise.rules.evidence.time_use import ProfiledMatmul
+from ampwise.rules.amp5xx_speed.verdict import is_noisy
 from ampwise.tune.compare.clocks import Clock
 from ampwise.tune.compare.contender import AGAIN, Contender
 from ampwise.tune.compare.flops import count_flops
@@ -26,9 +24,11 @@ from ampwise.tune.compare.peak_memory import measure_peak
 from ampwise.tune.compare.profile_summary import ProfileSummary, median_summary, profile_events, summarize
 from ampwise.tune.compare.profiling import profiled_step
 from ampwise.tune.compare.rounds import Times, noise_between, plan_rounds, ratios, run_rounds, warm_up
+from ampwise.tune.compare.speeds import BASE, GpuClocks, LayerTime, LossCheck, PrecisionRow, StepMemory, TimeSpread
 from ampwise.tune.compare.weight_guard import WeightGuard
 from ampwise.tune.train_case import TrainCase
 from ampwise.watch.profiler import profile_of
+from ampwise.watch.time_use import ProfiledMatmul
 
 __all__ = ["MeasureSettings", "Measurement", "Progress"]
 

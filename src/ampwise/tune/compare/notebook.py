@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ampwise.finding.html import badge, bold, box, code, finding_html, paragraph, table, text
-from ampwise.rules.evidence.speed import BASE
-from ampwise.rules.evidence.speed_text import columns_of, layer_note, speed_headline
+from ampwise.tune.compare.speed_text import columns_of, layer_note, speed_headline
+from ampwise.tune.compare.speeds import BASE
 
 if TYPE_CHECKING:
-    from ampwise.rules.evidence.speed import PrecisionRow, SpeedComparison
     from ampwise.tune.compare.result import PrecisionComparison
+    from ampwise.tune.compare.speeds import PrecisionRow, SpeedComparison
 
 __all__ = ["comparison_html"]
 

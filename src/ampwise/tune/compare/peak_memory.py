@@ -7,8 +7,8 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from ampwise.rules.evidence.speed import StepMemory
 from ampwise.tune.compare.contender import Contender
+from ampwise.tune.compare.speeds import StepMemory
 
 __all__ = ["free_memory", "measure_peak"]
 

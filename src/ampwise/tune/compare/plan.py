@@ -8,9 +8,9 @@ from typing import NamedTuple
 import torch
 
 from ampwise.errors import BadInput, PrecisionUnavailable, UnknownName
-from ampwise.rules.evidence.speed import BASE, PrecisionRow
 from ampwise.train.precision.precision import PRECISIONS, RIGHT_NAMES, DevicePrecisions
 from ampwise.tune.compare.float8 import FP8, why_no_float8
+from ampwise.tune.compare.speeds import BASE, PrecisionRow
 
 __all__ = ["NAMES", "ComparePlan", "PlannedRow", "checked_names", "make_plan"]
 

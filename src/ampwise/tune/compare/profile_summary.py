@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 
 from torch._C._autograd import DeviceType
 
-from ampwise.rules.evidence.speed import KINDS, TimeSplit
 from ampwise.tune.compare.profiler_ranges import module_of
+from ampwise.tune.compare.speeds import KINDS, TimeSplit
 from ampwise.tune.compare.work_kinds import kind_of_kernel, kind_of_op
 from ampwise.watch.matmul_work import PRECISIONS
 

@@ -6,13 +6,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from ampwise.finding import Finding
-from ampwise.rules.dispatch import run_checks
-from ampwise.rules.evidence.speed import PrecisionRow, SpeedComparison
-from ampwise.rules.evidence.speed_text import BASES, speed_headline
+from ampwise.rules import run_checks
+from ampwise.tune.compare.speed_text import BASES, speed_headline
+from ampwise.tune.compare.speeds import PrecisionRow, SpeedComparison
 
 __all__ = ["PrecisionComparison"]
-
-CATEGORY = "speed"
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +41,7 @@ class PrecisionComparison:
     @property
     def findings(self) -> list[Finding]:
         """Why it is not faster, and what makes a number doubtful; worst first."""
-        found = run_checks(self.speeds, CATEGORY)
+        found = run_checks(self.speeds)
         return sorted(found, key=lambda finding: (finding.severity.rank, finding.rule.code))
 
     def as_dict(self) -> dict[str, Any]:

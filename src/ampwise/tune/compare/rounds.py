@@ -7,10 +7,10 @@ from collections.abc import Callable, Mapping
 from statistics import median
 from typing import NamedTuple
 
-from ampwise.rules.evidence.speed import TimeSpread
 from ampwise.tune.compare.clocks import Clock
 from ampwise.tune.compare.contender import Contender
 from ampwise.tune.compare.lineup import Lineup
+from ampwise.tune.compare.speeds import TimeSpread
 
 __all__ = ["RoundPlan", "Times", "noise_between", "plan_rounds", "ratios", "run_rounds", "warm_up"]
 

@@ -7,9 +7,8 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from ampwise.finding.terminal import console, printable, table
-from ampwise.rules.evidence.speed import BASE, LayerTime, PrecisionRow, SpeedComparison
-from ampwise.rules.evidence.speed_text import (
-    KIND_WORDS,
+from ampwise.rules.amp5xx_speed.verdict import KIND_WORDS
+from ampwise.tune.compare.speed_text import (
     clock_note,
     columns_of,
     kept_note,
@@ -19,6 +18,7 @@ from ampwise.rules.evidence.speed_text import (
     speed_headline,
     split_of,
 )
+from ampwise.tune.compare.speeds import BASE, LayerTime, PrecisionRow, SpeedComparison
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -13,17 +13,6 @@ from torch.nn import Module
 
 from ampwise.errors import BadInput
 from ampwise.report.formatting import format_bytes
-from ampwise.rules.evidence.difference import (
-    BACKWARD,
-    FORWARD,
-    ErrorLocation,
-    ModuleRow,
-    OpRow,
-    ParameterRow,
-    SideFacts,
-    StepDifference,
-)
-from ampwise.rules.evidence.tensor_difference import ComparedTensor
 from ampwise.trace.call_arguments import iterator_names
 from ampwise.trace.user_code import describe_type
 from ampwise.train.precision.policy import Policy
@@ -38,6 +27,17 @@ from ampwise.tune.diff.result import Difference
 from ampwise.tune.diff.runs import DiffRuns, ParameterGradients, Progress
 from ampwise.tune.diff.shared_random import SharedRandom
 from ampwise.tune.diff.side import Side, parse_side
+from ampwise.tune.diff.step_difference import (
+    BACKWARD,
+    FORWARD,
+    ErrorLocation,
+    ModuleRow,
+    OpRow,
+    ParameterRow,
+    SideFacts,
+    StepDifference,
+)
+from ampwise.tune.diff.tensor_difference import ComparedTensor
 
 __all__ = ["DiffOptions", "compare_sides", "diff"]
 

@@ -6,11 +6,11 @@ import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from ampwise.rules.evidence.difference import BACKWARD, FORWARD, ErrorLocation, ModuleRow
-from ampwise.rules.evidence.tensor_difference import SUMMING, ComparedTensor, TensorDifference
 from ampwise.tune.diff.module_calls import GIVEN, RETURNED, ModuleCall
 from ampwise.tune.diff.passes import PassOutline, TensorEvent
 from ampwise.tune.diff.side import SPREAD
+from ampwise.tune.diff.step_difference import BACKWARD, FORWARD, ErrorLocation, ModuleRow
+from ampwise.tune.diff.tensor_difference import SUMMING, ComparedTensor, TensorDifference
 
 __all__ = ["ExpectedErrors", "PassComparisons", "expected_errors"]
 

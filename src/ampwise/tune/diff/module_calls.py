@@ -14,9 +14,9 @@ from torch.nn import Module
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils._python_dispatch import _disable_current_modes
 
-from ampwise.rules.evidence.difference import FUNCTION
 from ampwise.trace.call_arguments import named_tensors
 from ampwise.tune.diff.names import ModuleNames
+from ampwise.tune.diff.step_difference import FUNCTION
 
 __all__ = ["GIVEN", "RETURNED", "ModuleCall", "ModuleCalls", "TensorPlace", "is_backward"]
 

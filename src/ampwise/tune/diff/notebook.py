@@ -6,8 +6,8 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from ampwise.finding.html import badge, bold, box, code, finding_html, paragraph, prose, table, text
-from ampwise.rules.evidence.difference import BACKWARD, FORWARD
-from ampwise.rules.evidence.difference_text import difference_headline, loss_text
+from ampwise.tune.diff.headline import difference_headline, loss_text
+from ampwise.tune.diff.step_difference import BACKWARD, FORWARD
 from ampwise.tune.diff.text import (
     MODULE_HEADINGS,
     OP_HEADINGS,

@@ -16,16 +16,16 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from ampwise.rules.evidence.difference import BACKWARD, FORWARD, OpRow
-from ampwise.rules.evidence.op_families import base_name, family_of
-from ampwise.rules.evidence.run_events import CallSite
-from ampwise.rules.evidence.tensor_difference import ComparedTensor
+from ampwise.finding.call_site import CallSite
+from ampwise.numbers.op_families import base_name, family_of
 from ampwise.trace.recorder import storage_id, tensors_in
 from ampwise.trace.stack_lines import current_line, site_of
 from ampwise.tune.diff.expected_errors import PassComparisons
 from ampwise.tune.diff.module_calls import ModuleCall, ModuleCalls, TensorPlace, is_backward
 from ampwise.tune.diff.names import ModuleNames
 from ampwise.tune.diff.statistics import UNSCALED, Factors, Ledger
+from ampwise.tune.diff.step_difference import BACKWARD, FORWARD, OpRow
+from ampwise.tune.diff.tensor_difference import ComparedTensor
 from ampwise.tune.diff.tensor_store import TensorStore, comparable_values
 
 __all__ = ["CompareOps", "OpFilter", "OpKey", "OpTape", "RecordOps"]

@@ -12,10 +12,11 @@ from ampwise.report.formatting import evidence_line
 from ampwise.report.page.difference_page import difference_page
 from ampwise.report.page.run_view import MORE_CONTEXT, FindingCard, rules_of
 from ampwise.report.source_lines import recorded_lines
-from ampwise.rules.evidence.difference import BACKWARD, FORWARD, ModuleRow, StepDifference
-from ampwise.rules.evidence.difference_text import BASES, difference_headline, loss_text, op_text, spot_text
-from ampwise.rules.evidence.rows import CountedFinding
-from ampwise.rules.evidence.tensor_difference import BEYOND, ComparedTensor
+from ampwise.rules.amp53x_differences.wording import op_text, spot_text
+from ampwise.runs.rows import CountedFinding
+from ampwise.tune.diff.headline import BASES, difference_headline, loss_text
+from ampwise.tune.diff.step_difference import BACKWARD, FORWARD, ModuleRow, StepDifference
+from ampwise.tune.diff.tensor_difference import BEYOND, ComparedTensor
 from ampwise.tune.diff.text import (
     MODULE_HEADINGS,
     OP_HEADINGS,

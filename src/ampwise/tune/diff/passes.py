@@ -14,7 +14,7 @@ from torch.nn import Module
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ampwise.numbers.emulation.emulated_matmuls import NOT_EMULATED
-from ampwise.rules.evidence.op_families import base_name
+from ampwise.numbers.op_families import base_name
 from ampwise.trace.recorder import storage_id
 from ampwise.tune.diff.memory_budget import MemoryBudget
 from ampwise.tune.diff.module_calls import GIVEN, RETURNED, ModuleCall, ModuleCalls, TensorPlace

@@ -6,8 +6,9 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from ampwise.finding import Finding, Place, Severity
-from ampwise.rules.dispatch import run_checks
-from ampwise.rules.evidence.difference import (
+from ampwise.rules import run_checks
+from ampwise.tune.diff.headline import BASES, difference_headline
+from ampwise.tune.diff.step_difference import (
     BACKWARD,
     FORWARD,
     ErrorLocation,
@@ -16,11 +17,8 @@ from ampwise.rules.evidence.difference import (
     ParameterRow,
     StepDifference,
 )
-from ampwise.rules.evidence.difference_text import BASES, difference_headline
 
 __all__ = ["Difference"]
-
-CATEGORY = "difference"
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -65,7 +63,7 @@ class Difference:
         first = None if self.first is None else self.first.place
         if self.evidence.unsteady:  # reported before all else
             first = Place(module=self.evidence.floor_at)
-        found = run_checks(self.evidence, CATEGORY)
+        found = run_checks(self.evidence)
         return sorted(found, key=lambda each: (each.place != first, each.severity.rank, each.rule.code))
 
     @property

@@ -16,8 +16,7 @@ from typing import TypeVar
 from torch import Tensor
 
 from ampwise.errors import BadInput
-from ampwise.rules.evidence.number_text import number_text
-from ampwise.rules.evidence.tensor_difference import TensorDifference
+from ampwise.numbers.number_text import number_text
 from ampwise.tune.diff.expected_errors import PassComparisons
 from ampwise.tune.diff.memory_budget import MemoryBudget
 from ampwise.tune.diff.module_calls import ModuleCall, ModuleCalls, TensorPlace
@@ -27,6 +26,7 @@ from ampwise.tune.diff.placed_side import PlacedSide
 from ampwise.tune.diff.repeated_step import DroppedTensors, NeedsSaved, RepeatedStep, StepRun
 from ampwise.tune.diff.shared_random import SharedRandom
 from ampwise.tune.diff.statistics import Factors, Ledger
+from ampwise.tune.diff.tensor_difference import TensorDifference
 from ampwise.tune.diff.tensor_store import TensorStore, comparable_values
 
 __all__ = ["DiffRuns", "ParameterGradients", "Progress"]

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ampwise.rules.evidence.op_families import base_name
+from ampwise.numbers.op_families import base_name
 
 __all__ = ["SharedRandom"]
 

@@ -19,7 +19,7 @@ from torch.nn.attention import SDPBackend
 from ampwise.errors import AmpwiseError, BadInput, PrecisionUnavailable, UnknownName
 from ampwise.numbers.emulation.recipe import UP, EmulationRecipe, recipe_for_format, recipe_with_scales_rounded_up
 from ampwise.numbers.formats import BlockFormat, Format, all_names, find_format, find_scalar_format
-from ampwise.rules.evidence.number_text import scale_text
+from ampwise.numbers.number_text import scale_text
 from ampwise.train.precision.policy import Policy
 from ampwise.train.precision.precision import AUTO, PRECISIONS, RIGHT_NAMES, TrainPrecision, precisions_of
 

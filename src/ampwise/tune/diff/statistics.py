@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ampwise.numbers.census.kernels import has_kernels
-from ampwise.rules.evidence.tensor_difference import TensorDifference
+from ampwise.tune.diff.tensor_difference import TensorDifference
 
 __all__ = ["Factors", "Ledger", "PendingComparison", "compare_tensors"]
 

@@ -7,8 +7,12 @@ from pathlib import PurePath
 from typing import TYPE_CHECKING
 
 from ampwise.finding.terminal import paint, printable
+from ampwise.numbers.number_text import number_text, scale_text
 from ampwise.report.text_layout import shorten_middle, wrap_text
-from ampwise.rules.evidence.difference import (
+from ampwise.rules.amp53x_differences.wording import error_text, op_text, spot_text, times_text
+from ampwise.tune.diff.growth import Growth
+from ampwise.tune.diff.headline import difference_headline, loss_text
+from ampwise.tune.diff.step_difference import (
     BACKWARD,
     FORWARD,
     ModuleRow,
@@ -17,17 +21,7 @@ from ampwise.rules.evidence.difference import (
     SideFacts,
     StepDifference,
 )
-from ampwise.rules.evidence.difference_growth import Growth
-from ampwise.rules.evidence.difference_text import (
-    difference_headline,
-    error_text,
-    loss_text,
-    op_text,
-    spot_text,
-    times_text,
-)
-from ampwise.rules.evidence.number_text import number_text, scale_text
-from ampwise.rules.evidence.tensor_difference import ComparedTensor
+from ampwise.tune.diff.tensor_difference import ComparedTensor
 
 if TYPE_CHECKING:
     from ampwise.finding import Finding

@@ -13,10 +13,10 @@ from ampwise.tune.search.arrangement import FormatArrangement
 from ampwise.tune.search.costs import estimate_gain
 from ampwise.tune.search.descent import FormatLadder
 from ampwise.tune.search.format_choices import FormatChoice
-from ampwise.tune.search.found import Found, ModuleSensitivity, Verification
 from ampwise.tune.search.passes import PassRunner
 from ampwise.tune.search.patterns import globs, spans
 from ampwise.tune.search.reasons import SensitivityReason, find_reasons, usual_amplification
+from ampwise.tune.search.result import ModuleSensitivity, SearchResult, Verification
 from ampwise.tune.search.sensitivity import LocalError, UnitProbe
 from ampwise.tune.search.trial import SearchTrial
 from ampwise.tune.search.unit_facts import singular_range
@@ -62,13 +62,13 @@ class SearchOutcomes:
         return [self.choices[place] for place in self.best.assignment]
 
 
-def build_result(subject: str, outcomes: SearchOutcomes, gpu: Gpu | None, left_out: str | None) -> Found:
+def build_result(subject: str, outcomes: SearchOutcomes, gpu: Gpu | None, left_out: str | None) -> SearchResult:
     """Build the result; ``left_out`` notes batches that were ignored."""
     best, wide = outcomes.best, outcomes.choices[-1]
     every = [*outcomes.units, *outcomes.left_wide]
     chosen = [*outcomes.chosen, *[wide] * len(outcomes.left_wide)]
     names = _Names(outcomes.passes.model)
-    return Found(
+    return SearchResult(
         subject=subject,
         formats=tuple(choice.name for choice in outcomes.choices),
         tolerance=outcomes.tolerance,

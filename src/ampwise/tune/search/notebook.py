@@ -16,12 +16,12 @@ from ampwise.tune.search.text import (
 )
 
 if TYPE_CHECKING:
-    from ampwise.tune.search.found import Found, ModuleSensitivity
+    from ampwise.tune.search.result import ModuleSensitivity, SearchResult
 
 __all__ = ["found_html"]
 
 
-def found_html(found: Found) -> str:
+def found_html(found: SearchResult) -> str:
     """Render the verdict, the formats, the sensitive modules with reasons, and the gain."""
     mood = "ok" if found.narrower else "warning"
     head = box(paragraph(f"{badge('search', mood)} {bold(headline(found))}"), mood)

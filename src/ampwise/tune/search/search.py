@@ -27,10 +27,10 @@ from ampwise.tune.search.costs import unit_costs
 from ampwise.tune.search.descent import Assignment, FormatLadder, cheapest_passing
 from ampwise.tune.search.fingerprint import fingerprint_of
 from ampwise.tune.search.format_choices import DEFAULT_FORMATS, FormatChoice, parse_formats
-from ampwise.tune.search.found import Found
 from ampwise.tune.search.fp32_error import ParameterGroups
 from ampwise.tune.search.passes import PassRunner, SearchBatch
 from ampwise.tune.search.progress import Progress, ProgressCounter
+from ampwise.tune.search.result import SearchResult
 from ampwise.tune.search.sensitivity import SensitivityProbe, UnitProbe, scores_of
 from ampwise.tune.search.trial import SearchTrial
 from ampwise.tune.search.trial_store import TrialStore
@@ -55,7 +55,7 @@ def search(
     resume: str | PathLike[str] | None = None,
     progress: Progress | None = None,
     name: str | None = None,
-) -> Found:
+) -> SearchResult:
     """Find the cheapest format for each module with which loss and gradients stay within a tolerance of FP32's.
 
     ``fn(*batch)`` returns the loss; ``batches`` are a few representative ones, of which a quarter is held back for

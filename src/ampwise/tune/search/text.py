@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from rich.table import Table
     from rich.text import Text
 
-    from ampwise.tune.search.found import Found, ModuleSensitivity, Verification
+    from ampwise.tune.search.result import ModuleSensitivity, SearchResult, Verification
 
 __all__ = [
     "alone_text",
@@ -33,7 +33,7 @@ MOST_ROWS = 12
 MOST_PATTERNS = 4
 
 
-def found_text(found: Found) -> str:
+def found_text(found: SearchResult) -> str:
     """Render the whole result without colour."""
     out = console(io.StringIO())
     with out.capture() as captured:
@@ -41,7 +41,7 @@ def found_text(found: Found) -> str:
     return "\n".join(line.rstrip() for line in captured.get().splitlines())
 
 
-def show(out: Console, found: Found) -> None:
+def show(out: Console, found: SearchResult) -> None:
     """Print the verdict first, then the numbers behind it."""
     _say(out, headline(found), "bold")
     out.print()
@@ -60,7 +60,7 @@ def show(out: Console, found: Found) -> None:
         _say(out, sentence, "dim")
 
 
-def headline(found: Found) -> str:
+def headline(found: SearchResult) -> str:
     """Return the verdict in a sentence."""
     if not found.narrower and found.spent:
         return (
@@ -78,7 +78,7 @@ def headline(found: Found) -> str:
     )
 
 
-def format_rows(found: Found) -> Iterator[tuple[str, str, str, str]]:
+def format_rows(found: SearchResult) -> Iterator[tuple[str, str, str, str]]:
     """Yield a row per format: number of modules, their share of the matmuls, and which."""
     shares = {each.name: each.share for each in found.ranking}
     for fmt, count in found.counts.items():
@@ -88,7 +88,7 @@ def format_rows(found: Found) -> Iterator[tuple[str, str, str, str]]:
         yield fmt, str(count), share if count else "", _which(found, names)
 
 
-def gain_sentences(found: Found) -> Iterator[str]:
+def gain_sentences(found: SearchResult) -> Iterator[str]:
     """Yield what is gained, each number with its basis."""
     gain = found.gain
     yield f"Matmul operands take {format_percent(gain.cost)} of FP32's bits (derived: bits, weighted by FLOPs)."
@@ -106,7 +106,7 @@ def gain_sentences(found: Found) -> Iterator[str]:
         yield f"A batch saves {kept} for the backward pass, {wide} in FP32 (measured here)."
 
 
-def method_sentences(found: Found) -> Iterator[str]:
+def method_sentences(found: SearchResult) -> Iterator[str]:
     """Yield how it was found, and how certain it is."""
     noise = "none" if not found.noise else f"{found.noise:.1g}"
     yield (
@@ -156,7 +156,7 @@ def shown_name(name: str) -> str:
     return printable(name) or "(the model itself)"
 
 
-def _formats(found: Found) -> Table:
+def _formats(found: SearchResult) -> Table:
     shown = table("format")
     shown.add_column("modules", justify="right")
     shown.add_column("matmuls", justify="right")
@@ -177,7 +177,7 @@ def _sensitive(raised: list[ModuleSensitivity]) -> Table:
     return shown
 
 
-def _which(found: Found, names: list[str]) -> str:
+def _which(found: SearchResult, names: list[str]) -> str:
     others = [name for name in found.modules if name not in set(names)]
     patterns = globs(names, others)
     are_plain = not any("[" in pattern for pattern in patterns)  # a bracket is an escaped star

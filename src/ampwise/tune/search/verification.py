@@ -7,8 +7,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 from ampwise.tune.search.descent import Assignment, FormatLadder, raise_until_passing
-from ampwise.tune.search.found import Verification
 from ampwise.tune.search.passes import SearchBatch
+from ampwise.tune.search.result import Verification
 from ampwise.tune.search.sensitivity import UnitProbe, scores_of
 from ampwise.tune.search.trial import SearchTrial
 from ampwise.tune.search.trials import TrialRunner, TrialsSpent

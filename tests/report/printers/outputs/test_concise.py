@@ -23,7 +23,7 @@ def test_colour_is_by_severity(finding):
     assert "\x1b[1;33mAMP101\x1b[0m" in concise.render([finding(severity=Severity.WARNING)], colour=True)
 
 
-def test_a_star_marks_what_fix_mends_and_the_summary_counts(finding):
+def test_a_star_marks_what_fix_fixes_and_the_summary_counts(finding):
     edits = [Edit(1, 1, 1, 1, "x")]
     findings = [
         finding(file="a.py", line=1, edits=edits),

@@ -53,7 +53,7 @@ def test_edits_are_ruffs(finding):
     assert rendered(finding(file="a.py", line=2, edits=edits, safe=False))["fix"]["applicability"] == "unsafe"
 
 
-def test_a_cell_is_told_of_the_finding_and_of_its_edits(finding):
+def test_a_cell_is_reported_of_the_finding_and_of_its_edits(finding):
     told = rendered(finding(file="a.ipynb", cell=3, line=2, edits=[Edit(1, 1, 1, 1, "x", cell=2)]))
     assert (told["cell"], told["noqa_row"], told["location"]["row"]) == (3, 2, 2)
     assert told["fix"]["edits"][0]["cell"] == 2

@@ -1,0 +1,1 @@
+"""Order of the step: scale, backward, unscale, clip, step, update."""

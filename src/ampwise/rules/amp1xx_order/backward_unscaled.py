@@ -1,0 +1,118 @@
+"""A plain backward() whose gradients the scaler then unscales."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from ampwise.check.source.call_events import ANYTHING
+from ampwise.check.source.lazy_pattern import LazyPattern
+from ampwise.check.source.names import dotted_text
+from ampwise.check.source.scaled_losses import is_certainly_scaled, may_be_scaled
+from ampwise.check.source.statement_order import is_always_bound, is_certainly_grad_scaler, statement_range
+from ampwise.finding import Edit, Finding, Rule, Severity
+
+if TYPE_CHECKING:
+    from ampwise.check.source.types import Moment, Region, SourceEvent, SourceFile
+    from ampwise.watch.run_events import ScalerStep
+
+RULE = Rule(
+    code="AMP108",
+    name="backward-unscaled",
+    severity=Severity.ERROR,
+    summary="`loss.backward()` is called without `scaler.scale`, but `scaler.step` follows.",
+    why=(
+        "`scaler.step` divides the gradients by the loss scale. If the loss was never multiplied by it, the update "
+        "is 65536 times too small, and FP16 gradients underflow as if there were no scaler at all."
+    ),
+    fix="Call `scaler.scale(loss).backward()`.",
+    bad="loss.backward()\nscaler.step(optimizer)\nscaler.update()",
+    good="scaler.scale(loss).backward()\nscaler.step(optimizer)\nscaler.update()",
+    fixable="sometimes",
+)
+NEEDS = (("caler",), (".backward(",), (".step(",))
+
+SCALES_MANUALLY = LazyPattern(r"get_scale\(|\._scale\b|\.grad\b|register_hook")
+APPLIES = ("scaled backward", "opaque", "optimizer step", "zero grad", "unscale", "scaler step")
+
+
+def check_source(code: SourceFile) -> Iterator[Finding]:
+    for region in code.visible_regions:
+        found = list(_unscaled(region))
+        edits, doubt = _scaled(found, region, code)
+        for backward, step in found:
+            yield RULE.at(
+                backward.place,
+                f"the scaler unscales these gradients in {step.spot(backward)}, but they were never scaled",
+                fix=f"{RULE.fix} Not a safe fix: {doubt}." if doubt else None,
+                edits=edits,
+                safe=doubt is None,
+            )
+
+
+def _unscaled(region: Region) -> Iterator[tuple[SourceEvent, SourceEvent]]:
+    """Yield the plain backward calls, each with the scaler step that applies it."""
+    for backward, moments in region.visits("backward"):
+        # On the other paths, within an accumulation window, the gradients only add up.
+        applied = [m for m in moments if any(m.later("scaler step", "optimizer step", "scaled backward", "opaque"))]
+        steps = [step for moment in applied if (step := _step_of(moment))]
+        # Next to a branch that scales, this may be the branch where the scaler is disabled.
+        if region.has("scaled backward") and not all(is_certainly_scaled(step) for step in steps):
+            continue
+        if steps and len(steps) == len(applied) and not may_be_scaled(backward):
+            yield backward, steps[0]
+
+
+def _step_of(moment: Moment) -> SourceEvent | None:
+    """Return the scaler step that applies this backward, if nothing else may have touched the gradients."""
+    if any(moment.earlier("scaled backward", "opaque")):
+        return None
+    for event in moment.later(*APPLIES):
+        if event.kind == "scaler step":
+            return event
+        if event.kind != "unscale" or event.key == ANYTHING:
+            return None
+    return None
+
+
+def _scaled(
+    found: list[tuple[SourceEvent, SourceEvent]], region: Region, code: SourceFile
+) -> tuple[tuple[Edit, ...], str | None]:
+    """Return edits that wrap every loss of the step in ``scaler.scale``, and why they may be unsafe.
+
+    No edits unless they cover all backward calls: scaled and unscaled gradients do not mix.
+    """
+    scalers = {dotted_text(step.receiver) for _, step in found}
+    scaler = scalers.pop() if len(scalers) == 1 else None
+    is_all = {backward.node for backward, _ in found} == {event.node for event in region.events_of("backward")}
+    is_all = is_all and len({backward.frame.outline for backward, _ in found}) == 1
+    # Each is `loss.backward()`, in the same function as the scaler.
+    can_be_wrapped = all(b.receiver is b.value and step.frame is b.frame for b, step in found)
+    if scaler is None or not is_all or not can_be_wrapped:
+        return (), None
+    script = found[0][0].frame.outline.script
+    losses = dict.fromkeys(backward.receiver for backward, _ in found)
+    edits = tuple(script.replace(loss, f"{scaler}.scale({script.segment(loss)})") for loss in losses)
+    doubts = (_doubt(backward, step, scaler, code) for backward, step in found)
+    return edits, next(filter(None, doubts), None)
+
+
+def _doubt(backward: SourceEvent, step: SourceEvent, scaler: str, code: SourceFile) -> str | None:
+    if not is_certainly_grad_scaler(step, code):
+        return "it is unclear whether the scaler is always a GradScaler"
+    between = statement_range(backward, step)
+    surely_steps = between is not None and not between.may_be_left and not between.rebinds(scaler)
+    if not surely_steps and not is_always_bound(step):
+        return "the scaler may not exist yet at the backward"
+    if SCALES_MANUALLY.search(backward.frame.outline.script.text):
+        return "the gradients may be scaled manually elsewhere"
+    return None
+
+
+def check_event(step: ScalerStep) -> Iterator[Finding]:
+    for backward in step.unscaled:
+        what = "part of the loss" if backward.partly else "the loss"
+        yield RULE.at(
+            backward.site.place,
+            f"{what} is not scaled, but `scaler.step` at {step.site.short} divides its gradients by the loss scale",
+        )

@@ -1,0 +1,132 @@
+"""Gradients that are read while still multiplied by the loss scale."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import re
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from ampwise.check.source.lazy_pattern import LazyPattern
+from ampwise.check.source.names import method_called
+from ampwise.check.source.steps import surely_scaled
+from ampwise.finding import Finding, Rule, Severity
+
+if TYPE_CHECKING:
+    from ampwise.check.source.types import FunctionOutline, SourceEvent, SourceFile
+    from ampwise.watch.run_events import GradNormRead
+
+RULE = Rule(
+    code="AMP102",
+    name="grad-inspect-before-unscale",
+    severity=Severity.WARNING,
+    summary="Gradients are measured before `scaler.unscale_`.",
+    why=(
+        "After `scaler.scale(loss).backward()` every gradient is multiplied by the loss scale, initially 65536. A "
+        "norm read there is too large by that factor, jumps when the scale changes, and cannot be compared with a "
+        "threshold or a float32 run."
+    ),
+    fix="Call `scaler.unscale_(optimizer)` first; `scaler.step` then does not unscale again.",
+    bad=(
+        "scaler.scale(loss).backward()\nnorm = sum(p.grad.norm() ** 2 for p in model.parameters()) ** 0.5\n"
+        "scaler.step(optimizer)\nscaler.update()"
+    ),
+    good=(
+        "scaler.scale(loss).backward()\nscaler.unscale_(optimizer)\n"
+        "norm = sum(p.grad.norm() ** 2 for p in model.parameters()) ** 0.5\nscaler.step(optimizer)\nscaler.update()"
+    ),
+)
+NEEDS = (("caler",), (".backward(",), (".grad",))
+
+# Methods that turn a gradient into a number; a view or a copy may go anywhere.
+MEASURES = frozenset(["norm", "mean", "std", "var", "max", "min", "sum", "item", "histogram", "histc", "pow", "square"])
+TORCH_MEASURES = frozenset(["norm", "vector_norm", "get_total_norm"])
+# The result does not depend on the scale.
+SCALE_INVARIANT = LazyPattern(r"isfinite|isnan|isinf|is_nan|nonzero|count_nonzero|sign|cosine|allclose")
+SCALE = LazyPattern(r"scale(?!r)|scaling", re.IGNORECASE)
+
+
+def check_source(code: SourceFile) -> Iterator[Finding]:
+    for region in code.regions:
+        reported: set[FunctionOutline] = set()
+        for read, moments in region.visits("grad read"):
+            scaled = surely_scaled(moments)
+            function = read.frame.function
+            if not scaled or function in reported or not _measures(read.node) or _accounts_for_scale(read):
+                continue
+            # A norm that is part of a manual clip: the clip is the mistake, and AMP101 reports it.
+            clips = [clip for moment in scaled for clip in moment.later("clip") if clip.frame.function is function]
+            if all(isinstance(clip.node, ast.Call) and "clip_grad" in ast.unparse(clip.node.func) for clip in clips):
+                reported.add(function)
+                backward = scaled[0].backward
+                yield RULE.at(
+                    read.place, f"these gradients are still multiplied by the loss scale from {backward.spot(read)}"
+                )
+
+
+def _measures(read: ast.expr) -> bool:
+    """Return whether it computes a number from a parameter's gradient; ``torch.autograd.grad(...)`` is not one."""
+    name = method_called(read) or getattr(getattr(read, "func", None), "id", "")
+    return name in MEASURES | TORCH_MEASURES and not any(method_called(part) == "grad" for part in ast.walk(read))
+
+
+def _accounts_for_scale(read: SourceEvent) -> bool:
+    """Return whether the function divides by the scale itself, or its result does not depend on the scale.
+
+    ``p.grad / p.grad.norm()`` is a direction, ``isfinite(p.grad.sum())`` looks for infs, and ``p.grad.abs().sum() ==
+    0`` looks for parameters without a gradient.
+    """
+    function = read.frame.function
+    if function.owner is not None and any("ptim" in ast.unparse(base) for base in function.owner.node.bases):
+        return True  # an optimizer's step method: the scaler calls it after unscaling
+    scales, gradients, parents = _arithmetic(function.node)
+    if scales or (gradients and not set(ast.walk(read.node)).issuperset(gradients)):
+        return True
+    around = parents.get(read.node)
+    while around is not None:
+        if isinstance(around, ast.Call) and SCALE_INVARIANT.search(ast.unparse(around.func)):
+            return True
+        if isinstance(around, ast.Compare):
+            sides = [around.left, *around.comparators]
+            if any(isinstance(side, ast.Constant) and side.value == 0 for side in sides):
+                return True
+        around = parents.get(around)
+    return False
+
+
+@functools.lru_cache(maxsize=8)  # called for every gradient read in a function
+def _arithmetic(function: ast.AST) -> tuple[bool, list[ast.expr], dict[ast.AST, ast.AST]]:
+    """Return whether a function multiplies or divides by a scale, the gradients so changed, and each node's parent."""
+    scales = False
+    gradients: list[ast.expr] = []
+    parents: dict[ast.AST, ast.AST] = {}
+    for node in ast.walk(function):
+        parents.update((child, node) for child in ast.iter_child_nodes(node))
+        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Div | ast.Mult):
+            outer = parents.get(node)
+            is_part = isinstance(outer, ast.BinOp) and isinstance(outer.op, ast.Div | ast.Mult)
+            if not is_part:
+                scales = scales or SCALE.search(ast.unparse(node)) is not None
+            if not is_part or getattr(outer, "left", None) is not node:  # else handled with the outer operation
+                gradients += _gradients(node.left)
+    return scales, gradients, parents
+
+
+def _gradients(node: ast.expr) -> Iterator[ast.expr]:
+    """Yield the gradients in an expression, leaving out numbers measured from them."""
+    pending = [node]
+    while pending:
+        part = pending.pop()
+        if isinstance(part, ast.Attribute) and part.attr == "grad":
+            yield part
+        elif method_called(part) not in MEASURES:
+            pending += [child for child in ast.iter_child_nodes(part) if isinstance(child, ast.expr)]
+
+
+def check_event(measured: GradNormRead) -> Iterator[Finding]:
+    if measured.scaled:
+        yield RULE.at(
+            measured.site.place,
+            f"`{measured.function}` measures gradients that are still multiplied by the loss scale",
+        )

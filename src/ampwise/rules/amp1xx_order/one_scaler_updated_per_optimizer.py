@@ -1,0 +1,122 @@
+"""One scaler that is updated after each of several optimizers' steps."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from ampwise.check.source.names import dotted_text
+from ampwise.finding import Finding, Rule, Severity
+
+if TYPE_CHECKING:
+    from ampwise.check.source.types import Moment, Region, SourceEvent, SourceFile
+    from ampwise.watch.run_events import ScalerUpdate
+
+RULE = Rule(
+    code="AMP107",
+    name="one-scaler-updated-per-optimizer",
+    severity=Severity.WARNING,
+    summary="`scaler.update()` is called after each of several optimizers' steps instead of once.",
+    why=(
+        "`update()` should be called once per iteration, after all optimizers have stepped. Called in between, it "
+        "changes the scale while scaled gradients exist, so the next optimizer divides them by a scale they were not "
+        "multiplied by. If each optimizer's backward comes after the other's update, the damage is smaller: each "
+        "network's overflows reduce the other's scale, and clean steps are counted once per optimizer."
+    ),
+    fix="Call `scaler.update()` once, after the last `scaler.step`, or use one GradScaler per optimizer.",
+    bad=(
+        "scaler.scale(loss_d).backward()\nscaler.step(optimizer_d)\nscaler.update()\n"
+        "scaler.scale(loss_g).backward()\nscaler.step(optimizer_g)\nscaler.update()"
+    ),
+    good=(
+        "scaler.scale(loss_d).backward()\nscaler.step(optimizer_d)\n"
+        "scaler.scale(loss_g).backward()\nscaler.step(optimizer_g)\nscaler.update()"
+    ),
+)
+NEEDS = (("caler",), (".backward(",), (".update(",))
+
+
+def check_source(code: SourceFile) -> Iterator[Finding]:
+    for region in code.visible_regions:
+        reported: set[str | None] = set()
+        for update, moments in region.visits("update"):
+            if update.key in reported or not _once_per_iteration(update, region):
+                continue
+            message = _in_a_loop_over_optimizers(update, region) or _before_another_step(moments, region)
+            if message:
+                reported.add(update.key)
+                yield RULE.at(update.place, message)
+
+
+def _before_another_step(moments: list[Moment], region: Region) -> str | None:
+    """Return a message if this update comes between the steps of two optimizers on some path."""
+    several = len({step.other for step in region.events_of("scaler step")}) > 1
+    for moment in moments if several else ():
+        update = moment.event
+        mine = {step.other for step in moment.earlier("scaler step") if step.key == update.key}
+        following = list(moment.later("scaler step", "update", "scaled backward", "opaque"))
+        own = [index for index, later in enumerate(following) if later.kind == "update" and later.key == update.key]
+        for index, step in enumerate(following[: own[-1]] if own and mine else ()):
+            if step.kind != "scaler step" or step.key != update.key or step.other in mine:
+                continue
+            if None in (step.key, step.other, *mine) or not _once_per_iteration(step, region):
+                continue
+            between = {event.kind for event in following[:index]}
+            line = step.spot(update)
+            if "opaque" in between:
+                continue
+            if "scaled backward" not in between:
+                return f"the gradients applied in {line} were computed with the scale before this update"
+            if step.context.loops != update.context.loops:
+                return f"the optimizer in {line} shares this scaler, so each changes the other's scale"
+            return f"the scaler is updated again after the step in {line}; one update for both is enough"
+    return None
+
+
+def _in_a_loop_over_optimizers(update: SourceEvent, region: Region) -> str | None:
+    """Return a message for ``for opt in optimizers: scaler.step(opt); scaler.update()`` with the backward before it."""
+    loop = update.context.loops[-1] if update.context.loops else None
+    if loop is None or loop is region.loop or not isinstance(loop.node, ast.For):
+        return None
+    inside = [event for event in region.events if loop in event.context.loops]
+    if any(event.kind in ("backward", "scaled backward") for event in inside) or update.frame is not loop.frame:
+        return None
+    names = _names_in(loop.node.target)
+    if any(isinstance(part, ast.If) and names & _names_in(part.test) for part in ast.walk(loop.node)):
+        return None  # it may select one of them
+    for step in inside:
+        if step.kind == "scaler step" and step.key == update.key and isinstance(step.node, ast.Call):
+            optimizer = step.node.args[0] if step.node.args else None
+            scaler = dotted_text(step.receiver)
+            of_loop = isinstance(optimizer, ast.Name) and optimizer.id in names
+            if of_loop and scaler is not None and scaler.partition(".")[0] not in names:
+                return "the scale may change before the other optimizers in this loop have stepped"
+    return None
+
+
+def _names_in(node: ast.expr) -> set[str]:
+    return {part.id for part in ast.walk(node) if isinstance(part, ast.Name)}
+
+
+def _once_per_iteration(event: SourceEvent, region: Region) -> bool:
+    """Return whether it is not in a separate data loop inside the region, which is another phase of training."""
+    for loop in region.inner_loops(event):
+        if not isinstance(loop.node, ast.For):
+            return False
+        text = ast.unparse(loop.node.iter)
+        counts = text.startswith("range(")
+        if counts and ("epoch" in text or "epoch" in ast.unparse(loop.node.target)):
+            return False
+        if not counts and "opt" not in text.lower():
+            return False  # it does not iterate over optimizers either
+    return True
+
+
+def check_event(update: ScalerUpdate) -> Iterator[Finding]:
+    if update.earlier and update.earlier_site is not None:
+        yield RULE.at(
+            update.site.place,
+            "the scaler is updated after one optimizer's step here, and again after another's at "
+            f"{update.earlier_site.short}: it counts each iteration twice towards growth",
+        )

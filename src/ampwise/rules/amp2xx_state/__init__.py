@@ -1,0 +1,1 @@
+"""State that must last: the scaler, its checkpoint, accumulated gradients."""

@@ -1,0 +1,99 @@
+"""Accumulation over n micro-batches without dividing the loss by n."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from ampwise.check.source.accumulation import accumulation_windows
+from ampwise.check.source.loss_normalisation import LossNormalisation
+from ampwise.check.source.names import dotted_text
+from ampwise.check.source.steps import BACKWARDS, STEPS
+from ampwise.finding import Edit, Finding, Rule, Severity
+
+if TYPE_CHECKING:
+    from ampwise.check.source.types import AccumulationWindow, SourceEvent, SourceFile
+    from ampwise.watch.run_events import OptimizerStep, ScalerStep
+
+RULE = Rule(
+    code="AMP205",
+    name="accum-not-normalised",
+    severity=Severity.WARNING,
+    summary="Gradients accumulate over n micro-batches, but the loss is not divided by n.",
+    why=(
+        "`backward()` adds to the gradients. After n micro-batches of a mean loss they are n times those of one large "
+        "batch: the effective learning rate is n times larger, clipping to a fixed norm removes n times as much, and "
+        "float16 gradients reach their limit of 65504 at an n times smaller loss scale."
+    ),
+    fix="Divide the loss by the number of micro-batches: `scaler.scale(loss / n).backward()`.",
+    bad=(
+        "scaler.scale(loss).backward()\nif (i + 1) % n == 0:\n    scaler.step(optimizer)\n"
+        "    scaler.update()\n    optimizer.zero_grad()"
+    ),
+    good=(
+        "scaler.scale(loss / n).backward()\nif (i + 1) % n == 0:\n    scaler.step(optimizer)\n"
+        "    scaler.update()\n    optimizer.zero_grad()"
+    ),
+    fixable="sometimes",
+)
+NEEDS = ((".backward(",), ("autocast", "caler", "float16", ".half("))
+
+
+def check_source(code: SourceFile) -> Iterator[Finding]:
+    mixed = {
+        trace
+        for trace in code.traces
+        if any(e.kind in ("scaled backward", "scaler step") or e.context.in_autocast for e in trace.events())
+    }
+    for region in code.regions:
+        reported: set[SourceEvent] = set()
+        for window in accumulation_windows(region) if region.trace in mixed else ():
+            backwards = [event for event in _never_divided(window) if event not in reported]
+            if backwards:
+                reported.update(backwards)
+                edits = tuple(edit for event in backwards for edit in _divide(event, window))
+                size = "their number" if window.size is None else f"`{ast.unparse(window.size)}`"
+                yield RULE.at(
+                    backwards[0].place,
+                    f"gradients accumulate over several micro-batches, but the loss is not divided by {size}",
+                    edits=edits if len(edits) == len(backwards) else (),
+                    safe=False,  # the effective learning rate changes, as it should
+                )
+
+
+def _never_divided(window: AccumulationWindow) -> list[SourceEvent]:
+    """Return the backward calls of micro-batches that accumulate without a division of the loss.
+
+    If one optimizer applies them all, a single division may be meant for their sum.
+    """
+    found: dict[SourceEvent, None] = {}
+    normalised = LossNormalisation(window)
+    optimizers = {step.other or step.key for step in window.region.events_of(*STEPS)}
+    for path in window.paths:
+        if not window.events_on(path, "zero grad"):
+            backwards = window.events_on(path, *BACKWARDS)
+            plain = [event for event in backwards if not normalised.may_be(event)]
+            if len(plain) == len(backwards) or len(optimizers) > 1:
+                found.update(dict.fromkeys(plain))
+    return sorted(found, key=lambda event: event.line)
+
+
+def _divide(event: SourceEvent, window: AccumulationWindow) -> Iterator[Edit]:
+    """Yield the edit from ``loss`` to ``loss / n``, if n can be named in the same function."""
+    size, loss, loop = window.size, event.value, window.loop or window.region.loop
+    if loop is None or event.frame is not loop.frame or not isinstance(loss, ast.Name) or size is None:
+        return
+    if dotted_text(size) is not None or isinstance(size, ast.Constant):
+        divided = f"{loss.id} / {ast.unparse(size)}"
+        yield event.frame.outline.script.replace(loss, f"({divided})" if event.receiver is loss else divided)
+
+
+def check_event(step: OptimizerStep | ScalerStep) -> Iterator[Finding]:
+    for backward in step.undivided:
+        yield RULE.at(
+            backward.site.place,
+            f"{step.backwards} backward passes accumulate before the step at {step.site.short}, each of a mean that "
+            f"is not divided: the gradient is {step.backwards} times that of the whole batch",
+            evidence={"backward_passes": step.backwards},
+        )

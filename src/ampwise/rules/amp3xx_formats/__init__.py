@@ -1,0 +1,1 @@
+"""Formats: which dtype, with which scaler, optimizer and API."""

@@ -1,0 +1,95 @@
+"""FP16 autocast with a plain backward()."""
+
+from __future__ import annotations
+
+import ast
+import functools
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from ampwise.check.source.scaled_losses import may_be_scaled
+from ampwise.check.source.torch_names import NOT_A_GRAD_SCALER
+from ampwise.finding import Finding, Rule, Severity
+
+if TYPE_CHECKING:
+    from ampwise.check.source.types import Moment, SourceEvent, SourceFile
+    from ampwise.watch.run_events import OptimizerStep
+
+RULE = Rule(
+    code="AMP301",
+    name="fp16-no-scaler",
+    severity=Severity.ERROR,
+    summary="FP16 autocast is used with a plain `backward()` and without a GradScaler.",
+    why=(
+        "FP16 cannot represent magnitudes below 6e-8. Activation gradients are often smaller, so without loss scaling "
+        "they become zero, and the layers below them stop learning while the loss still looks reasonable."
+    ),
+    fix="Scale the loss with `torch.amp.GradScaler`, or use `dtype=torch.bfloat16` if the GPU supports it.",
+    bad=(
+        'with torch.autocast("cuda", dtype=torch.float16):\n    loss = loss_fn(model(x), y)\n'
+        "loss.backward()\noptimizer.step()"
+    ),
+    good=(
+        'with torch.autocast("cuda", dtype=torch.float16):\n    loss = loss_fn(model(x), y)\n'
+        "scaler.scale(loss).backward()\nscaler.step(optimizer)\nscaler.update()"
+    ),
+)
+NEEDS = (("autocast",), (".backward(",))
+
+
+def check_source(code: SourceFile) -> Iterator[Finding]:
+    if _may_scale(code):
+        return
+    for region in code.regions:
+        if region.hidden or not region.has("optimizer step"):
+            continue
+        # Another file that the step goes through may have a scaler, or a framework that scales.
+        others = {event.frame.outline.path for event in region.events} - {code.path}
+        if any(_may_scale(code.project.code(path)) for path in sorted(others)):
+            continue
+        for backward, moments in region.visits("backward"):
+            forwards = [_forward_in_fp16(moment) for moment in moments]
+            if all(forwards) and forwards[0] is not None and not may_be_scaled(backward):
+                line = forwards[0].spot(backward)
+                message = f"the forward in {line} runs in FP16, but no scaler keeps its gradients from underflowing"
+                yield RULE.at(backward.place, message)
+
+
+@functools.lru_cache(maxsize=64)  # called for every training step, for its own file and others
+def _may_scale(code: SourceFile) -> bool:
+    """Return whether a file uses a framework, or anything in it is called a scaler, other than feature scalers."""
+    if code.uses_framework or any("scaler" in node.arg.lower() for node in code.nodes(ast.arg)):
+        return True
+    named: list[tuple[ast.expr, str]] = [(node, node.id) for node in code.nodes(ast.Name)]
+    named += [(node, node.attr) for node in code.nodes(ast.Attribute)]
+    return any("scaler" in name.lower() and not _scales_features(node, code) for node, name in named)
+
+
+def _scales_features(node: ast.expr, code: SourceFile) -> bool:
+    frame = code.frame(code.function_at(node))
+    return frame.role(node) is None or NOT_A_GRAD_SCALER.search(frame.qualified(node) or "") is not None
+
+
+def _forward_in_fp16(moment: Moment) -> SourceEvent | None:
+    """Return the last forward before this backward, if it runs in FP16."""
+    last = next((event for event in moment.earlier("forward") if not event.context.no_grad), None)
+    autocast = last.context.autocast if last is not None else None
+    return last if autocast is not None and autocast.surely_fp16 else None
+
+
+def check_event(step: OptimizerStep) -> Iterator[Finding]:
+    alone = not step.scaled and not step.again and step.scaled_by_constant is None and step.backward is not None
+    if alone and "fp16" in step.parameters:
+        yield RULE.at(
+            (step.backward or step.site).place,
+            "the parameters are FP16 and this loss is not scaled: gradients below 6e-8 are zero before "
+            f"`{step.optimizer}.step` at {step.site.short} uses them",
+            fix="Keep the parameters in FP32, run the model under FP16 autocast, and scale the loss with a GradScaler.",
+        )
+    elif alone and "fp16" in step.precisions:
+        beside = " (although there is a GradScaler)" if step.scaler else ""
+        yield RULE.at(
+            (step.backward or step.site).place,
+            f"the model ran under FP16 autocast and this loss is not scaled: `{step.optimizer}.step` at "
+            f"{step.site.short}{beside} gets gradients that may have underflowed",
+        )

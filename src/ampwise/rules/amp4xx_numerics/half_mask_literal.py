@@ -1,0 +1,116 @@
+"""A mask value outside the range of FP16."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from ampwise.check.source.lazy_pattern import LazyPattern
+from ampwise.check.source.names import dotted_text
+from ampwise.check.source.precision import argument_of, literal_number
+from ampwise.check.source.tensor_dtypes import HALF, tensor_dtypes
+from ampwise.check.source.torch_names import SAYS_FP16
+from ampwise.finding import Edit, Finding, Rule, Severity
+
+if TYPE_CHECKING:
+    from ampwise.check.source.types import Frame, SourceFile
+
+RULE = Rule(
+    code="AMP403",
+    name="half-mask-literal",
+    severity=Severity.ERROR,
+    summary="A mask value outside the range of FP16 is written into a half-precision tensor.",
+    why=(
+        "The largest FP16 number is 65504. `masked_fill` with -1e9 on a half-precision tensor raises an error; "
+        "`torch.where`, indexing and multiplication turn it into -inf, and a fully masked row then gives NaN in the "
+        "softmax."
+    ),
+    fix="Use the minimum of the tensor's own dtype: `torch.finfo(x.dtype).min`.",
+    bad='with torch.autocast("cuda"):\n    scores = (q @ k.mT).masked_fill(mask, -1e9)',
+    good=(
+        'with torch.autocast("cuda"):\n    scores = q @ k.mT\n'
+        "    scores = scores.masked_fill(mask, torch.finfo(scores.dtype).min)"
+    ),
+    fixable="sometimes",
+)
+NEEDS = (
+    SAYS_FP16,
+    ("masked_fill", "where(", "mask"),
+    ("-1e", "1e9", "1e10", "1e5", "1e6", "1e7", "1e8", "-1000", "-9", "e+"),
+)
+
+LARGEST = 65504.0
+BEYOND = LazyPattern(r"\de\+?\d|\d{5}", re.IGNORECASE)
+
+
+def check_source(code: SourceFile) -> Iterator[Finding]:
+    if not BEYOND.search(code.script.text):
+        return
+    seen: set[ast.AST] = set()
+    for site in code.statements:
+        for node in ast.walk(site.node):
+            tensor, literal = (None, None) if node in seen else _masking(node, site.context.frame)
+            if literal is None or not _too_large(literal, site.context.frame):
+                continue
+            if tensor is not None and tensor_dtypes(code).dtype(tensor, site.context) == HALF:
+                seen.add(node)
+                yield RULE.at(
+                    code.script.place(node),
+                    f"{code.script.segment(literal)} exceeds the range of FP16, which ends at 65504",
+                    edits=_finfo(tensor, literal, code, site.context.frame),
+                    # A product is added to something, and twice the largest FP16 number is inf.
+                    safe=not isinstance(node, ast.BinOp) and "jit.script" not in code.script.text,
+                )
+
+
+def _masking(node: ast.AST, frame: Frame) -> tuple[ast.expr | None, ast.expr | None]:
+    """Return the tensor that a value is written into, or multiplied by, and the value."""
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
+        return (node.left, node.right) if _too_large(node.right, frame) else (node.right, node.left)
+    if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Subscript):
+        return node.targets[0].value, node.value
+    if not isinstance(node, ast.Call):
+        return None, None
+    name = frame.qualified(node.func)
+    if isinstance(node.func, ast.Attribute) and node.func.attr in ("masked_fill", "masked_fill_"):
+        is_function = name == "torch.masked_fill"
+        value = argument_of(node, "value", 2 if is_function else 1)
+        return node.args[0] if is_function and node.args else node.func.value, value
+    if name == "torch.where" and len(node.args) == 3:
+        _, chosen, other = node.args
+        return (other, chosen) if _too_large(chosen, frame) else (chosen, other)
+    if name == "torch.full_like" and len(node.args) == 2 and argument_of(node, "dtype") is None:
+        return node.args[0], node.args[1]
+    return None, None
+
+
+def _too_large(node: ast.expr, frame: Frame) -> bool:
+    values = [_number(value.node) for value in frame.values(node)]
+    return bool(values) and all(value is not None and LARGEST < abs(value) < float("inf") for value in values)
+
+
+def _number(node: ast.expr | None) -> float | None:
+    """Return the value of ``-1e9`` or ``float("-1e9")``."""
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+        inner = _number(node.operand)
+        return None if inner is None else -inner
+    if isinstance(node, ast.Call) and ast.unparse(node.func) == "float" and len(node.args) == 1:
+        node = node.args[0]
+        try:
+            return float(node.value) if isinstance(node, ast.Constant) and isinstance(node.value, str) else None
+        except ValueError:
+            return None
+    return literal_number(node)
+
+
+def _finfo(tensor: ast.expr, literal: ast.expr, code: SourceFile, frame: Frame) -> tuple[Edit, ...]:
+    """Return the edit to ``torch.finfo(scores.dtype).min``, if the tensor has a name and ``torch`` is the module."""
+    value, named = _number(literal), dotted_text(tensor)
+    imports = [alias for node in code.script.tree.body if isinstance(node, ast.Import) for alias in node.names]
+    imported = any(alias.asname is None and alias.name.partition(".")[0] == "torch" for alias in imports)
+    rebound = any(function.holds("torch") for function in frame.function.chain())
+    if value is None or named is None or not imported or rebound:
+        return ()
+    return (code.script.replace(literal, f"torch.finfo({named}.dtype).{'min' if value < 0 else 'max'}"),)

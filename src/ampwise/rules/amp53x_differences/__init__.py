@@ -1,0 +1,1 @@
+"""Differences between two precisions, found by `ampwise diff`."""

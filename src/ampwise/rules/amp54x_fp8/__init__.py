@@ -1,0 +1,1 @@
+"""FP8: values that its layers lose."""

@@ -1,0 +1,1 @@
+"""Speed: where mixed precision gains nothing, and why."""

@@ -1,0 +1,138 @@
+"""GPU syncs in every training step, once per parameter or only to log the loss scale."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from ampwise.check.source.lazy_pattern import LazyPattern
+from ampwise.check.source.questions import guard_source
+from ampwise.check.source.torch_names import SCALER
+from ampwise.finding import Finding, Rule, Severity
+
+if TYPE_CHECKING:
+    from ampwise.check.source.events import BranchGuard
+    from ampwise.check.source.project import SourceFile
+    from ampwise.check.source.steps import Region
+    from ampwise.check.source.walk import CodeSite
+    from ampwise.watch.time_use import TimeUse
+
+RULE = Rule(
+    code="AMP502",
+    name="sync-every-step",
+    severity=Severity.INFO,
+    summary="Every training step syncs with the GPU once per parameter, or to log the loss scale.",
+    why=(
+        "`.item()`, `.cpu()` and `float(tensor)` block until the GPU has finished all queued work. Once per "
+        "parameter, that is hundreds of syncs per step, between which the GPU is idle. `scaler.get_scale()` syncs too."
+    ),
+    fix="Reduce on the GPU, as `torch.nn.utils.get_total_norm` does, and sync once; log only every few steps.",
+    bad=(
+        "for x, y in loader:\n    train_step(x, y)\n"
+        "    norm = sum(p.grad.norm().item() ** 2 for p in model.parameters()) ** 0.5"
+    ),
+    good=(
+        "for x, y in loader:\n    train_step(x, y)\n    grads = [p.grad for p in model.parameters()]\n"
+        "    norm = torch.nn.utils.get_total_norm(grads)"
+    ),
+)
+NEEDS = ((".backward(",), ("get_scale", ".item(", ".cpu(", "float("))
+
+OVER_PARAMETERS = LazyPattern(r"\b(named_)?parameters\(")
+# Guards that distinguish parameters rather than steps.
+ABOUT_PARAMETERS = LazyPattern(r"grad|\bp\b|param|dim\b|weight|bias")
+LOGS = LazyPattern(r"^(log|log_\w+|add_scalars?|print|info|debug|set_postfix|set_postfix_str|set_description|write)$")
+COMPREHENSIONS = (ast.ListComp, ast.GeneratorExp, ast.SetComp, ast.DictComp)
+STEP = ("backward", "scaled backward", "scaler step", "optimizer step")
+KNOWN_WITHOUT_SYNC = frozenset(("numel", "shape", "size", "dim", "ndim", "nelement"))
+FOR_EACH = "syncs with the GPU once per parameter, in every step"
+FOR_THE_LOG = "syncs with the GPU in every step, only to log the loss scale"
+# Logging a loss, moving a batch and a scaler's check for inf are a sync or two each.
+MANY = 4
+
+
+def check_source(code: SourceFile) -> Iterator[Finding]:
+    if "parameters(" not in code.script.text and "get_scale" not in code.script.text:
+        return
+    seen: set[ast.AST] = set()
+    for region in code.regions:
+        if not region.has(*STEP[:2]) or not region.has(*STEP[2:]):
+            continue
+        steps = [event for event in region.events if event.kind in STEP]
+        asked = {guard for event in steps for guard in event.context.guards}
+        frames = {frame for event in steps for frame in event.frame.callers()}
+        for site in region.trace.statements_in(region.loop):
+            context = site.context
+            inside = region.loop is not None or context.frame in frames
+            if not inside or context.frame.outline is not code.outline:
+                continue
+            guards = [guard for guard in context.guards if guard not in asked]  # beyond those of the step itself
+            for node, whole, message in [*_for_each_parameter(site, region, guards), *_logged_scale(site, guards)]:
+                if whole not in seen:
+                    seen.add(whole)
+                    yield RULE.at(code.script.place(node), message)
+
+
+def _for_each_parameter(
+    site: CodeSite, region: Region, guards: list[BranchGuard]
+) -> Iterator[tuple[ast.AST, ast.AST, str]]:
+    """Yield each expression that syncs and its loop: a loop is reported once."""
+    for guard in guards:
+        about_parameters = guard.boundary is None and ABOUT_PARAMETERS.search(guard_source(guard))
+        if not about_parameters or "%" in guard.text:
+            return
+    loops = site.context.loops
+    further = loops[loops.index(region.loop) + 1 :] if region.loop in loops else loops
+    if not further:
+        for node in ast.walk(site.node):
+            if isinstance(node, COMPREHENSIONS):
+                inside = node.value if isinstance(node, ast.DictComp) else node.elt
+                if _reads_each_parameter(inside, node.generators[0]):
+                    yield node, node, FOR_EACH
+    elif len(further) == 1 and isinstance(loop := further[0].node, ast.For) and _reads_each_parameter(site.node, loop):
+        yield site.node, loop, FOR_EACH
+
+
+def _reads_each_parameter(node: ast.AST, loop: ast.For | ast.comprehension) -> bool:
+    """Return whether a value of each parameter, or of its gradient, is copied from the GPU."""
+    if not OVER_PARAMETERS.search(ast.unparse(loop.iter)):
+        return False
+    names = {part.id for part in ast.walk(loop.target) if isinstance(part, ast.Name)}
+    for call in ast.walk(node):
+        if not isinstance(call, ast.Call):
+            continue
+        func = call.func
+        if isinstance(func, ast.Attribute) and func.attr in ("item", "cpu", "tolist") and not call.args:
+            parts = list(ast.walk(func.value))
+        elif isinstance(func, ast.Name) and func.id == "float" and call.args:
+            parts = list(ast.walk(call.args[0]))
+        else:
+            continue
+        named = any(isinstance(part, ast.Name) and part.id in names for part in parts)
+        if named and not any(isinstance(part, ast.Attribute) and part.attr in KNOWN_WITHOUT_SYNC for part in parts):
+            return True
+    return False
+
+
+def _logged_scale(site: CodeSite, guards: list[BranchGuard]) -> Iterator[tuple[ast.AST, ast.AST, str]]:
+    """Yield ``scaler.get_scale()`` in the arguments of a logging call."""
+    if guards or not isinstance(site.node, ast.Expr) or not isinstance(site.node.value, ast.Call):
+        return
+    func = site.node.value.func
+    name = func.attr if isinstance(func, ast.Attribute) else func.id if isinstance(func, ast.Name) else ""
+    nodes = list(ast.walk(site.node))
+    if not LOGS.match(name) or any(isinstance(node, ast.Compare | ast.IfExp) for node in nodes):
+        return
+    for node in nodes:
+        asks = isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "get_scale"
+        if asks and site.context.frame.role(node.func.value) == SCALER:  # type: ignore[attr-defined]
+            yield node, node, FOR_THE_LOG
+
+
+def check_time(use: TimeUse) -> Iterator[Finding]:
+    for site, count in use.syncs.items():
+        each = count / use.sync_steps if use.sync_steps else 0.0
+        if each >= MANY:
+            evidence = {"waits": count, "steps": use.sync_steps}
+            yield RULE.at(site.place, f"syncs with the GPU {each:.0f} times per step", evidence=evidence)

@@ -1,0 +1,1 @@
+"""Gradients and loss scale of a run."""

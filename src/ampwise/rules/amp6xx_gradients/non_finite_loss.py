@@ -1,0 +1,54 @@
+"""A loss that is inf or NaN."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from ampwise.finding import Finding, Place, Rule, Severity
+
+if TYPE_CHECKING:
+    from ampwise.watch.gradient_health import GradientHealth
+
+RULE = Rule(
+    code="AMP612",
+    name="non-finite-loss",
+    severity=Severity.ERROR,
+    summary="The loss is inf or NaN.",
+    why=(
+        "The loss itself does not depend on the loss scale, so no scaler fixes this: something in the forward pass "
+        "exceeded the range (65504 in FP16), divided by zero, or took the logarithm or root of an invalid value; or "
+        "the data or the weights were already not finite."
+    ),
+    fix=(
+        "Check the first module whose output is not finite (`ampwise run --activations` reports it), and its input; "
+        "run that part in FP32 or BF16."
+    ),
+    bad="probability = torch.exp(logits) / torch.exp(logits).sum(-1, keepdim=True)",
+    good="probability = torch.softmax(logits, -1)",
+)
+
+BEFORE = {
+    True: "the weights were finite before",
+    False: "the weights were not finite before this step",
+    None: "it is unknown whether the weights were finite before",
+}
+
+
+def check_gradients(health: GradientHealth) -> Iterator[Finding]:
+    streaks = [streak for streak in health.streaks.all if streak.bad_loss]
+    if not streaks:
+        return
+    first = streaks[0]
+    details = health.streaks.details(first)
+    known = "its origin is unknown" if details is None else BEFORE[details.healthy_before]
+    if details is not None and details.module:
+        known = f"`{details.module}` is the first module whose output is not finite, and {known}"
+    elif details is not None and details.healthy_before:
+        known += ", so it originated in this forward pass, from the data or an operation"
+    elif details is not None and details.healthy_before is False:
+        known += ", so the cause is in an earlier step"
+    count = sum(streak.bad_losses for streak in streaks)
+    more = f"; {count} steps in total" if count > 1 else ""
+    place = Place(module=details.module if details else None, step=first.first)
+    yield RULE.at(place, f"the loss is {first.loss}: {known}{more}", evidence={"times": count})

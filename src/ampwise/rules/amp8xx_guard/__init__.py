@@ -1,0 +1,1 @@
+"""Guarded runs: what needs your attention."""

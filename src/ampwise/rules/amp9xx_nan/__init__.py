@@ -1,0 +1,1 @@
+"""Origin of a NaN or infinity, found by replaying the step."""

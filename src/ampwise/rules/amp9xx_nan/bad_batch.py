@@ -1,0 +1,63 @@
+"""A batch that contained inf or NaN."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from ampwise.finding import Finding, Rule, Severity
+from ampwise.rules.amp9xx_nan.failure_text import bad_values_text, failure_finding, operation_text
+
+if TYPE_CHECKING:
+    from ampwise.trace.failure import BadTensor, Failure
+
+RULE = Rule(
+    code="AMP901",
+    name="bad-batch",
+    severity=Severity.ERROR,
+    summary="The batch contained NaN or inf before it reached the model.",
+    why=(
+        "One NaN in a sample is enough: a matmul spreads it over the sample, the mean over the batch makes the loss "
+        "NaN, and the backward pass makes every gradient NaN. No operation is at fault, and no other precision or loss "
+        "scale helps. Usual sources are a division or logarithm in the preprocessing (the standard deviation of a "
+        "constant channel), missing values read as NaN, a corrupt file, and inputs above 65504 cast to FP16."
+    ),
+    fix=(
+        "Inspect the reported samples, and fix or drop them where they are created: in the dataset or the collate "
+        "function. `torch.nan_to_num` on the batch hides the cause, and the model learns from zeros."
+    ),
+    bad="x = (image - image.mean()) / image.std()",
+    good="x = (image - image.mean()) / image.std().clamp_min(1e-6)\nassert x.isfinite().all(), path",
+)
+
+NUMBER = (
+    "Check where the number is computed, before this line: a NaN loss that is averaged or carried over, a mean of "
+    "nothing, a learning rate or weight read as NaN. `math.isfinite` helps to find where it originates."
+)
+
+
+def check_op(failure: Failure) -> Iterator[Finding]:
+    source = failure.source
+    if failure.kind != RULE.name or source is None:
+        return
+    first = operation_text(source.first_use) if source.first_use is not None else ""
+    if source.what == "number" and first:
+        what = f"{first} received a Python number that is NaN, computed earlier"
+    else:
+        name = f"`{source.name}`" if source.name else "a tensor"
+        came = "was passed to the step" if source.what == "batch" else "is used by the step and comes from outside it"
+        what = f"{name} {came} with {bad_values_text(source.values)}{_samples(source)}"
+        what += f", and was first read by {first}" if first else ""
+    yield failure_finding(RULE, failure, what, advice=NUMBER if source.what == "number" else "")
+
+
+def _samples(source: BadTensor) -> str:
+    """Return which samples are bad: ", in 40 samples (5, 17, …, counted from 0)"."""
+    count = max(source.bad_rows, len(source.rows))
+    if not count:
+        return ""
+    if count == len(source.rows) == 1:
+        return f", in sample {source.rows[0]}, counted from 0"
+    more = ["…"] if count > len(source.rows) else []
+    which = f" ({', '.join([*map(str, source.rows), *more, 'counted from 0'])})" if source.rows else ""
+    return f", in {count:,} sample{'s' if count != 1 else ''}{which}"

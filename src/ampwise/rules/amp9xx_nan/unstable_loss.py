@@ -1,0 +1,52 @@
+"""A custom loss that takes exp of a large number or log of zero."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from ampwise.finding import Finding, Rule, Severity
+from ampwise.rules.amp9xx_nan.failure_text import (
+    domain_text,
+    failure_finding,
+    gives_text,
+    operation_text,
+    overflow_text,
+    value_text,
+)
+
+if TYPE_CHECKING:
+    from ampwise.trace.failure import Failure
+
+RULE = Rule(
+    code="AMP918",
+    name="unstable-loss",
+    severity=Severity.ERROR,
+    summary="A custom loss takes exp of a large number, or log of zero.",
+    why=(
+        "exp overflows FP16 at 11.1 and FP32 at 88.7, and the logarithm of a probability that rounded to 0 is -inf. "
+        "The loss as a whole is harmless: the exponential and the logarithm cancel when computed together. torch's "
+        "own functions do that, and autocast runs them in FP32; custom code gets neither."
+    ),
+    fix=(
+        "Use the function that combines both, on the logits and not on probabilities: F.cross_entropy, "
+        "F.binary_cross_entropy_with_logits, log_softmax, logsumexp, logsigmoid, F.softplus."
+    ),
+    bad="loss = -torch.log(torch.softmax(logits, -1)[rows, labels] + 1e-8).mean()",
+    good="loss = F.cross_entropy(logits, labels)",
+)
+
+
+def check_op(failure: Failure) -> Iterator[Finding]:
+    origin = failure.origin
+    if failure.kind != RULE.name or origin is None:
+        return
+    if origin.name.endswith("ctc_loss"):
+        what = (
+            f"{operation_text(origin)} gives {value_text(origin.made)}: a target is longer than its input (repeats "
+            "need one more), so no alignment is possible; drop it, or set `zero_infinity=True`"
+        )
+    else:
+        reason = f": {domain_text(origin)}" if origin.outside_domain else overflow_text(origin)
+        what = f"in the loss, {gives_text(origin)}{reason}"
+    yield failure_finding(RULE, failure, what)

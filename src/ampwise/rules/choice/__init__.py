@@ -1,1 +1,0 @@
-"""Rules about a planned precision choice: each ``check`` takes a ``Choice`` and advises against it or cautions."""

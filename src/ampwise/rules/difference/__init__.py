@@ -1,1 +1,0 @@
-"""Rules about one step computed in two ways: which differences exceed rounding, and why."""

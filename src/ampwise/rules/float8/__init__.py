@@ -1,1 +1,0 @@
-"""Rules about FP8 layers: values lost at their scales."""

@@ -1,1 +1,0 @@
-"""Rules about gradients, losses and the loss scale over a run."""

@@ -1,1 +1,0 @@
-"""Rules about a machine: each ``check`` takes a ``MachineUse``."""

@@ -1,1 +1,0 @@
-"""Rules about the matmul sizes of a model as it runs."""

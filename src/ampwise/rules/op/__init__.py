@@ -1,1 +1,0 @@
-"""Rules about where a training step went bad: the operation, or its input. One rule applies to each bad step."""

@@ -1,1 +1,0 @@
-"""Rules about a guarded run: recovery, checkpoints, sinks and ranks."""

@@ -1,1 +1,0 @@
-"""Rules about why a precision is not faster, and what makes a comparison unreliable."""

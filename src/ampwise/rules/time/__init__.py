@@ -1,1 +1,0 @@
-"""Rules about where a run's time goes."""

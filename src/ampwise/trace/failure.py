@@ -1,0 +1,443 @@
+"""A failed training step and its origin, which the rules about operations examine.
+
+It is built by replaying the step (``ampwise.trace``). A value that is not finite either came in from outside
+(``BadTensor``) or originated in an operation (``Origin``); the kind of failure follows from these facts alone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from ampwise.finding import strict_json
+from ampwise.finding.call_site import CallSite
+from ampwise.numbers.census.algebra import Census
+from ampwise.numbers.number_text import number_text
+from ampwise.numbers.op_families import base_name, family_of, is_collective, is_custom
+
+if TYPE_CHECKING:
+    from ampwise.trace.remedies import Remedy
+
+__all__ = ["KINDS", "BadTensor", "Failure", "FixTrial", "OptimizerFacts", "Origin", "RoundedLiteral", "TensorSummary"]
+
+LARGEST_LR = 1e3
+FP32_MAX = math.ldexp(2 - 2**-23, 127)
+NAMED_GRADIENTS = 10  # names in the evidence; there is also a count
+NARROW = ("fp16", "fp8_e4m3", "fp8_e4m3fn", "fp8_e5m2")  # formats with a smaller range than FP32
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorSummary:
+    """Summary of a tensor's values."""
+
+    dtype: str  # "fp16"; torch's name for other dtypes: "int64"
+    shape: tuple[int, ...] = ()
+    low: float | None = None  # of the finite values; None if there are none, or not measured
+    high: float | None = None
+    census: Census | None = None
+    name: str = ""  # of the argument: "self", "other", "mat1"
+    negative_infs: int = 0  # infinities that are negative, if measured
+
+    def __str__(self) -> str:
+        if not self.shape:
+            return " ".join(filter(None, (self.dtype, "number", self._number())))
+        extent = "" if self.low is None or self.high is None else f", {_range(self.low, self.high)}"
+        return f"{self.dtype} {'×'.join(map(str, self.shape))}{extent}{self._counts()}"
+
+    def _number(self) -> str:
+        if self.low is not None:
+            return number_text(self.low)
+        return next((name for name, count in self.special.items() if count), "")
+
+    def _counts(self) -> str:
+        total = self.census.count if self.census is not None else 0
+        whole = [f"all {name}" for name, count in self.special.items() if count and count == total]
+        named = [_of(count, name) for name, count in self.special.items() if count and count < total]
+        return "".join(f", {each}" for each in (*whole, *named))
+
+    @property
+    def special(self) -> dict[str, int]:
+        """Counts of zero, inf, -inf and NaN."""
+        if self.census is None:
+            return {}
+        below = min(self.negative_infs, self.census.infs)
+        return {"0": self.census.zeros, "inf": self.census.infs - below, "-inf": below, "NaN": self.census.nans}
+
+    def as_dict(self) -> dict[str, Any]:
+        plain: dict[str, Any] = {"dtype": self.dtype, "shape": list(self.shape)}
+        if self.name:
+            plain["name"] = self.name
+        if self.low is not None and self.high is not None:
+            plain |= {"low": self.low, "high": self.high}
+        if self.census is not None:
+            plain["census"] = self.census.as_dict()
+        if self.negative_infs:
+            plain["negative_infs"] = self.negative_infs
+        return plain
+
+
+def _range(low: float, high: float) -> str:
+    return number_text(low) if low == high else f"{number_text(low)} to {number_text(high)}"
+
+
+def _of(count: int, name: str) -> str:
+    if name == "0":
+        return f"{count:,} zero{'s' if count != 1 else ''}"
+    return f"{count:,} {name}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoundedLiteral:
+    """A literal that its format cannot represent: 1e-8 in FP16 is 0."""
+
+    value: float
+    becomes: float
+    dtype: str
+    site: CallSite = field(default_factory=CallSite)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Origin:
+    """An operation whose result is not finite although its inputs are, or that turns infinities into NaN."""
+
+    op: str  # "aten.addmm.default"
+    made: str  # "inf" or "nan"
+    dtype: str  # of its result
+    phase: str = "forward"  # "backward", "optimizer"
+    site: CallSite = field(default_factory=CallSite)  # for a backward operation: the line of its forward operation
+    live: bool = True  # the line itself was executing; else it had run in the forward pass
+    module: str = ""  # path: "blocks.3.mlp.fc"
+    module_class: str = ""
+    derivative_of: str = ""  # for a backward operation: the forward operation
+    hidden: str = ""  # for a backward operation: a bad forward result that later operations hid
+    inputs: tuple[TensorSummary, ...] = ()
+    output: TensorSummary | None = None
+    by_hand: bool = False  # the infinity was written by the script: a mask, a constant
+    from_infinities: bool = False  # some inputs contained infinities
+    # Results of rerunning the operation; None if it was not rerun.
+    exact: str | None = None  # the result of the same inputs in FP64: "finite", "inf", "nan"
+    exact_largest: float | None = None  # the largest magnitude in FP64
+    zero_divisors: int = 0
+    outside_domain: int = 0  # arguments outside the domain of a logarithm, root or inverse function
+    masked_rows: int = 0  # softmax rows that are all -inf
+    literals: tuple[RoundedLiteral, ...] = ()
+
+    @property
+    def family(self) -> str:
+        return family_of(self.op)
+
+    @property
+    def name(self) -> str:
+        """Short name: "addmm", "div"."""
+        return base_name(self.op)
+
+    @property
+    def is_narrow(self) -> bool:
+        """Whether the format of its result has a smaller range than FP32."""
+        return self.dtype in NARROW
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BadTensor:
+    """A tensor that was not finite before the step."""
+
+    what: str  # "parameter", "buffer", "batch", or "other": captured by the function
+    name: str = ""  # "blocks.0.weight"; for a batch: "x", "batch['pixels']"
+    values: TensorSummary | None = None
+    module_class: str = ""
+    rows: tuple[int, ...] = ()  # indices of the first few bad samples
+    bad_rows: int = 0  # number of bad samples
+    first_use: Origin | None = None  # the operation that read it first
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimizerFacts:
+    """Settings and state of the optimizer of a bad parameter."""
+
+    name: str  # "AdamW"
+    eps: float | None = None
+    eps_becomes: float | None = None  # in the format of the parameter
+    dtype: str = ""
+    steps: int = 0  # taken so far
+    zero_denominators: int | None = None  # bad weights whose second moment is 0
+    bad_weights: int = 0
+    lr: float | None = None
+
+    @property
+    def is_narrow(self) -> bool:
+        """Whether the format of the parameter has a smaller range than FP32."""
+        return self.dtype in NARROW
+
+    @property
+    def has_divided(self) -> bool:
+        """Whether a division may have made the weights bad: not if it has none (SGD), or never divided by 0."""
+        divides = self.steps > 0 and self.eps is not None and self.zero_denominators != 0
+        return divides and not self.has_absurd_lr
+
+    @property
+    def has_absurd_lr(self) -> bool:
+        """Whether the learning rate alone corrupts any weights."""
+        return self.lr is not None and not abs(self.lr) <= LARGEST_LR
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FixTrial:
+    """A fix that was tried in the replay."""
+
+    what: str  # "`blocks.3` in FP32"
+    code: str
+    finite: bool  # loss and gradients
+    change: str = ""  # the kind of fix, and its target, as in Remedy
+    argument: str = ""
+    loss: float | None = None  # after
+    bad_gradients: int = 0  # after
+
+
+# Kinds of failure, each with a rule of the same name.
+KINDS = (
+    "bad-batch",
+    "bad-weights",
+    "poisoned-statistics",
+    "half-overflow",
+    "overflow",
+    "outside-domain",
+    "division-by-zero",
+    "fully-masked-row",
+    "mean-of-nothing",
+    "infinite-derivative",
+    "gradient-overflow",
+    "optimizer-division",
+    "custom-op",
+    "from-another-rank",
+    "not-reproduced",
+    "swallowed-infinity",
+    "cancelled-infinities",
+    "unstable-loss",
+)
+# Operation families with a single failure kind, unless FP64 is finite.
+FIXED = {"normalisation": "division-by-zero", "determinant": "outside-domain", "loss": "unstable-loss"}
+PARTIAL_DOMAIN = ("logarithm", "gamma", "root", "power", "arc")
+SOURCE_KINDS = {"parameter": "bad-weights", "buffer": "poisoned-statistics"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failure:
+    """A failed step and everything its replay showed."""
+
+    symptom: str = "loss"  # what is not finite: "loss" or "gradients"; "value" for a swallowed infinity
+    loss: float | None = None
+    bad_gradients: tuple[str, ...] = ()  # parameters
+    gradients: int = 0  # number of all gradients
+    origin: Origin | None = None  # the operation that caused it
+    nan_origin: Origin | None = None  # where infinities became NaN, if elsewhere
+    source: BadTensor | None = None  # or the bad input
+    precision: str = "fp32"
+    device: str = "cuda"  # torch's device type
+    scale: float = 1.0  # loss scale when it failed
+    fitting_scale: float | None = None  # the largest power of two at which gradients would be finite
+    step: int | None = None
+    rank: int | None = None  # where it originated, if there are several
+    ranks: int = 1
+    has_modules: bool = True  # whether any operation ran in a module
+    swallowed: bool = False  # the infinity was turned into a finite value
+    not_reproduced: str = ""  # what was tried, if the replay was finite
+    remarks: tuple[str, ...] = ()  # notes about the replay
+    optimizer: OptimizerFacts | None = None
+    trials: tuple[FixTrial, ...] = ()
+
+    def but(self, **changes: Any) -> Failure:
+        return replace(self, **changes)
+
+    def untried_fix(self) -> Remedy | None:
+        """Return the most likely fix, without having tried it."""
+        from ampwise.trace.remedies import remedies_for
+
+        # A swallowed infinity has the same fix as one that was not, but a replay cannot show that it helps: the step
+        # is finite without it.
+        return next(iter(remedies_for(self.but(swallowed=False))), None)
+
+    def evidence(self) -> dict[str, Any]:
+        """Return everything known as plain data: ``trace`` for machines, the other keys for people."""
+        shown = {"op": None if self.culprit is None else self.culprit.op, "note": " ".join(self.remarks)}
+        return {**known_as_json(shown), "trace": _traced(self)}
+
+    @property
+    def culprit(self) -> Origin | None:
+        """The operation to examine: the origin, or the first to read the bad value."""
+        return self.origin or (self.source.first_use if self.source is not None else None)
+
+    @property
+    def site(self) -> CallSite:
+        return self.culprit.site if self.culprit is not None else CallSite()
+
+    @property
+    def kind(self) -> str:
+        """Kind of failure, one of KINDS."""
+        if self.not_reproduced:
+            return "not-reproduced"
+        if self.source is not None:
+            return self._kind_of_source(self.source)
+        if self.origin is None:
+            return "not-reproduced"
+        if is_collective(self.origin.op):
+            return "from-another-rank"
+        return "swallowed-infinity" if self.swallowed else self._kind_of_origin(self.origin)
+
+    def _kind_of_source(self, source: BadTensor) -> str:
+        if source.what == "parameter" and self.optimizer is not None and self.optimizer.has_divided:
+            return "optimizer-division"
+        return SOURCE_KINDS.get(source.what, "bad-batch")
+
+    def _kind_of_origin(self, origin: Origin) -> str:
+        if is_custom(origin.op):
+            return "custom-op"
+        if origin.phase == "optimizer":
+            return "optimizer-division"
+        if origin.by_hand:
+            return "cancelled-infinities"
+        if origin.from_infinities:
+            return "fully-masked-row" if origin.family == "softmax" else "cancelled-infinities"
+        if origin.phase == "backward" and not origin.live:
+            overflowed = origin.exact == "finite" or (origin.exact is None and origin.is_narrow)
+            return "gradient-overflow" if overflowed else "infinite-derivative"
+        kind = self._kind_of_forward(origin)
+        # In a hook, or in a custom backward pass.
+        return "gradient-overflow" if origin.phase == "backward" and kind.endswith("overflow") else kind
+
+    def _kind_of_forward(self, origin: Origin) -> str:
+        if origin.made == "nan" and (origin.family == "mean" or any(0 in each.shape for each in origin.inputs)):
+            return "mean-of-nothing"
+        if origin.family == "softmax" and origin.made == "nan":
+            return "fully-masked-row"
+        in_loss = self.has_modules and (not origin.module_class or origin.module_class.endswith("Loss"))
+        if in_loss and (origin.family == "exponential" or (origin.family == "logarithm" and _is_outside(origin))):
+            return "unstable-loss"
+        if origin.family in FIXED and not (origin.family == "normalisation" and origin.exact == "finite"):
+            return FIXED[origin.family]
+        if origin.zero_divisors:
+            return "division-by-zero"
+        if _is_outside(origin) or (origin.made == "nan" and origin.family in PARTIAL_DOMAIN):
+            return "outside-domain"
+        if origin.family == "division" and origin.exact != "finite":
+            return "division-by-zero"
+        fits_fp32 = origin.exact in ("finite", None) and (origin.exact_largest or 0.0) <= FP32_MAX
+        return "half-overflow" if origin.is_narrow and fits_fp32 else "overflow"
+
+
+def _is_outside(origin: Origin) -> bool:
+    """Return whether an argument was outside the domain; assumed for a logarithm whose values are unknown."""
+    return bool(origin.outside_domain) or (origin.output is None and origin.family in ("logarithm", "gamma", "arc"))
+
+
+# Plain data
+
+
+def known_as_json(evidence: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the known values, ready for JSON: numbers that are not finite as strings."""
+    return {key: strict_json.to_json_types(value) for key, value in evidence.items() if value not in (None, "", (), [])}
+
+
+def _traced(failure: Failure) -> dict[str, Any]:
+    culprit = failure.culprit
+    return known_as_json(
+        {
+            **({} if culprit is None else _operation_data(culprit)),
+            "nan_origin": _nan_origin(failure.nan_origin),
+            "source": _source(failure.source),
+            "optimizer": _optimizer(failure.optimizer),
+            "symptom": failure.symptom,
+            "loss": failure.loss,
+            "precision": failure.precision,
+            "scale": failure.scale,
+            "fitting_scale": failure.fitting_scale,
+            "bad_gradients": failure.bad_gradients[:NAMED_GRADIENTS],
+            "bad_gradient_count": len(failure.bad_gradients) or None,
+            "gradients": failure.gradients or None,
+            "trials": [_trial(failure, trial) for trial in failure.trials],
+            "remarks": failure.remarks,
+        }
+    )
+
+
+def _operation_data(origin: Origin) -> dict[str, Any]:
+    return {
+        "op": origin.op,
+        "made": "NaN" if origin.made == "nan" else origin.made,
+        "dtype": origin.dtype,
+        "module": origin.module,
+        "module_class": origin.module_class,
+        "phase": origin.phase,
+        "derivative_of": origin.derivative_of,
+        "called_from": origin.site.called_from,
+        "through": origin.site.through,
+        "inputs": _all_values(origin.inputs),
+        "output": None if origin.output is None else origin.output.as_dict(),
+        "exact": origin.exact,
+        "exact_largest": origin.exact_largest,
+        "zero_divisors": origin.zero_divisors or None,
+        "outside_domain": origin.outside_domain or None,
+        "masked_rows": origin.masked_rows or None,
+        "literals": [
+            {"value": each.value, "becomes": each.becomes, "dtype": each.dtype, "place": each.site.in_text}
+            for each in origin.literals
+        ],
+    }
+
+
+def _all_values(inputs: Iterable[TensorSummary]) -> list[dict[str, Any]]:
+    return [values.as_dict() for values in inputs]
+
+
+def _nan_origin(origin: Origin | None) -> dict[str, Any] | None:
+    if origin is None:
+        return None
+    return {"op": origin.op, "place": str(origin.site), "module": origin.module, "inputs": _all_values(origin.inputs)}
+
+
+def _source(source: BadTensor | None) -> dict[str, Any] | None:
+    if source is None:
+        return None
+    values = None if source.values is None else source.values.as_dict()
+    return known_as_json(
+        {
+            "what": source.what,
+            "name": source.name,
+            "module_class": source.module_class,
+            "values": values,
+            "samples": source.rows,
+            "bad_samples": source.bad_rows or None,
+        }
+    )
+
+
+def _optimizer(facts: OptimizerFacts | None) -> dict[str, Any] | None:
+    if facts is None:
+        return None
+    return known_as_json(
+        {
+            "name": facts.name,
+            "eps": facts.eps,
+            "eps_becomes": facts.eps_becomes,
+            "dtype": facts.dtype,
+            "lr": facts.lr,
+            "steps": facts.steps,
+            "zero_denominators": facts.zero_denominators,
+            "bad_weights": facts.bad_weights,
+        }
+    )
+
+
+def _trial(failure: Failure, trial: FixTrial) -> dict[str, Any]:
+    return {
+        "what": trial.what,
+        "code": trial.code,
+        "change": trial.change,
+        "argument": trial.argument,
+        "finite": trial.finite,
+        "loss_before": failure.loss,
+        "loss_after": trial.loss,
+        "bad_gradients_before": len(failure.bad_gradients),
+        "bad_gradients_after": trial.bad_gradients,
+    }

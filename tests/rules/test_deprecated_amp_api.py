@@ -1,0 +1,103 @@
+"""Rewriting torch.cuda.amp: each finding's edits are complete by themselves, and what is doubtful stays."""
+
+import runpy
+import warnings
+from pathlib import Path
+
+import pytest
+
+from ampwise.check.apply_edits import apply_fixes
+from ampwise.check.source.project import Project
+from ampwise.check.source.script import script_from_text
+from ampwise.rules.amp3xx_formats.deprecated_amp_api import check_source
+
+FIXED = Path(__file__).parent / "fixtures" / "fixed" / "deprecated_amp_api.py"
+
+
+def findings_in(text, path="train.py"):
+    return list(check_source(Project([path], {path: text}).code(path)))
+
+
+def fixed(text, findings, path="train.py"):
+    return apply_fixes(script_from_text(text, path), findings, unsafe=False).text
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "from torch.cuda.amp import autocast\n@autocast\ndef f(x): return x\n",
+        "from torch.cuda.amp import autocast\nfrom functools import partial\ncast = partial(autocast, enabled=True)\n",
+        "from torch.cuda.amp import autocast\ndef f(kind=autocast): return kind()\n",
+        "from torch.cuda.amp import autocast\nautocast(*flags)\n",
+        "from torch.cuda.amp import autocast\nautocast((flag))\n",
+        "from torch.cuda.amp import autocast\ndef f(autocast): autocast()\n",
+        "from torch.cuda.amp import autocast\nfrom torch import autocast\nautocast()\n",
+        "from torch.cuda.amp import autocast\n__all__ = ['autocast']\n",
+        "from torch.cuda.amp import *\nautocast()\n",
+        "from torch.cuda.amp.grad_scaler import GradScaler, OptState\nGradScaler()\n",
+        "try:\n    from torch.cuda.amp import GradScaler\nexcept ImportError:\n    GradScaler = None\n",
+        "try:\n    from torch.amp import GradScaler\nexcept ImportError:\n    from torch.cuda.amp import GradScaler\n",
+        "import torch\nif torch.__version__ < '2.4':\n    scaler = torch.cuda.amp.GradScaler()\n",
+        "import torch\nif not hasattr(torch.amp, 'GradScaler'):\n    scaler = torch.cuda.amp.GradScaler()\n",
+        "import torch\ncontext = torch.cuda.amp.autocast\n",
+        "import torch\nmake = torch.cuda.amp.GradScaler\nscaler = torch.cuda.amp.GradScaler()\n",
+        "from torch.cuda import amp\namp.autocast()\nprint(amp)\n",
+        "from torch.cuda import amp, nccl\namp.autocast()\n",
+        "from torch.cuda.amp import custom_fwd\nf = custom_fwd(g)\n",
+    ],
+)
+def test_reports_but_leaves_alone_what_cannot_be_rewritten_beyond_doubt(text):
+    findings = findings_in(text)
+    assert findings
+    assert [finding.edits for finding in findings] == [()] * len(findings)
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("import torch\ntorch.cuda.amp.autocast()\n", 'import torch\ntorch.amp.autocast("cuda")\n'),
+        (
+            "import torch\ntorch.cuda.amp.autocast(on, torch.half, cache_enabled=False)\n",
+            'import torch\ntorch.amp.autocast("cuda", enabled=on, dtype=torch.half, cache_enabled=False)\n',
+        ),
+        (
+            "import torch as t\nt.cuda.amp.GradScaler(1024.0, 2, enabled=on)\n",
+            'import torch as t\nt.amp.GradScaler("cuda", 1024.0, 2, enabled=on)\n',
+        ),
+        ("import torch\ntorch.cpu.amp.autocast()\n", 'import torch\ntorch.amp.autocast("cpu")\n'),
+        (
+            "from torch.cuda.amp import autocast as cast\nwith cast(**words): pass\n",
+            'from torch.amp import autocast as cast\nwith cast("cuda", **words): pass\n',
+        ),
+        (
+            "import torch.cuda.amp as amp\nscaler = amp.GradScaler(\n    enabled=on,\n)\n",
+            'import torch.amp as amp\nscaler = amp.GradScaler(\n    "cuda",\n    enabled=on,\n)\n',
+        ),
+        (
+            "from torch.cuda import amp as mixed\nwith mixed.autocast(), mixed.autocast(): pass\n",
+            'from torch import amp as mixed\nwith mixed.autocast("cuda"), mixed.autocast("cuda"): pass\n',
+        ),
+        (
+            "from torch.cuda.amp import (\n    GradScaler,  # scales\n)\ndef f(s: GradScaler | None): pass\n",
+            "from torch.amp import (\n    GradScaler,  # scales\n)\ndef f(s: GradScaler | None): pass\n",
+        ),
+    ],
+)
+def test_rewrites(before, after):
+    assert fixed(before, findings_in(before)) == after
+    assert findings_in(after) == []
+
+
+@pytest.mark.parametrize("left", [*range(11), None])
+def test_works_however_the_findings_are_split(left, tmp_path):
+    """With any one finding left out (as by a ``noqa``), or any one made alone, the script still runs."""
+    text = FIXED.read_text()
+    findings = findings_in(text)
+    assert len(findings) == 11
+    ways = [findings] if left is None else [findings[:left] + findings[left + 1 :], [findings[left]]]
+    for number, way in enumerate(ways):
+        script = tmp_path / f"fixed{number}.py"
+        script.write_text(fixed(text, way))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            runpy.run_path(str(script), run_name="__main__")
