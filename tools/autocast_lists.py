@@ -57,7 +57,7 @@ def lists(device: str) -> dict[str, str]:
         torch.set_autocast_enabled(device, True)
         torch.set_autocast_dtype(device, HALF)
         try:
-            operators = {name.removeprefix("aten::") for name in names} - CUDA_BUILDS_ONLY
+            operators = {name.removeprefix("aten::") for name in names if name.startswith("aten::")} - CUDA_BUILDS_ONLY
             # Older versions have overloads for named dimensions, which are resolved before autocast.
             named = {name for name in operators if "name" in name.partition(".")[2].lower()}
             return {name: _policy(name, device) for name in sorted(operators - named)}

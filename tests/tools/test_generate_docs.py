@@ -113,7 +113,7 @@ def test_what_can_be_fixed_is_said_in_the_index_and_on_the_page(docs, fixable, l
 def test_every_command_is_documented(docs):
     (page,) = docs.cli_page().values()
     assert all(f"## ampwise {command}\n" in page for command in commands())
-    assert "  RULE        the code or the name of a rule, or a word to search\n" in page
+    assert "  RULE ...    the code or the name of a rule, or words to search\n" in page
 
 
 def test_no_results_is_said(docs, tmp_path):

@@ -1,5 +1,7 @@
 """What is padded, what is left, and what is said about it."""
 
+import gc
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -244,4 +246,7 @@ def test_a_wrapped_model_is_refused():
         assert wrapped.state_dict()["module.0.weight"].shape == (1001, 512)
         assert not model[0].weight.grad[1001:].any()
     finally:
+        # DDP must not be the last to hold the group: its threads would be joined with the GIL held.
+        wrapped = None
+        gc.collect()
         dist.destroy_process_group()
